@@ -1,0 +1,101 @@
+"""Every subject in one place. docs/protocol.md is written from this table.
+
+| subject below `rb.v1.<fleet>.` | from → to | payload |
+|---|---|---|
+| `req.<client>.<model>.<lane>` | client → one worker of the model | msgpack `RequestMessage` |
+| `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
+| `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
+| `presence.<worker>` | worker → everyone | JSON `WorkerPresence` |
+| `ping` | anyone → workers: announce yourselves now | empty |
+
+NATS names no sender, so identity stands in the subject, where permissions can bind it. Model names are encoded
+reversibly into one subject token; the other names are subject tokens already.
+"""
+
+import re
+from dataclasses import dataclass
+
+from schemas.checks import check_matches
+from schemas.request import Lane
+
+__all__ = ["Subjects", "decode_token", "encode_token"]
+
+PREFIX = "rb.v1"
+NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+NAME_ALLOWED = "1 to 64 of A-Z a-z 0-9 _ -"
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def encode_token(name: str) -> str:
+    """Encode any name as one subject token: other bytes of its UTF-8 become `=XX`, upper-case hexadecimal."""
+    return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in name.encode())
+
+
+def decode_token(token: str) -> str:
+    """Undo `encode_token`.
+
+    Raises:
+        ValueError: `token` is no encoded name.
+    """
+    raw = re.sub(r"=([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), token).encode("latin-1")
+    name = raw.decode()
+    if encode_token(name) != token:
+        raise ValueError(f"{token!r} is not an encoded name")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The subjects of one fleet.
+
+    Raises:
+        InvalidRequest: `fleet` is not a name that can stand in a subject.
+    """
+
+    fleet: str
+
+    def __post_init__(self) -> None:
+        """Check the fleet's name."""
+        check_matches("fleet", self.fleet, NAME, NAME_ALLOWED)
+
+    @property
+    def _root(self) -> str:
+        return f"{PREFIX}.{self.fleet}"
+
+    def request(self, client: str, model: str, lane: Lane) -> str:
+        """Where `client` publishes a request for `model`."""
+        return f"{self._root}.req.{client}.{encode_token(model)}.{lane}"
+
+    def requests_for(self, model: str) -> str:
+        """All requests for `model`, any client and lane; workers share it as a queue group."""
+        return f"{self._root}.req.*.{encode_token(model)}.*"
+
+    def frame(self, client: str, worker: str) -> str:
+        """Where `worker` publishes frames for `client`."""
+        return f"{self._root}.frame.{client}.{worker}"
+
+    def frames_to(self, client: str) -> str:
+        """All frames for `client`."""
+        return f"{self._root}.frame.{client}.*"
+
+    def link(self, client: str, worker: str) -> str:
+        """Where `client` tells `worker` about its requests there."""
+        return f"{self._root}.link.{client}.{worker}"
+
+    def links_to(self, worker: str) -> str:
+        """What any client tells `worker`."""
+        return f"{self._root}.link.*.{worker}"
+
+    def presence(self, worker: str) -> str:
+        """Where `worker` announces itself."""
+        return f"{self._root}.presence.{worker}"
+
+    @property
+    def presences(self) -> str:
+        """The presence of every worker."""
+        return f"{self._root}.presence.*"
+
+    @property
+    def ping(self) -> str:
+        """A message here makes every worker announce itself at once."""
+        return f"{self._root}.ping"

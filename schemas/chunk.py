@@ -1,0 +1,217 @@
+"""What one engine step added to one request: the unit that workers stream back.
+
+Every struct here is `array_like`: a field's place on the wire is its place in the class, so fields are appended,
+never moved, renumbered or retyped (docs/wire.md). Arrays travel as little-endian bytes; the properties without the
+suffix `_data` are read-only numpy views of them.
+"""
+
+import enum
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from schemas import limits
+from schemas.errors import ErrorCode
+from schemas.rows import DTYPES, RowDtype, Rows
+
+__all__ = ["Chunk", "ChunkError", "End", "FinishReason", "PromptLogprobs", "RoutedExperts", "TopLogprobs"]
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; vLLM's words."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token."""
+    LENGTH = "length"
+    """`max_tokens`, or the model's context, is full."""
+    ABORT = "abort"
+    """Aborted by its client or by a pause."""
+    ERROR = "error"
+    """The chunk's `error` says why."""
+    REPETITION = "repetition"
+    """The engine saw the output repeat itself."""
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Expert ids for a run of consecutive positions; see `schemas.rows` for the row rule."""
+
+    start: Count
+    """Absolute position of row 0."""
+    shape: tuple[Count, Count, Count]
+    """(num_rows, num_layers, top_k); num_rows may be 0."""
+    dtype: RowDtype
+    """One per model: u1 up to 256 experts, else <u2."""
+    data: memoryview
+    """The ids, C-contiguous and little-endian; on receipt a view of the frame it came in."""
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that the data does not have."""
+        rows, layers, top_k = self.shape
+        if not 1 <= layers <= limits.MAX_LAYERS or not 1 <= top_k <= limits.MAX_TOP_K_EXPERTS:
+            raise ValueError(
+                f"routed experts of {layers} layers and top {top_k}; "
+                f"allowed: 1 to {limits.MAX_LAYERS} and 1 to {limits.MAX_TOP_K_EXPERTS}"
+            )
+        expected = rows * layers * top_k * DTYPES[self.dtype].itemsize
+        if memoryview(self.data).nbytes != expected:
+            raise ValueError(
+                f"routed experts of shape {self.shape} and dtype {self.dtype} take {expected} bytes, "
+                f"not {memoryview(self.data).nbytes}"
+            )
+
+    @classmethod
+    def from_rows(cls, rows: Rows, start: int) -> "RoutedExperts":
+        """Wrap `rows`, u1 or <u2 and C-contiguous, without copying."""
+        num_rows, layers, top_k = rows.shape
+        dtype: RowDtype = "u1" if rows.dtype == DTYPES["u1"] else "<u2"
+        return cls(start, (num_rows, layers, top_k), dtype, rows.reshape(-1).view(np.uint8).data)
+
+    def numpy(self) -> Rows:
+        """A read-only view, u1|u2[num_rows, num_layers, top_k]; it keeps the frame it came in alive."""
+        view = np.frombuffer(self.data, dtype=DTYPES[self.dtype]).reshape(self.shape)
+        view.flags.writeable = False
+        return view
+
+
+class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The most likely tokens at each of several positions, best first."""
+
+    width: Annotated[int, Meta(ge=1, le=limits.MAX_LOGPROBS)]
+    """Alternatives for each position."""
+    token_ids_data: bytes
+    """<i4[positions, width]."""
+    logprobs_data: bytes
+    """<f4[positions, width]."""
+
+    def __post_init__(self) -> None:
+        """Refuse arrays of unequal size."""
+        if len(self.token_ids_data) != len(self.logprobs_data) or len(self.token_ids_data) % (4 * self.width):
+            raise ValueError("top logprobs: ids and logprobs are not [positions, width] both")
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """i4[positions, width], read-only."""
+        return np.frombuffer(self.token_ids_data, "<i4").reshape(-1, self.width)
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """f4[positions, width], read-only."""
+        return np.frombuffer(self.logprobs_data, "<f4").reshape(-1, self.width)
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log probabilities of prompt tokens; the first prompt token has none."""
+
+    start: Annotated[int, Meta(ge=1)]
+    """Absolute position of the first value."""
+    logprobs_data: bytes
+    """<f4[positions]."""
+    top: TopLogprobs | None = None
+    """The most likely tokens at the same positions; None unless `prompt_logprobs` > 0."""
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """f4[positions], read-only."""
+        return np.frombuffer(self.logprobs_data, "<f4")
+
+
+class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Why a request failed."""
+
+    code: ErrorCode
+    message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+    """One sentence for people."""
+    field: str = ""
+    """The offending field when `code` is `invalid_request`."""
+    problem: str = ""
+    allowed: str = ""
+
+
+class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What only the terminal chunk carries: the reason, and totals to check the stream against."""
+
+    finish_reason: FinishReason
+    num_tokens: Count
+    """Tokens in all chunks of this attempt and child."""
+    num_rows: Count
+    """Routing rows in all chunks of this attempt and child."""
+    stop_reason: int | None = None
+    """The id of the stop token, when one of `stop_token_ids` ended the request."""
+    error: ChunkError | None = None
+    """Set exactly when `finish_reason` is ERROR."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the engine found in its prefix cache; None: not known."""
+    routed_experts_start: int | None = None
+    """The `routed_experts_prompt_start` that was applied; None: no routing was returned."""
+
+
+class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True):
+    """What one engine step added to one request, with the weights that made it."""
+
+    request_id: str
+    attempt: Count
+    """0 for the first publication of the request."""
+    child: Count
+    """Which of n samples."""
+    chunk_index: Count
+    """0-based and contiguous within an attempt and child."""
+    weight_version: int
+    """Of the weights that sampled these tokens; no chunk mixes two."""
+    token_ids_data: bytes = b""
+    """<i4[k], k >= 0."""
+    logprobs_data: bytes | None = None
+    """<f4[k]; None when `sampling.logprobs` is None."""
+    routed_experts: RoutedExperts | None = None
+    """Rows of the positions that this step computed: the prompt's in the first chunks, then the tokens'."""
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    end: End | None = None
+    """Set in the terminal chunk only."""
+
+    def __post_init__(self) -> None:
+        """Refuse arrays whose lengths contradict each other."""
+        size = len(self.token_ids_data)
+        if size % 4 or size > 4 * limits.MAX_CHUNK_TOKENS:
+            raise ValueError(f"token ids of {size} bytes are no <i4 array of up to {limits.MAX_CHUNK_TOKENS}")
+        if self.logprobs_data is not None and len(self.logprobs_data) != size:
+            raise ValueError(f"{size // 4} token ids but {len(self.logprobs_data) / 4:g} logprobs")
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """i4[k], read-only: the new token ids."""
+        return np.frombuffer(self.token_ids_data, "<i4")
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32] | None:
+        """f4[k], read-only: the sampler's log probability of each new token."""
+        return None if self.logprobs_data is None else np.frombuffer(self.logprobs_data, "<f4")
+
+    @property
+    def num_tokens(self) -> int:
+        """k, the number of new tokens."""
+        return len(self.token_ids_data) // 4
+
+    @property
+    def is_terminal(self) -> bool:
+        """No chunk of this attempt and child follows."""
+        return self.end is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ended; None unless terminal."""
+        return None if self.end is None else self.end.finish_reason
+
+    @property
+    def error(self) -> ChunkError | None:
+        """Why the request failed; None unless terminal and failed."""
+        return None if self.end is None else self.end.error
+
+
+def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
+    """The bytes of `array` as `dtype` ('<i4' or '<f4')."""
+    return array.astype(dtype, copy=False).tobytes()

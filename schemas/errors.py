@@ -1,0 +1,188 @@
+"""Everything that can go wrong, as exceptions for callers and as codes on the wire.
+
+    RollbusError
+    ├── BusClosed                 this client or worker was closed locally
+    ├── BusBroken                 the connection to NATS failed or was refused
+    ├── EngineDead                the engine is gone; its worker exits
+    ├── RemoteProtocolError       a peer sent something that breaks the protocol
+    └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
+        ├── RequestRejected       before a worker admitted it
+        │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
+        │   └── NoWorkers         no live worker serves the model
+        ├── RequestTimeout        its deadline passed
+        └── RequestFailed         after a worker admitted it
+"""
+
+import enum
+from typing import Final, NamedTuple
+
+__all__ = [
+    "ERRORS",
+    "BusBroken",
+    "BusClosed",
+    "EngineDead",
+    "ErrorCode",
+    "ErrorFacts",
+    "InvalidRequest",
+    "NoWorkers",
+    "RemoteProtocolError",
+    "RequestError",
+    "RequestFailed",
+    "RequestRejected",
+    "RequestTimeout",
+    "RollbusError",
+    "request_error",
+]
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a request failed, as it stands in a terminal chunk. Append-only; `ERRORS` says what each means."""
+
+    INVALID_REQUEST = "invalid_request"
+    UNKNOWN_MODEL = "unknown_model"
+    UNSUPPORTED = "unsupported"
+    DUPLICATE_REQUEST = "duplicate_request"
+    TOO_LARGE = "too_large"
+    NO_WORKERS = "no_workers"
+    QUEUE_FULL = "queue_full"
+    TIMEOUT = "timeout"
+    WEIGHTS_TOO_OLD = "weights_too_old"
+    TOO_STALE = "too_stale"
+    WORKER_LOST = "worker_lost"
+    WORKER_STOPPED = "worker_stopped"
+    FRAMES_LOST = "frames_lost"
+    PROTOCOL_ERROR = "protocol_error"
+    ENGINE_ERROR = "engine_error"
+    ENGINE_DEAD = "engine_dead"
+
+
+class ErrorFacts(NamedTuple):
+    """What an `ErrorCode` means."""
+
+    meaning: str
+    fault: str
+    """Who has to act: `client`, `worker`, `fleet` (its operator) or `network`."""
+    retryable: bool
+    """The same request may succeed when sent again."""
+    admitted: bool
+    """A worker may have started on the request before it failed."""
+
+
+ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
+    ErrorCode.INVALID_REQUEST: ErrorFacts("a field of the request is wrong", "client", False, False),
+    ErrorCode.UNKNOWN_MODEL: ErrorFacts("no worker serves a model of this name", "client", False, False),
+    ErrorCode.UNSUPPORTED: ErrorFacts("the model or engine cannot do what was asked", "client", False, False),
+    ErrorCode.DUPLICATE_REQUEST: ErrorFacts("this client has a live request of the same id", "client", False, False),
+    ErrorCode.TOO_LARGE: ErrorFacts("the request exceeds the server's max_payload", "client", False, False),
+    ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model", "fleet", True, False),
+    ErrorCode.QUEUE_FULL: ErrorFacts("as many requests wait as may wait", "fleet", True, False),
+    ErrorCode.TIMEOUT: ErrorFacts("the request's timeout_s passed", "fleet", True, True),
+    ErrorCode.WEIGHTS_TOO_OLD: ErrorFacts("the weights are older than min_weight_version", "fleet", True, False),
+    ErrorCode.TOO_STALE: ErrorFacts("the weights moved on by more than max_weight_lag", "client", False, False),
+    ErrorCode.WORKER_LOST: ErrorFacts("the worker's lease expired", "worker", True, True),
+    ErrorCode.WORKER_STOPPED: ErrorFacts("the worker shut down before it had finished", "worker", True, True),
+    ErrorCode.FRAMES_LOST: ErrorFacts("frames between worker and client were lost", "network", True, True),
+    ErrorCode.PROTOCOL_ERROR: ErrorFacts("the worker's chunks contradict each other", "worker", True, True),
+    ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed this request alone", "worker", True, True),
+    ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
+}
+
+
+class RollbusError(Exception):
+    """Root of all errors raised by this software."""
+
+
+class BusClosed(RollbusError):
+    """The client or worker was closed locally while, or before, something needed it."""
+
+
+class BusBroken(RollbusError):
+    """The connection to NATS could not be made, or was refused or lost for good."""
+
+
+class EngineDead(RollbusError):
+    """The engine is gone and its worker must exit."""
+
+
+class RemoteProtocolError(RollbusError):
+    """A peer sent bytes that do not decode, or a message that breaks the protocol."""
+
+
+class RequestError(RollbusError):
+    """One request failed.
+
+    Attributes:
+        code: why.
+        request_id: which request; empty where the error arose before it had an id.
+        message: one sentence for people, without prompts or tokens.
+    """
+
+    def __init__(self, *, code: ErrorCode, message: str, request_id: str = "") -> None:
+        self.code = code
+        self.message = message
+        self.request_id = request_id
+        super().__init__(f"{code}: {message}" + (f" (request {request_id})" if request_id else ""))
+
+    @property
+    def retryable(self) -> bool:
+        """The same request may succeed when sent again."""
+        return ERRORS[self.code].retryable
+
+
+class RequestRejected(RequestError):
+    """The request failed before a worker admitted it."""
+
+
+class InvalidRequest(RequestRejected, ValueError):
+    """A field of a request is wrong.
+
+    Attributes:
+        field: its name, dotted for nested fields: `sampling.top_p`.
+        problem: what is wrong with its value.
+        allowed: what is allowed.
+    """
+
+    def __init__(self, *, field: str, problem: str, allowed: str, request_id: str = "") -> None:
+        self.field = field
+        self.problem = problem
+        self.allowed = allowed
+        super().__init__(
+            code=ErrorCode.INVALID_REQUEST, message=f"{field} {problem}; allowed: {allowed}", request_id=request_id
+        )
+
+
+class NoWorkers(RequestRejected):
+    """No live worker serves the model."""
+
+    def __init__(self, *, message: str, request_id: str = "") -> None:
+        super().__init__(code=ErrorCode.NO_WORKERS, message=message, request_id=request_id)
+
+
+class RequestTimeout(RequestError):
+    """The request's deadline passed.
+
+    Attributes:
+        stage: what it was waiting for: `admission` or `generation`.
+    """
+
+    def __init__(self, *, stage: str, message: str, request_id: str = "") -> None:
+        self.stage = stage
+        super().__init__(code=ErrorCode.TIMEOUT, message=message, request_id=request_id)
+
+
+class RequestFailed(RequestError):
+    """The request failed after a worker admitted it."""
+
+
+def request_error(
+    code: ErrorCode, message: str, *, request_id: str = "", field: str = "", problem: str = "", allowed: str = ""
+) -> RequestError:
+    """Build the exception that fits `code`, as a terminal chunk's error is turned into what a caller catches."""
+    if code is ErrorCode.INVALID_REQUEST and field:
+        return InvalidRequest(field=field, problem=problem, allowed=allowed, request_id=request_id)
+    if code is ErrorCode.NO_WORKERS:
+        return NoWorkers(message=message, request_id=request_id)
+    if code is ErrorCode.TIMEOUT:
+        return RequestTimeout(stage="generation", message=message, request_id=request_id)
+    kind = RequestFailed if ERRORS[code].admitted else RequestRejected
+    return kind(code=code, message=message, request_id=request_id)

@@ -1,0 +1,79 @@
+"""Every bound of the wire, with its reason. Reaching one is a defined outcome: the error names the limit."""
+
+from typing import Final
+
+__all__ = [
+    "DEFAULT_MAX_IN_FLIGHT",
+    "DEFAULT_TIMEOUT_S",
+    "MAX_BAD_WORDS",
+    "MAX_CACHE_SALT_CHARS",
+    "MAX_CHUNKS_PER_FRAME",
+    "MAX_CHUNK_TOKENS",
+    "MAX_ERROR_CHARS",
+    "MAX_EXPERTS",
+    "MAX_EXTRA_FIELDS",
+    "MAX_LAYERS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_NAME_CHARS",
+    "MAX_PRIORITY",
+    "MAX_PROMPT_TOKENS",
+    "MAX_REQUEST_ID_CHARS",
+    "MAX_SEED",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_TIMEOUT_S",
+    "MAX_TOKENS",
+    "MAX_TOKEN_ID",
+    "MAX_TOP_K_EXPERTS",
+    "MAX_WEIGHT_VERSION",
+]
+
+MAX_PROMPT_TOKENS: Final = 4_194_304
+"""16 MiB as `<i4`, above every context window in use and far below NATS's hard limit of 64 MiB."""
+MAX_TOKENS: Final = 4_194_304
+"""Generated tokens of one request; as for prompts, the model's own context is the bound that matters."""
+MAX_TOKEN_ID: Final = 2**31 - 1
+"""Token ids travel as `<i4`."""
+MAX_CHUNK_TOKENS: Final = MAX_TOKENS
+"""Tokens in one chunk: a worker that could not send may merge all of a request into one."""
+MAX_N: Final = 256
+"""Samples per prompt; each is a request of its own to the fleet."""
+MAX_SEED: Final = 2**63 - 1
+"""Seeds travel as signed 64-bit integers; children of n > 1 use seed + child."""
+MAX_LOGPROBS: Final = 128
+"""Alternatives per token; engines usually allow fewer (vLLM: 20) and say so in their capabilities."""
+MAX_STOP_TOKEN_IDS: Final = 1024
+"""Each is compared with every sampled token."""
+MAX_LOGIT_BIAS: Final = 4096
+"""Entries; a bias over the whole vocabulary belongs into `allowed_token_ids`."""
+MAX_BAD_WORDS: Final = 4096
+"""Token sequences that must not be generated, and tokens in each."""
+MAX_EXTRA_FIELDS: Final = 64
+"""Engine-specific parameters of one request."""
+MAX_REQUEST_ID_CHARS: Final = 128
+"""Long enough for a UUID with a prefix; ids stand in every chunk."""
+MAX_NAME_CHARS: Final = 256
+"""Names of models, workers, clients, sessions and LoRAs; NATS subjects should stay short."""
+MAX_CACHE_SALT_CHARS: Final = 1024
+"""vLLM's own bound."""
+MAX_PRIORITY: Final = 2**31 - 1
+"""Either sign; lower is more urgent, as in vLLM."""
+MAX_WEIGHT_VERSION: Final = 2**31 - 1
+"""Weight versions are delivered as i4 per token."""
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600.0
+"""A week: longer than any rollout, short enough that nothing waits for ever."""
+DEFAULT_TIMEOUT_S: Final = 3600.0
+"""For requests that name no `timeout_s`: longer than the longest generation seen in training runs."""
+DEFAULT_MAX_IN_FLIGHT: Final = 512
+"""Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
+MAX_LAYERS: Final = 1024
+"""Layers in a routing row."""
+MAX_TOP_K_EXPERTS: Final = 256
+"""Experts chosen per token and layer."""
+MAX_EXPERTS: Final = 65_536
+"""Experts per layer: ids are u1 or `<u2`."""
+MAX_CHUNKS_PER_FRAME: Final = 65_536
+"""A frame holds at most a few chunks for each request of one engine step."""
+MAX_ERROR_CHARS: Final = 4096
+"""Error text is for people; longer text is cut by the sender."""

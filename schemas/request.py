@@ -1,0 +1,145 @@
+"""A request to generate tokens, as a caller states it and as it crosses the wire."""
+
+import re
+import uuid
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import force_setattr, replace
+
+from schemas import limits
+from schemas.checks import (
+    check_bool,
+    check_float,
+    check_int,
+    check_matches,
+    check_name,
+    check_request_id,
+    check_token_ids,
+)
+from schemas.errors import InvalidRequest
+from schemas.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    # Callers may pass any sequence of integers; after construction it is a read-only i4 array.
+    TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+else:
+    # msgspec calls the hooks of schemas.codec for a type it does not know, on both ways.
+    TokenIds = np.ndarray
+
+__all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
+
+Lane = Literal["high", "normal", "low"]
+
+TRACEPARENT_PATTERN = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C Trace Context, section 3.2."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
+    """One prompt to continue. Checked on construction: a bad value raises `InvalidRequest` naming the field.
+
+    Compared by identity, as numpy arrays have no single truth of equality.
+    """
+
+    prompt_token_ids: TokenIds
+    """Token ids of the prompt, at least one; kept as a read-only i4[Lp] array."""
+    sampling: SamplingParams = SamplingParams()
+    request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """Unique among the live requests of one client; drawn at random when left out."""
+    model: str | None = None
+    """Served model name; None: the fleet's only model."""
+    return_routed_experts: bool | None = None
+    """None: if the model has experts. True: refuse if it has none. False: spare the bytes."""
+    routed_experts_prompt_start: int = 0
+    """Leading prompt positions whose routing is not wanted, 0 to Lp: those of earlier turns, for example."""
+    cache_salt: str | None = None
+    """Prefix-cache entries are shared only between requests of the same salt."""
+    priority: int = 0
+    """vLLM's sign: lower is more urgent. Chooses the queue lane, and orders the engine's queue where enabled."""
+    session_id: str | None = None
+    """A hint: turns of one session are best served by the worker that holds their prefix cache."""
+    lora: str | None = None
+    """Name of a loaded LoRA adapter; None: the base model."""
+    timeout_s: float | None = None
+    """Seconds from now until the request fails with `timeout`; None: `DEFAULT_TIMEOUT_S`."""
+    min_weight_version: int | None = None
+    """Refuse weights older than this version."""
+    max_weight_lag: int | None = None
+    """Drop the request if the weights move on by more than this before it starts."""
+    traceparent: str | None = None
+    """W3C trace context, passed through to the worker."""
+
+    def __post_init__(self) -> None:
+        """Check every field and bring it to its canonical type."""
+        for name, value in _checked(self).items():
+            if value is not getattr(self, name):
+                force_setattr(self, name, value)
+
+    @property
+    def prompt_len(self) -> int:
+        """Lp, the number of prompt tokens."""
+        return len(self.prompt_token_ids)
+
+
+def _checked(request: GenerateRequest) -> dict[str, object]:
+    token_ids = check_token_ids(
+        "prompt_token_ids", request.prompt_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS
+    )
+    if not isinstance(request.sampling, SamplingParams):
+        raise InvalidRequest(
+            field="sampling", problem=f"is a {type(request.sampling).__name__}", allowed="SamplingParams"
+        )
+    checked: dict[str, object] = {
+        "prompt_token_ids": token_ids,
+        "request_id": check_request_id("request_id", request.request_id),
+        "routed_experts_prompt_start": check_int(
+            "routed_experts_prompt_start", request.routed_experts_prompt_start, 0, len(token_ids)
+        ),
+        "priority": check_int("priority", request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
+    }
+    if request.return_routed_experts is not None:
+        checked["return_routed_experts"] = check_bool("return_routed_experts", request.return_routed_experts)
+    for name in ("model", "session_id", "lora"):
+        value = getattr(request, name)
+        if value is not None:
+            checked[name] = check_name(name, value)
+    if request.cache_salt is not None:
+        checked["cache_salt"] = check_name("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
+    if request.timeout_s is not None:
+        checked["timeout_s"] = check_float("timeout_s", request.timeout_s, 0, limits.MAX_TIMEOUT_S, above=True)
+    for name in ("min_weight_version", "max_weight_lag"):
+        value = getattr(request, name)
+        if value is not None:
+            checked[name] = check_int(name, value, 0, limits.MAX_WEIGHT_VERSION)
+    if request.traceparent is not None:
+        checked["traceparent"] = check_matches(
+            "traceparent", request.traceparent, TRACEPARENT_PATTERN, "a W3C traceparent, 55 lower-case characters"
+        )
+    return checked
+
+
+def lane_of(priority: int) -> Lane:
+    """The queue lane of a priority: below 0 is `high`, 0 is `normal`, above 0 is `low`."""
+    if priority < 0:
+        return "high"
+    return "normal" if priority == 0 else "low"
+
+
+def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
+    """Split a request for n samples into n requests for one each; child i samples with seed + i.
+
+    Prompt logprobs and the prompt's routing rows are the same for every child; each carries its own.
+    """
+    if request.sampling.n == 1:
+        return [request]
+    seed = request.sampling.seed
+    return [
+        replace(
+            request, sampling=replace(request.sampling, n=1, seed=None if seed is None else seed + child)
+        )
+        for child in range(request.sampling.n)
+    ]

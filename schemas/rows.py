@@ -1,0 +1,48 @@
+"""The row rule of routed experts, in one place.
+
+Row i of an array belongs to absolute position `start + i` of prompt + generated tokens. A sequence of Lp prompt
+and G >= 1 generated tokens has rows for positions 0 to Lp + G - 2: the last generated token has not been through
+the model. Arrays are u1 or `<u2`, `[num_rows, num_layers, top_k]`, C-contiguous.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas import limits
+
+__all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "expected_rows", "rows_as_wire"]
+
+Rows: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+RowDtype = Literal["u1", "<u2"]
+DTYPES: dict[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "<u2": np.dtype("<u2")}
+"""The dtypes of expert ids by their names on the wire."""
+
+
+def dtype_for(num_experts: int) -> RowDtype:
+    """The one dtype of a model's expert ids: fixed by how many experts it has, never by the ids seen."""
+    if not 1 <= num_experts <= limits.MAX_EXPERTS:
+        raise ValueError(f"num_experts is {num_experts}; allowed: 1 to {limits.MAX_EXPERTS}")
+    return "u1" if num_experts <= 256 else "<u2"
+
+
+def expected_rows(prompt_len: int, start: int, num_tokens: int) -> int:
+    """How many rows belong to `num_tokens` generated tokens: Lp - start + G - 1, or 0 before the first token."""
+    return max(prompt_len - start + num_tokens - 1, 0) if num_tokens else 0
+
+
+def rows_as_wire(rows: npt.NDArray[Any], dtype: RowDtype) -> Rows:
+    """Bring an engine's array to its dtype on the wire, C-contiguous; copies only where it must.
+
+    Raises:
+        ValueError: not three-dimensional, or an id that does not fit: ids are never narrowed silently.
+    """
+    if rows.ndim != 3:
+        raise ValueError(f"routed experts have {rows.ndim} dimensions, not 3: {rows.shape}")
+    wanted = DTYPES[dtype]
+    if rows.dtype != wanted:
+        if rows.size and (int(rows.min()) < 0 or int(rows.max()) > np.iinfo(wanted).max):
+            raise ValueError(f"expert ids {int(rows.min())} to {int(rows.max())} do not fit {dtype}")
+        rows = rows.astype(wanted)
+    return np.ascontiguousarray(rows)
