@@ -95,16 +95,16 @@ def check_matches(field: str, value: object, pattern: re.Pattern[str], allowed: 
 
 def check_request_id(field: str, value: object) -> str:
     """Accept ids that can stand in a NATS subject and in a Nats-Msg-Id header."""
-    return check_matches(
-        field, value, REQUEST_ID_PATTERN, f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
-    )
+    return check_matches(field, value, REQUEST_ID_PATTERN, f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -")
 
 
 def check_name(field: str, value: object, max_chars: int = limits.MAX_NAME_CHARS) -> str:
     """Accept non-empty printable strings of up to `max_chars` characters."""
     if not isinstance(value, str) or not 1 <= len(value) <= max_chars or CONTROL_CHARACTERS.search(value):
         raise InvalidRequest(
-            field=field, problem=f"is {describe(value)}", allowed=f"1 to {max_chars} characters, none a control character"
+            field=field,
+            problem=f"is {describe(value)}",
+            allowed=f"1 to {max_chars} characters, none a control character",
         )
     return value
 

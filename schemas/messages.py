@@ -198,14 +198,14 @@ def decode_presence(data: bytes) -> WorkerPresence:
     return _decode(_presence_decoder, data, "presence")
 
 
-_T = TypeVar("_T", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class _Decoder(Protocol[_T]):
-    def decode(self, data: bytes, /) -> _T: ...
+class _Decoder(Protocol[_T_co]):
+    def decode(self, data: bytes, /) -> _T_co: ...
 
 
-def _decode(decoder: _Decoder[_T], data: bytes, what: str) -> _T:
+def _decode(decoder: _Decoder[_T_co], data: bytes, what: str) -> _T_co:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as exc:

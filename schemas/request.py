@@ -138,8 +138,6 @@ def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
         return [request]
     seed = request.sampling.seed
     return [
-        replace(
-            request, sampling=replace(request.sampling, n=1, seed=None if seed is None else seed + child)
-        )
+        replace(request, sampling=replace(request.sampling, n=1, seed=None if seed is None else seed + child))
         for child in range(request.sampling.n)
     ]

@@ -104,7 +104,9 @@ def _checked(params: SamplingParams) -> dict[str, object]:
             checked[name] = check_int(f"sampling.{name}", value, low, high)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequest(
-            field="sampling.min_tokens", problem=f"is {params.min_tokens}", allowed=f"0 to max_tokens={params.max_tokens}"
+            field="sampling.min_tokens",
+            problem=f"is {params.min_tokens}",
+            allowed=f"0 to max_tokens={params.max_tokens}",
         )
     if params.seed is not None and params.seed + params.n - 1 > limits.MAX_SEED:
         raise InvalidRequest(

@@ -1,0 +1,1 @@
+"""What a training process does with routed experts: stitching, packing, replay. Needs no NATS."""
