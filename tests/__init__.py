@@ -1,0 +1,1 @@
+"""The tests of rollbus; `tests/support` holds what several of them share."""

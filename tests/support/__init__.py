@@ -1,0 +1,1 @@
+"""What several tests share: fixtures, fakes, a real NATS server."""
