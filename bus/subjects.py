@@ -15,19 +15,23 @@ reversibly into one subject token; the other names are subject tokens already.
 import re
 from dataclasses import dataclass
 
-from schemas.checks import check_matches
+from schemas.checks import check_subject_token
 from schemas.request import Lane
 
 __all__ = ["Subjects", "decode_token", "encode_token"]
 
 PREFIX = "rb.v1"
-NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
-NAME_ALLOWED = "1 to 64 of A-Z a-z 0-9 _ -"
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 def encode_token(name: str) -> str:
-    """Encode any name as one subject token: other bytes of its UTF-8 become `=XX`, upper-case hexadecimal."""
+    """Encode any name as one subject token: other bytes of its UTF-8 become `=XX`, upper-case hexadecimal.
+
+    Raises:
+        ValueError: the name is empty or not Unicode; no subject token stands for it.
+    """
+    if not name:
+        raise ValueError("an empty name cannot stand in a subject")
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in name.encode())
 
 
@@ -49,14 +53,15 @@ class Subjects:
     """The subjects of one fleet.
 
     Raises:
-        InvalidRequest: `fleet` is not a name that can stand in a subject.
+        InvalidRequest: `fleet`, or a client or worker given to a method, cannot stand in a subject: a wildcard or a
+            dot would reach others' subjects.
     """
 
     fleet: str
 
     def __post_init__(self) -> None:
         """Check the fleet's name."""
-        check_matches("fleet", self.fleet, NAME, NAME_ALLOWED)
+        check_subject_token("fleet", self.fleet)
 
     @property
     def _root(self) -> str:
@@ -64,7 +69,7 @@ class Subjects:
 
     def request(self, client: str, model: str, lane: Lane) -> str:
         """Where `client` publishes a request for `model`."""
-        return f"{self._root}.req.{client}.{encode_token(model)}.{lane}"
+        return f"{self._root}.req.{check_subject_token('client', client)}.{encode_token(model)}.{lane}"
 
     def requests_for(self, model: str) -> str:
         """All requests for `model`, any client and lane; workers share it as a queue group."""
@@ -72,23 +77,28 @@ class Subjects:
 
     def frame(self, client: str, worker: str) -> str:
         """Where `worker` publishes frames for `client`."""
-        return f"{self._root}.frame.{client}.{worker}"
+        return self._pair("frame", client, worker)
 
     def frames_to(self, client: str) -> str:
         """All frames for `client`."""
-        return f"{self._root}.frame.{client}.*"
+        return f"{self._root}.frame.{check_subject_token('client', client)}.*"
 
     def link(self, client: str, worker: str) -> str:
         """Where `client` tells `worker` about its requests there."""
-        return f"{self._root}.link.{client}.{worker}"
+        return self._pair("link", client, worker)
 
     def links_to(self, worker: str) -> str:
         """What any client tells `worker`."""
-        return f"{self._root}.link.*.{worker}"
+        return f"{self._root}.link.*.{check_subject_token('worker', worker)}"
 
     def presence(self, worker: str) -> str:
         """Where `worker` announces itself."""
-        return f"{self._root}.presence.{worker}"
+        return f"{self._root}.presence.{check_subject_token('worker', worker)}"
+
+    def _pair(self, kind: str, client: str, worker: str) -> str:
+        check_subject_token("client", client)
+        check_subject_token("worker", worker)
+        return f"{self._root}.{kind}.{client}.{worker}"
 
     @property
     def presences(self) -> str:

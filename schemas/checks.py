@@ -3,7 +3,8 @@
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,25 +16,42 @@ __all__ = [
     "check_bool",
     "check_float",
     "check_int",
-    "check_int_list",
+    "check_json",
     "check_matches",
     "check_name",
     "check_request_id",
+    "check_subject_token",
     "check_token_ids",
     "describe",
 ]
 
 REQUEST_ID_PATTERN = re.compile(rf"[A-Za-z0-9_:\-]{{1,{limits.MAX_REQUEST_ID_CHARS}}}")
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+SUBJECT_TOKEN_PATTERN = re.compile(rf"[A-Za-z0-9_\-]{{1,{limits.MAX_SUBJECT_TOKEN_CHARS}}}")
+NO_SURROGATES = re.compile("[^\ud800-\udfff]*")
+"""Python strings may hold lone surrogates; UTF-8, and so the wire, cannot."""
+NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_SHOWN_CHARS = 60
 """Of a bad value in an error message: enough to recognize it, too little to leak a prompt."""
+MAX_SHOWN_BITS = 128
+"""Longer integers are shown by their size: Python refuses to print very long ones."""
 
 
 def describe(value: object) -> str:
-    """Show `value` for an error message, shortened; containers by type and length only."""
-    if isinstance(value, (list, tuple, dict, set, bytes, bytearray, np.ndarray)):
-        return f"{type(value).__name__} of length {len(value)}"
-    text = repr(value)
+    """Show `value` for an error message: short scalars as they are, anything else by type and size only."""
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and type {value.dtype}"
+    if isinstance(value, (list, tuple, dict, set, frozenset, bytes, bytearray)):
+        return f"a {kind} of length {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        text = repr(str.__str__(value[:MAX_SHOWN_CHARS]))
+    elif value is None or isinstance(value, (bool, int, float, np.generic)):
+        text = repr(value)
+    else:
+        # The repr of a foreign object may be huge, raise, or show a whole prompt.
+        return f"a {kind}"
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
 
 
@@ -50,7 +68,7 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise InvalidRequest(field=field, problem=f"is the bool {value}", allowed=allowed)
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         raise InvalidRequest(field=field, problem=f"is {describe(value)}, not an integer", allowed=allowed) from None
     if not low <= number <= high:
@@ -72,67 +90,105 @@ def check_float(field: str, value: object, low: float, high: float, *, above: bo
     return number
 
 
-def check_int_list(field: str, value: object, low: int, high: int, max_length: int) -> list[int]:
-    """Accept up to `max_length` integers in [low, high]; an empty list is fine."""
-    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
-        raise InvalidRequest(
-            field=field, problem=f"is {describe(value)}, not a list", allowed=f"a list of up to {max_length} integers"
-        )
-    items = list(value)
-    if len(items) > max_length:
-        raise InvalidRequest(
-            field=field, problem=f"has {len(items)} entries", allowed=f"a list of up to {max_length} integers"
-        )
-    return [check_int(f"{field}[{i}]", item, low, high) for i, item in enumerate(items)]
-
-
 def check_matches(field: str, value: object, pattern: re.Pattern[str], allowed: str) -> str:
     """Accept strings that `pattern` matches as a whole."""
     if not isinstance(value, str) or pattern.fullmatch(value) is None:
         raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
-    return value
+    # An exact str also for subclasses, which msgspec refuses to encode.
+    return str.__str__(value)
 
 
 def check_request_id(field: str, value: object) -> str:
-    """Accept ids that can stand in a NATS subject and in a Nats-Msg-Id header."""
+    """Accept ids that can stand in a Nats-Msg-Id header and in log lines."""
     return check_matches(field, value, REQUEST_ID_PATTERN, f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -")
 
 
+def check_subject_token(field: str, value: object) -> str:
+    """Accept names that can stand in a subject as they are: fleets, clients, workers."""
+    allowed = f"1 to {limits.MAX_SUBJECT_TOKEN_CHARS} of A-Z a-z 0-9 _ -"
+    return check_matches(field, value, SUBJECT_TOKEN_PATTERN, allowed)
+
+
 def check_name(field: str, value: object, max_chars: int = limits.MAX_NAME_CHARS) -> str:
-    """Accept non-empty printable strings of up to `max_chars` characters."""
-    if not isinstance(value, str) or not 1 <= len(value) <= max_chars or CONTROL_CHARACTERS.search(value):
+    """Accept non-empty strings of up to `max_chars` characters without control characters and lone surrogates."""
+    if not isinstance(value, str) or not 1 <= len(value) <= max_chars or NOT_IN_NAMES.search(value):
         raise InvalidRequest(
             field=field,
-            problem=f"is {describe(value)}",
+            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
             allowed=f"1 to {max_chars} characters, none a control character",
         )
-    return value
+    return str.__str__(value)
 
 
 def check_token_ids(field: str, value: object, *, min_length: int, max_length: int) -> npt.NDArray[np.int32]:
-    """Accept a flat sequence of token ids, 0 to `MAX_TOKEN_ID`; returns a read-only `<i4` array of its own.
+    """Accept a flat sequence or array of token ids, 0 to `MAX_TOKEN_ID`; returns a read-only `<i4` array.
 
+    The array is a copy unless `value` is such an array already and owns its data.
     The model's vocabulary is checked later, where it is known.
     """
     allowed = f"a flat list of {min_length} to {max_length} token ids from 0 to {limits.MAX_TOKEN_ID}"
-    if isinstance(value, (str, bytes, dict)):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError):
-        raise InvalidRequest(field=field, problem="is not a flat list of integers", allowed=allowed) from None
-    if array.size == 0 and array.ndim == 1:
-        array = array.astype(np.int64)
+    array = _as_array(field, value, max_length, allowed)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(
-            field=field, problem=f"is of {array.ndim} dimensions and type {array.dtype}", allowed=allowed
-        )
+        raise InvalidRequest(field=field, problem=f"is {describe(array)}", allowed=allowed)
     if not min_length <= len(array) <= max_length:
         raise InvalidRequest(field=field, problem=f"has {len(array)} entries", allowed=allowed)
-    bad = np.flatnonzero((array < 0) | (array > limits.MAX_TOKEN_ID))
-    if len(bad):
-        at = int(bad[0])
+    if len(array) and not 0 <= int(array.min()) <= int(array.max()) <= limits.MAX_TOKEN_ID:
+        at = int(np.flatnonzero((array < 0) | (array > limits.MAX_TOKEN_ID))[0])
         raise InvalidRequest(field=f"{field}[{at}]", problem=f"is {int(array[at])}", allowed=allowed)
+    if array.dtype == np.dtype("<i4") and array.base is None and not array.flags.writeable:
+        return array
     ids = array.astype("<i4", copy=True)
     ids.flags.writeable = False
     return ids
+
+
+def _as_array(field: str, value: object, max_length: int, allowed: str) -> npt.NDArray[Any]:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        if len(value) > max_length:
+            raise InvalidRequest(field=field, problem=f"has {len(value)} entries", allowed=allowed)
+        return _as_int64(field, value)
+    if not hasattr(value, "__array__"):
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as exc:
+        # What tensors raise that live on another device.
+        raise InvalidRequest(field=field, problem=f"is {describe(value)} that is no array", allowed=allowed) from exc
+
+
+def _as_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
+    # numpy would take True for 1 and 2.0 for a float array; a look at each entry can name the wrong one.
+    if set(map(type, value)) != {int}:
+        value = [check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)]
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        return np.array([check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)])
+
+
+def check_json(field: str, value: object, depth: int = limits.MAX_EXTRA_DEPTH) -> object:
+    """Accept a value of JSON's types, nested at most `depth` deep, that msgpack can carry; returns a copy."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return check_matches(field, value, NO_SURROGATES, "a string that UTF-8 can carry: no lone surrogates")
+    if isinstance(value, int):
+        return check_int(field, value, -(2**63), 2**64 - 1)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidRequest(field=field, problem=f"is {value}", allowed="a finite number")
+        return float(value)
+    if not isinstance(value, (list, tuple, Mapping)):
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed="a value of JSON's types")
+    if depth == 0:
+        raise InvalidRequest(
+            field=field, problem="is nested too deeply", allowed=f"values nested {limits.MAX_EXTRA_DEPTH} deep at most"
+        )
+    if isinstance(value, Mapping):
+        return {
+            check_name(f"{field} (a name)", name): check_json(f"{field}.{name}", item, depth - 1)
+            for name, item in value.items()
+        }
+    return [check_json(f"{field}[{i}]", item, depth - 1) for i, item in enumerate(value)]

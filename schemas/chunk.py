@@ -6,24 +6,49 @@ suffix `_data` are read-only numpy views of them.
 """
 
 import enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from schemas import limits
-from schemas.errors import ErrorCode
+from schemas.errors import ErrorCode, LocalProtocolError
 from schemas.rows import DTYPES, RowDtype, Rows
 
-__all__ = ["Chunk", "ChunkError", "End", "FinishReason", "PromptLogprobs", "RoutedExperts", "TopLogprobs"]
+if TYPE_CHECKING:
+    # What is sent may be a view of an engine's array.
+    Buffer = bytes | memoryview
+else:
+    # What is received is a copy of its own: a view would keep the whole frame alive, with every other request's chunks.
+    Buffer = bytes
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+__all__ = [
+    "Chunk",
+    "ChunkError",
+    "End",
+    "FinishReason",
+    "PromptLogprobs",
+    "RoutedExperts",
+    "TopLogprobs",
+    "json_logprobs",
+    "little_endian",
+]
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Numbers attempts, children and chunks."""
+Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
+"""An absolute position, or a count of positions."""
+
+JSON_MINUS_INFINITY = -9999.0
+"""Stands for -inf where logprobs become JSON, which has no infinity; HTTP inference servers use this number."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; vLLM's words."""
+    """Why a request ended; vLLM's words. Closed: a new one needs a new wire version."""
 
     STOP = "stop"
     """An end-of-sequence or stop token."""
@@ -40,14 +65,14 @@ class FinishReason(enum.StrEnum):
 class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Expert ids for a run of consecutive positions; see `schemas.rows` for the row rule."""
 
-    start: Count
+    start: Position
     """Absolute position of row 0."""
-    shape: tuple[Count, Count, Count]
+    shape: tuple[Position, Position, Position]
     """(num_rows, num_layers, top_k); num_rows may be 0."""
     dtype: RowDtype
     """One per model: u1 up to 256 experts, else <u2."""
-    data: memoryview
-    """The ids, C-contiguous and little-endian; on receipt a view of the frame it came in."""
+    data: Buffer
+    """The ids, C-contiguous and little-endian."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that the data does not have."""
@@ -58,21 +83,29 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 f"allowed: 1 to {limits.MAX_LAYERS} and 1 to {limits.MAX_TOP_K_EXPERTS}"
             )
         expected = rows * layers * top_k * DTYPES[self.dtype].itemsize
-        if memoryview(self.data).nbytes != expected:
+        if len(self.data) != expected:
             raise ValueError(
                 f"routed experts of shape {self.shape} and dtype {self.dtype} take {expected} bytes, "
-                f"not {memoryview(self.data).nbytes}"
+                f"not {len(self.data)}"
             )
+        if self.start + rows > limits.MAX_POSITION:
+            raise ValueError(f"routed experts up to position {self.start + rows}; allowed: {limits.MAX_POSITION}")
 
     @classmethod
     def from_rows(cls, rows: Rows, start: int) -> "RoutedExperts":
-        """Wrap `rows`, u1 or <u2 and C-contiguous, without copying."""
+        """Wrap `rows`, u1 or <u2 and C-contiguous, without copying: they must not change until the chunk is sent.
+
+        Raises:
+            ValueError: rows of another dtype, dimension or memory order.
+        """
         num_rows, layers, top_k = rows.shape
         dtype: RowDtype = "u1" if rows.dtype == DTYPES["u1"] else "<u2"
+        if rows.dtype != DTYPES[dtype] or not rows.flags.c_contiguous:
+            raise ValueError(f"rows are {rows.dtype}; allowed: u1 or <u2, C-contiguous")
         return cls(start, (num_rows, layers, top_k), dtype, rows.reshape(-1).view(np.uint8).data)
 
     def numpy(self) -> Rows:
-        """A read-only view, u1|u2[num_rows, num_layers, top_k]; it keeps the frame it came in alive."""
+        """A read-only view of `data`, u1|u2[num_rows, num_layers, top_k]."""
         view = np.frombuffer(self.data, dtype=DTYPES[self.dtype]).reshape(self.shape)
         view.flags.writeable = False
         return view
@@ -107,12 +140,20 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log probabilities of prompt tokens; the first prompt token has none."""
 
-    start: Annotated[int, Meta(ge=1)]
+    start: Annotated[int, Meta(ge=1, le=limits.MAX_POSITION)]
     """Absolute position of the first value."""
     logprobs_data: bytes
     """<f4[positions]."""
     top: TopLogprobs | None = None
     """The most likely tokens at the same positions; None unless `prompt_logprobs` > 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse arrays whose lengths contradict each other."""
+        size = len(self.logprobs_data)
+        if size % 4 or size > 4 * limits.MAX_POSITION:
+            raise ValueError(f"prompt logprobs of {size} bytes are no <f4 array of up to {limits.MAX_POSITION}")
+        if self.top is not None and len(self.top.token_ids_data) != size * self.top.width:
+            raise ValueError(f"{size // 4} prompt logprobs, but top logprobs of other positions")
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
@@ -120,47 +161,64 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return np.frombuffer(self.logprobs_data, "<f4")
 
 
+ErrorText = Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+
+
 class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Why a request failed."""
 
     code: ErrorCode
-    message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+    message: ErrorText
     """One sentence for people."""
-    field: str = ""
-    """The offending field when `code` is `invalid_request`."""
-    problem: str = ""
-    allowed: str = ""
+    field: ErrorText = ""
+    """The offending field when `code` is `invalid_request`, dotted: `sampling.top_p`."""
+    problem: ErrorText = ""
+    """What is wrong with the field."""
+    allowed: ErrorText = ""
+    """What is allowed in the field."""
+
+    def __post_init__(self) -> None:
+        """Cut and clean the texts: one that the wire refuses would take the chunks beside it in its frame along."""
+        for name in ("message", "field", "problem", "allowed"):
+            text = getattr(self, name)
+            force_setattr(self, name, text[: limits.MAX_ERROR_CHARS].encode(errors="replace").decode())
 
 
 class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What only the terminal chunk carries: the reason, and totals to check the stream against."""
 
     finish_reason: FinishReason
-    num_tokens: Count
+    num_tokens: Position
     """Tokens in all chunks of this attempt and child."""
-    num_rows: Count
+    num_rows: Position
     """Routing rows in all chunks of this attempt and child."""
-    stop_reason: int | None = None
+    stop_reason: Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)] | None = None
     """The id of the stop token, when one of `stop_token_ids` ended the request."""
     error: ChunkError | None = None
     """Set exactly when `finish_reason` is ERROR."""
-    cached_tokens: int | None = None
+    cached_tokens: Position | None = None
     """Prompt tokens that the engine found in its prefix cache; None: not known."""
-    routed_experts_start: int | None = None
+    routed_experts_start: Position | None = None
     """The `routed_experts_prompt_start` that was applied; None: no routing was returned."""
+
+    def __post_init__(self) -> None:
+        """Refuse an error without its finish reason, and the reverse."""
+        if (self.error is not None) != (self.finish_reason is FinishReason.ERROR):
+            raise ValueError(f"finish reason {self.finish_reason} with{'' if self.error else 'out'} an error")
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True):
     """What one engine step added to one request, with the weights that made it."""
 
-    request_id: str
-    attempt: Count
+    request_id: RequestId
+    """As the client named it."""
+    attempt: Index
     """0 for the first publication of the request."""
-    child: Count
+    child: Index
     """Which of n samples."""
-    chunk_index: Count
+    chunk_index: Index
     """0-based and contiguous within an attempt and child."""
-    weight_version: int
+    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
     """Of the weights that sampled these tokens; no chunk mixes two."""
     token_ids_data: bytes = b""
     """<i4[k], k >= 0."""
@@ -169,7 +227,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     routed_experts: RoutedExperts | None = None
     """Rows of the positions that this step computed: the prompt's in the first chunks, then the tokens'."""
     top_logprobs: TopLogprobs | None = None
+    """The most likely tokens at each of the k positions; None unless `sampling.logprobs` > 0."""
     prompt_logprobs: PromptLogprobs | None = None
+    """None unless `sampling.prompt_logprobs` is set, and once they are through."""
     end: End | None = None
     """Set in the terminal chunk only."""
 
@@ -180,6 +240,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
             raise ValueError(f"token ids of {size} bytes are no <i4 array of up to {limits.MAX_CHUNK_TOKENS}")
         if self.logprobs_data is not None and len(self.logprobs_data) != size:
             raise ValueError(f"{size // 4} token ids but {len(self.logprobs_data) / 4:g} logprobs")
+        top = self.top_logprobs
+        if top is not None and len(top.token_ids_data) != size * top.width:
+            raise ValueError(f"{size // 4} token ids but {len(top.token_ids_data) // (4 * top.width)} top logprobs")
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -215,3 +278,18 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
 def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
     """The bytes of `array` as `dtype` ('<i4' or '<f4')."""
     return array.astype(dtype, copy=False).tobytes()
+
+
+def json_logprobs(logprobs: npt.NDArray[np.float32]) -> list[float]:
+    """Make logprobs fit for JSON: -inf becomes -9999.0.
+
+    Args:
+        logprobs: f4[k].
+
+    Raises:
+        LocalProtocolError: one is NaN or +inf, which no worker may send.
+    """
+    if not np.all(logprobs < np.inf):
+        raise LocalProtocolError("a logprob is NaN or +inf")
+    finite: list[float] = np.where(np.isneginf(logprobs), JSON_MINUS_INFINITY, logprobs).tolist()
+    return finite

@@ -1,16 +1,17 @@
 """Everything that can go wrong, as exceptions for callers and as codes on the wire.
 
-    RollbusError
-    ├── BusClosed                 this client or worker was closed locally
-    ├── BusBroken                 the connection to NATS failed or was refused
-    ├── EngineDead                the engine is gone; its worker exits
-    ├── RemoteProtocolError       a peer sent something that breaks the protocol
-    └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
-        ├── RequestRejected       before a worker admitted it
-        │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
-        │   └── NoWorkers         no live worker serves the model
-        ├── RequestTimeout        its deadline passed
-        └── RequestFailed         after a worker admitted it
+RollbusError
+├── BusClosed                 this client or worker was closed locally
+├── BusBroken                 the connection to NATS failed or was refused
+├── EngineDead                the engine is gone; its worker exits
+├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
+├── RemoteProtocolError       a peer sent something that breaks the protocol
+└── RequestError              one request failed; carries `code`, `request_id` and `retryable`
+    ├── RequestRejected       before a worker admitted it
+    │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
+    │   └── NoWorkers         no live worker serves the model
+    ├── RequestTimeout        its deadline passed
+    └── RequestFailed         after a worker admitted it
 """
 
 import enum
@@ -24,6 +25,7 @@ __all__ = [
     "ErrorCode",
     "ErrorFacts",
     "InvalidRequest",
+    "LocalProtocolError",
     "NoWorkers",
     "RemoteProtocolError",
     "RequestError",
@@ -54,6 +56,13 @@ class ErrorCode(enum.StrEnum):
     PROTOCOL_ERROR = "protocol_error"
     ENGINE_ERROR = "engine_error"
     ENGINE_DEAD = "engine_dead"
+    CLIENT_CLOSED = "client_closed"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ErrorCode":
+        """Read a code that a newer peer appended as UNKNOWN, so that its frame still decodes."""
+        return cls.UNKNOWN
 
 
 class ErrorFacts(NamedTuple):
@@ -85,6 +94,8 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.PROTOCOL_ERROR: ErrorFacts("the worker's chunks contradict each other", "worker", True, True),
     ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed this request alone", "worker", True, True),
     ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
+    ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request had ended", "client", True, True),
+    ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
 }
 
 
@@ -102,6 +113,10 @@ class BusBroken(RollbusError):
 
 class EngineDead(RollbusError):
     """The engine is gone and its worker must exit."""
+
+
+class LocalProtocolError(RollbusError):
+    """This side was about to break the protocol: a bug here or in the engine, never the peer's fault."""
 
 
 class RemoteProtocolError(RollbusError):

@@ -5,23 +5,28 @@ from typing import Final
 __all__ = [
     "DEFAULT_MAX_IN_FLIGHT",
     "DEFAULT_TIMEOUT_S",
+    "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_CACHE_SALT_CHARS",
     "MAX_CHUNKS_PER_FRAME",
     "MAX_CHUNK_TOKENS",
     "MAX_ERROR_CHARS",
     "MAX_EXPERTS",
+    "MAX_EXTRA_BYTES",
+    "MAX_EXTRA_DEPTH",
     "MAX_EXTRA_FIELDS",
     "MAX_LAYERS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_N",
     "MAX_NAME_CHARS",
+    "MAX_POSITION",
     "MAX_PRIORITY",
     "MAX_PROMPT_TOKENS",
     "MAX_REQUEST_ID_CHARS",
     "MAX_SEED",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_SUBJECT_TOKEN_CHARS",
     "MAX_TIMEOUT_S",
     "MAX_TOKENS",
     "MAX_TOKEN_ID",
@@ -33,6 +38,8 @@ MAX_PROMPT_TOKENS: Final = 4_194_304
 """16 MiB as `<i4`, above every context window in use and far below NATS's hard limit of 64 MiB."""
 MAX_TOKENS: Final = 4_194_304
 """Generated tokens of one request; as for prompts, the model's own context is the bound that matters."""
+MAX_POSITION: Final = MAX_PROMPT_TOKENS + MAX_TOKENS
+"""Absolute positions, and counts of positions: prompt and generated tokens together."""
 MAX_TOKEN_ID: Final = 2**31 - 1
 """Token ids travel as `<i4`."""
 MAX_CHUNK_TOKENS: Final = MAX_TOKENS
@@ -45,16 +52,24 @@ MAX_LOGPROBS: Final = 128
 """Alternatives per token; engines usually allow fewer (vLLM: 20) and say so in their capabilities."""
 MAX_STOP_TOKEN_IDS: Final = 1024
 """Each is compared with every sampled token."""
+MAX_ALLOWED_TOKEN_IDS: Final = 1_048_576
+"""More than any vocabulary has."""
 MAX_LOGIT_BIAS: Final = 4096
 """Entries; a bias over the whole vocabulary belongs into `allowed_token_ids`."""
 MAX_BAD_WORDS: Final = 4096
 """Token sequences that must not be generated, and tokens in each."""
 MAX_EXTRA_FIELDS: Final = 64
 """Engine-specific parameters of one request."""
+MAX_EXTRA_BYTES: Final = 65_536
+"""All engine-specific parameters of one request as JSON: a schema for structured output fits, a data set does not."""
+MAX_EXTRA_DEPTH: Final = 16
+"""Lists and maps inside each other in one engine-specific parameter; far below where decoders overflow their stack."""
 MAX_REQUEST_ID_CHARS: Final = 128
-"""Long enough for a UUID with a prefix; ids stand in every chunk."""
+"""Long enough for a UUID with a prefix; the id stands in every chunk."""
 MAX_NAME_CHARS: Final = 256
-"""Names of models, workers, clients, sessions and LoRAs; NATS subjects should stay short."""
+"""Names of models, sessions and LoRAs; a model's stands in subjects, encoded, and NATS ends a control line at 4 KiB."""
+MAX_SUBJECT_TOKEN_CHARS: Final = 64
+"""Names of fleets, clients and workers: they stand in subjects as they are."""
 MAX_CACHE_SALT_CHARS: Final = 1024
 """vLLM's own bound."""
 MAX_PRIORITY: Final = 2**31 - 1

@@ -5,16 +5,16 @@ what it should be; nothing else leaves them, whatever bytes come in.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from schemas import limits
-from schemas.checks import check_request_id, check_token_ids
-from schemas.chunk import Chunk
+from schemas.checks import check_request_id, check_subject_token, check_token_ids, describe
+from schemas.chunk import Chunk, Index, RequestId
 from schemas.errors import InvalidRequest, RemoteProtocolError
 from schemas.presence import WorkerPresence
 from schemas.request import GenerateRequest
@@ -36,25 +36,28 @@ __all__ = [
     "request_id_of",
 ]
 
-WIRE_VERSION = 1
-Id = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
-Index = Annotated[int, Meta(ge=0, le=2**31)]
+WIRE_VERSION: Final = 1
+Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
     """One attempt of one child of one of a client's requests."""
 
-    request_id: Id
+    request_id: RequestId
     attempt: Index = 0
+    """0 for the first publication of the request."""
     child: Index = 0
+    """Which of n samples."""
 
 
 class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request on its way to a worker: a msgpack map, so that programs without this library can write it."""
 
-    v: int = WIRE_VERSION
-    client: Id
-    """Who asks; frames go to this client's subject."""
+    v: Literal[1] = WIRE_VERSION
+    """Wire version."""
+    client: str
+    """Who asks; frames go to this client's subject, so it is a subject token."""
     attempt: Index = 0
     """How often the request was published before."""
     child: Index = 0
@@ -62,24 +65,31 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 
+    def __post_init__(self) -> None:
+        """Refuse a client that cannot stand in a subject, or that would stand for others there."""
+        check_subject_token("client", self.client)
+
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One message from a worker to one client: what one engine step added to that client's requests."""
 
-    v: int
-    incarnation: Id
+    v: Literal[1]
+    """Wire version."""
+    incarnation: Incarnation
     """Of the worker; numbering starts over with each."""
-    number: Index
+    number: FrameNumber
     """0-based and contiguous on a link."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Requests that the worker has just taken on."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
+    """In the order of their making, for each request."""
 
 
 class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a client tells a worker about its requests there."""
 
-    v: int
+    v: Literal[1]
+    """Wire version."""
     abort: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Requests to stop; unknown ones are ignored."""
 
@@ -113,6 +123,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _json_encoder = msgspec.json.Encoder(enc_hook=_enc_hook_json)
 _request_message_decoder = msgspec.msgpack.Decoder(RequestMessage)
 _request_decoder = msgspec.msgpack.Decoder(GenerateRequest, dec_hook=_dec_hook)
+_untyped_decoder = msgspec.msgpack.Decoder()
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 _presence_decoder = msgspec.json.Decoder(WorkerPresence)
@@ -123,6 +134,8 @@ class _OnlyId(msgspec.Struct):
 
 
 _only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that decoders raise on hostile bytes: bad UTF-8 is no `DecodeError`, and deep nesting hits Python's own limit."""
 
 
 def encode(message: GenerateRequest | RequestMessage | Frame | LinkMessage) -> bytes:
@@ -139,7 +152,7 @@ def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
     """The request id in an encoded `GenerateRequest` that may be wrong elsewhere; None when there is no valid one."""
     try:
         return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
-    except (msgspec.DecodeError, InvalidRequest):
+    except (*_MALFORMED, InvalidRequest):
         return None
 
 
@@ -158,9 +171,20 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
     try:
         return _request_decoder.decode(raw)
     except msgspec.ValidationError as exc:
-        raise _invalid_request(exc) from None
-    except (msgspec.DecodeError, RecursionError) as exc:
+        if isinstance(exc.__cause__, InvalidRequest):
+            raise exc.__cause__ from None
+        problem = str(exc)
+    except _MALFORMED as exc:
         raise RemoteProtocolError(f"request: {exc}") from None
+    # msgspec's errors know no ranges: build the request from plain values, and its own checks name them.
+    try:
+        fields = _untyped_decoder.decode(raw)
+    except _MALFORMED as exc:
+        raise RemoteProtocolError(f"request: {exc}") from None
+    if not isinstance(fields, dict):
+        raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
+    _build_request(fields)
+    raise InvalidRequest(field="request", problem=f"does not decode: {problem}", allowed="a map as in docs/wire.md")
 
 
 def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
@@ -169,22 +193,47 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
     Raises:
         InvalidRequest: a field is wrong, missing, unknown or of the wrong type.
     """
-    sampling = fields.get("sampling", {})
-    for where, given, known in (
-        ("", fields, GenerateRequest.__struct_fields__),
-        ("sampling.", sampling, SamplingParams.__struct_fields__),
-    ):
-        unknown = sorted(set(given) - set(known)) if isinstance(given, Mapping) else []
-        if unknown:
-            raise InvalidRequest(field=f"{where}{unknown[0]}", problem="is unknown", allowed=", ".join(known))
-    try:
-        return msgspec.convert(fields, GenerateRequest, dec_hook=_dec_hook, str_keys=True)
-    except msgspec.ValidationError as exc:
-        raise _invalid_request(exc) from None
+    if not isinstance(fields, Mapping):
+        raise InvalidRequest(field="request", problem=f"is {describe(fields)}", allowed="a map of its fields")
+    _refuse_unknown("", fields, GenerateRequest.__struct_fields__)
+    sampling = fields.get("sampling")
+    if isinstance(sampling, Mapping):
+        _refuse_unknown("sampling.", sampling, SamplingParams.__struct_fields__)
+        bias = sampling.get("logit_bias")
+        if isinstance(bias, Mapping):
+            # JSON's names are strings.
+            bias = {int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key: bias[key] for key in bias}
+            fields = {**fields, "sampling": {**sampling, "logit_bias": bias}}
+    return _build_request(fields)
+
+
+_DIGITS = re.compile("[0-9]{1,10}")
+
+
+def _refuse_unknown(where: str, given: Mapping[Any, object], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            shown = name if isinstance(name, str) and len(name) <= limits.MAX_NAME_CHARS else describe(name)
+            raise InvalidRequest(field=f"{where}{shown}", problem="is unknown", allowed=", ".join(known))
+
+
+def _build_request(fields: Mapping[str, object]) -> GenerateRequest:
+    """Construct a request from plain values, which checks them; unknown names are ignored."""
+    given: dict[str, Any] = {name: fields[name] for name in GenerateRequest.__struct_fields__ if name in fields}
+    if "prompt_token_ids" not in given:
+        raise InvalidRequest(field="prompt_token_ids", problem="is missing", allowed="a flat list of token ids")
+    sampling = given.get("sampling")
+    if isinstance(sampling, Mapping):
+        params = {name: sampling[name] for name in SamplingParams.__struct_fields__ if name in sampling}
+        given["sampling"] = SamplingParams(**params)
+    prompt = given["prompt_token_ids"]
+    if isinstance(prompt, bytes):
+        given["prompt_token_ids"] = _dec_hook(np.ndarray, prompt)
+    return GenerateRequest(**given)
 
 
 def decode_frame(data: bytes) -> Frame:
-    """Decode a frame; the routing in it stays a view of `data`."""
+    """Decode a frame; nothing in it refers to `data` any more."""
     return _decode(_frame_decoder, data, "frame")
 
 
@@ -208,27 +257,5 @@ class _Decoder(Protocol[_T_co]):
 def _decode(decoder: _Decoder[_T_co], data: bytes, what: str) -> _T_co:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except _MALFORMED as exc:
         raise RemoteProtocolError(f"{what}: {exc}") from None
-
-
-_PATH = re.compile(r"^(?P<problem>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_QUOTED_FIELD = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
-
-
-def _invalid_request(exc: msgspec.ValidationError) -> InvalidRequest:
-    """Say in our words what msgspec found wrong with a request."""
-    if isinstance(exc.__cause__, InvalidRequest):
-        return exc.__cause__
-    match = _PATH.match(str(exc))
-    problem, path = (match["problem"], match["path"] or "") if match else (str(exc), "")
-    missing = _QUOTED_FIELD.match(problem)
-    if missing:
-        name = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidRequest(field=name, problem="is missing", allowed="this field is required")
-    expected, _, got = problem.partition(", got ")
-    return InvalidRequest(
-        field=path or "request",
-        problem=f"is of type {got}" if got else problem,
-        allowed=expected.removeprefix("Expected ") if got else "see docs/wire.md",
-    )

@@ -1,21 +1,29 @@
 """What a worker says about itself: JSON, readable with `nats sub`."""
 
 import enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from schemas import limits
+from schemas.checks import check_name, check_subject_token
 
 __all__ = ["Capabilities", "RoutedExpertsInfo", "WorkerPresence", "WorkerState"]
+
+
+NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 
 
 class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of the routing that a worker's model returns."""
 
-    num_layers: int
+    num_layers: Annotated[int, Meta(ge=1, le=limits.MAX_LAYERS)]
     """Layers in a row; layers without experts are included as zeros where the engine does so."""
-    top_k: int
+    top_k: Annotated[int, Meta(ge=1, le=limits.MAX_TOP_K_EXPERTS)]
     """Experts chosen per token and layer."""
-    num_experts: int
+    num_experts: Annotated[int, Meta(ge=1, le=limits.MAX_EXPERTS)]
     """Experts per layer."""
     dtype: Literal["u1", "<u2"]
     """One dtype per model: u1 up to 256 experts, else <u2."""
@@ -27,13 +35,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """`vllm` or `synthetic`."""
     engine_version: str
-    max_model_len: int
+    max_model_len: Positive
     """Prompt and generated tokens together."""
-    vocab_size: int
+    vocab_size: Positive
     """Token ids are 0 to vocab_size - 1."""
-    max_num_seqs: int
+    max_num_seqs: Positive
     """Requests that run at once; more wait inside the engine."""
-    max_logprobs: int
+    max_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
     """Largest `sampling.logprobs` and `sampling.prompt_logprobs`."""
     dtype: str
     """Of the weights, for example `bfloat16`."""
@@ -48,7 +56,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerState(enum.StrEnum):
-    """What a worker is doing."""
+    """What a worker is doing. Append-only."""
 
     STARTING = "starting"
     """The engine is loading or warming up; requests are not taken."""
@@ -57,26 +65,41 @@ class WorkerState(enum.StrEnum):
     """No new requests are taken; open ones are finished."""
     FAILED = "failed"
     """The engine died; the process is about to exit."""
+    STOPPED = "stopped"
+    """The last message of a worker that shut down in order."""
+    UNKNOWN = "unknown"
+    """Never sent: how this side reads a state that a newer worker appended. Present, but not for new requests."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "WorkerState":
+        return cls.UNKNOWN
 
 
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's periodic message about itself."""
 
-    v: int = 1
+    v: Literal[1] = 1
     worker: str
     """Its id, unique in the fleet."""
     incarnation: str
     """Changes with each start of the worker; frames of another incarnation belong to another life."""
     model: str
     state: WorkerState
-    weight_version: int
-    in_flight: int
+    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    in_flight: NotNegative
     """Requests that the worker has admitted and not ended."""
-    free_slots: int
+    free_slots: NotNegative
     """Requests that it would start at once."""
-    uptime_s: float
-    lease_s: float
+    uptime_s: Annotated[float, Meta(ge=0)]
+    lease_s: Annotated[float, Meta(gt=0)]
     """How long this message is good for."""
     capabilities: Capabilities | None = None
     """None while the engine is starting."""
     last_error: str | None = None
+    model_path: str | None = None
+    """The model's folder on the worker's machine; a program on the same machine finds the tokenizer there."""
+
+    def __post_init__(self) -> None:
+        """Refuse names that cannot stand in a subject."""
+        check_subject_token("worker", self.worker)
+        check_name("model", self.model)

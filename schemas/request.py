@@ -18,6 +18,7 @@ from schemas.checks import (
     check_name,
     check_request_id,
     check_token_ids,
+    describe,
 )
 from schemas.errors import InvalidRequest
 from schemas.sampling import SamplingParams
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     # Callers may pass any sequence of integers; after construction it is a read-only i4 array.
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 else:
-    # msgspec calls the hooks of schemas.codec for a type it does not know, on both ways.
+    # msgspec calls the hooks in schemas.messages for a type it does not know, on both ways.
     TokenIds = np.ndarray
 
 __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
@@ -91,7 +92,7 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
     )
     if not isinstance(request.sampling, SamplingParams):
         raise InvalidRequest(
-            field="sampling", problem=f"is a {type(request.sampling).__name__}", allowed="SamplingParams"
+            field="sampling", problem=f"is {describe(request.sampling)}", allowed="SamplingParams, or a map of them"
         )
     checked: dict[str, object] = {
         "prompt_token_ids": token_ids,

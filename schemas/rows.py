@@ -36,10 +36,10 @@ def rows_as_wire(rows: npt.NDArray[Any], dtype: RowDtype) -> Rows:
     """Bring an engine's array to its dtype on the wire, C-contiguous; copies only where it must.
 
     Raises:
-        ValueError: not three-dimensional, or an id that does not fit: ids are never narrowed silently.
+        ValueError: not three-dimensional, not integers, or an id that does not fit: ids are never narrowed silently.
     """
-    if rows.ndim != 3:
-        raise ValueError(f"routed experts have {rows.ndim} dimensions, not 3: {rows.shape}")
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise ValueError(f"routed experts are {rows.dtype} of shape {rows.shape}, not integers in three dimensions")
     wanted = DTYPES[dtype]
     if rows.dtype != wanted:
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) > np.iinfo(wanted).max):

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from schemas import limits
-from schemas.checks import check_bool, check_float, check_int, check_int_list, check_name, describe
+from schemas.checks import check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
 from schemas.errors import InvalidRequest
 
 __all__ = ["SamplingParams"]
@@ -84,9 +84,7 @@ def _checked(params: SamplingParams) -> dict[str, object]:
         "top_p": check_float("sampling.top_p", params.top_p, 0, 1, above=True),
         "top_k": check_int("sampling.top_k", params.top_k, -1, limits.MAX_TOKEN_ID),
         "min_p": check_float("sampling.min_p", params.min_p, 0, 1),
-        "stop_token_ids": check_int_list(
-            "sampling.stop_token_ids", params.stop_token_ids, 0, limits.MAX_TOKEN_ID, limits.MAX_STOP_TOKEN_IDS
-        ),
+        "stop_token_ids": _token_ids("sampling.stop_token_ids", params.stop_token_ids, 0, limits.MAX_STOP_TOKEN_IDS),
         "ignore_eos": check_bool("sampling.ignore_eos", params.ignore_eos),
         "n": check_int("sampling.n", params.n, 1, limits.MAX_N),
         "repetition_penalty": check_float("sampling.repetition_penalty", params.repetition_penalty, 0, 100, above=True),
@@ -100,27 +98,38 @@ def _checked(params: SamplingParams) -> dict[str, object]:
         ("prompt_logprobs", 0, limits.MAX_LOGPROBS),
     ):
         value = getattr(params, name)
-        if value is not None:
-            checked[name] = check_int(f"sampling.{name}", value, low, high)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest(
-            field="sampling.min_tokens",
-            problem=f"is {params.min_tokens}",
-            allowed=f"0 to max_tokens={params.max_tokens}",
-        )
-    if params.seed is not None and params.seed + params.n - 1 > limits.MAX_SEED:
-        raise InvalidRequest(
-            field="sampling.seed", problem="leaves no room for seed + n - 1", allowed=f"0 to {limits.MAX_SEED} - n + 1"
-        )
+        checked[name] = None if value is None else check_int(f"sampling.{name}", value, low, high)
+    _check_together(checked)
     if params.logit_bias is not None:
         checked["logit_bias"] = _checked_logit_bias(params.logit_bias)
     if params.allowed_token_ids is not None:
-        checked["allowed_token_ids"] = _checked_allowed(params.allowed_token_ids)
+        checked["allowed_token_ids"] = _token_ids(
+            "sampling.allowed_token_ids", params.allowed_token_ids, 1, limits.MAX_ALLOWED_TOKEN_IDS
+        )
     if params.bad_words_token_ids is not None:
         checked["bad_words_token_ids"] = _checked_bad_words(params.bad_words_token_ids)
     if params.extra is not None:
         checked["extra"] = _checked_extra(params.extra)
     return checked
+
+
+def _check_together(checked: Mapping[str, Any]) -> None:
+    """Check what binds two fields; takes checked values, since sums of numpy's integers wrap around."""
+    min_tokens, max_tokens, seed, n = (checked[name] for name in ("min_tokens", "max_tokens", "seed", "n"))
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequest(
+            field="sampling.min_tokens", problem=f"is {min_tokens}", allowed=f"0 to max_tokens={max_tokens}"
+        )
+    if seed is not None and seed + n - 1 > limits.MAX_SEED:
+        raise InvalidRequest(
+            field="sampling.seed",
+            problem=f"is {seed} and leaves no room for seed + n - 1 with n={n}",
+            allowed=f"an integer from 0 to {limits.MAX_SEED - n + 1}",
+        )
+
+
+def _token_ids(field: str, value: object, min_length: int, max_length: int) -> tuple[int, ...]:
+    return tuple(check_token_ids(field, value, min_length=min_length, max_length=max_length).tolist())
 
 
 def _checked_logit_bias(value: object) -> dict[int, float]:
@@ -135,38 +144,24 @@ def _checked_logit_bias(value: object) -> dict[int, float]:
     }
 
 
-def _checked_allowed(value: object) -> list[int]:
-    ids = check_int_list("sampling.allowed_token_ids", value, 0, limits.MAX_TOKEN_ID, limits.MAX_TOKENS)
-    if not ids:
-        raise InvalidRequest(
-            field="sampling.allowed_token_ids", problem="is empty", allowed="at least one token id, or nothing at all"
-        )
-    return ids
-
-
-def _checked_bad_words(value: object) -> list[list[int]]:
-    allowed = f"up to {limits.MAX_BAD_WORDS} non-empty lists of token ids"
+def _checked_bad_words(value: object) -> tuple[tuple[int, ...], ...]:
+    allowed = f"up to {limits.MAX_BAD_WORDS} lists of 1 to {limits.MAX_BAD_WORDS} token ids"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) > limits.MAX_BAD_WORDS:
         raise InvalidRequest(field="sampling.bad_words_token_ids", problem=f"is {describe(value)}", allowed=allowed)
-    words = [
-        check_int_list(f"sampling.bad_words_token_ids[{i}]", word, 0, limits.MAX_TOKEN_ID, limits.MAX_BAD_WORDS)
-        for i, word in enumerate(value)
-    ]
-    for i, word in enumerate(words):
-        if not word:
-            raise InvalidRequest(field=f"sampling.bad_words_token_ids[{i}]", problem="is empty", allowed=allowed)
-    return words
+    return tuple(
+        _token_ids(f"sampling.bad_words_token_ids[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value)
+    )
 
 
 def _checked_extra(value: object) -> dict[str, object]:
-    allowed = f"up to {limits.MAX_EXTRA_FIELDS} named values of JSON's types"
+    allowed = f"up to {limits.MAX_EXTRA_FIELDS} named values of JSON's types, {limits.MAX_EXTRA_BYTES} bytes as JSON"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_EXTRA_FIELDS:
         raise InvalidRequest(field="sampling.extra", problem=f"is {describe(value)}", allowed=allowed)
-    for name in value:
-        check_name("sampling.extra (a name)", name)
-    try:
-        # Refuses what would not survive the wire, here, where the caller can see it.
-        msgspec.json.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise InvalidRequest(field="sampling.extra", problem=f"cannot be encoded ({exc})", allowed=allowed) from None
-    return dict(value)
+    extra: dict[str, object] = {}
+    for key, item in value.items():
+        name = check_name("sampling.extra (a name)", key)
+        extra[name] = check_json(f"sampling.extra.{name}", item)
+    size = len(msgspec.json.encode(extra))
+    if size > limits.MAX_EXTRA_BYTES:
+        raise InvalidRequest(field="sampling.extra", problem=f"takes {size} bytes as JSON", allowed=allowed)
+    return extra
