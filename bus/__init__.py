@@ -1,0 +1,52 @@
+"""rollbus's message bus: how requests, chunks and announcements move, and the client that trainers use.
+
+    import bus
+
+    async with bus.connect("nats://127.0.0.1:4222") as rb:
+        generation = await rb.complete(bus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
+
+If this docstring is not what `help(bus)` shows, another package called `bus` comes first on your path.
+"""
+
+from bus.client import Client, ClientStats, connect
+from bus.fleet import Fleet, FleetState
+from bus.generation import Generation
+from schemas.chunk import Chunk, FinishReason, RoutedExperts
+from schemas.errors import (
+    BusBroken,
+    BusClosed,
+    ErrorCode,
+    InvalidRequest,
+    NoWorkers,
+    RequestError,
+    RequestFailed,
+    RequestRejected,
+    RequestTimeout,
+    RollbusError,
+)
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+__all__ = [
+    "BusBroken",
+    "BusClosed",
+    "Chunk",
+    "Client",
+    "ClientStats",
+    "ErrorCode",
+    "FinishReason",
+    "Fleet",
+    "FleetState",
+    "GenerateRequest",
+    "Generation",
+    "InvalidRequest",
+    "NoWorkers",
+    "RequestError",
+    "RequestFailed",
+    "RequestRejected",
+    "RequestTimeout",
+    "RollbusError",
+    "RoutedExperts",
+    "SamplingParams",
+    "connect",
+]

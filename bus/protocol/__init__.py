@@ -1,0 +1,1 @@
+"""The protocol as plain objects: no asyncio, no nats. The code around them only carries bytes."""

@@ -1,0 +1,109 @@
+"""The worker process: `python -m workers`, or `rollbus worker`.
+
+Exit codes: 0 stopped in order, 1 failed (the engine died, NATS cannot be reached), 2 usage.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from schemas.errors import InvalidRequest, RollbusError
+from workers.config import WorkerConfig, default_worker_id
+from workers.engines import ENGINES, make_engine
+from workers.worker import Worker
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a worker."""
+    parser = argparse.ArgumentParser(prog="rollbus worker", description="One worker: one engine on the bus.")
+    parser.add_argument(
+        "--nats", metavar="URL", default=os.environ.get("ROLLBUS_NATS") or "nats://127.0.0.1:4222", help="NATS server"
+    )
+    parser.add_argument("--fleet", metavar="NAME", default="default", help="whose requests to serve")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("--engine-args", metavar="JSON", type=_json_object, default={}, help="what the engine takes")
+    parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
+    parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
+    parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"no JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker until it is told to stop; returns the exit code."""
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    if args.model is None and args.engine != "synthetic":
+        arguments.error(f"--model is needed for the engine {args.engine}")
+    try:
+        config = WorkerConfig(
+            nats_url=args.nats,
+            fleet=args.fleet,
+            worker_id=args.worker_id or default_worker_id(),
+            model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
+            weight_version=args.weight_version,
+            model_path=None if args.model is None else str(Path(args.model).resolve()),
+        )
+        engine = make_engine(args.engine, args.model or "", args.engine_args)
+    except InvalidRequest as exc:
+        arguments.error(exc.message)
+    try:
+        uvloop.run(_run(Worker(config, engine), args.parent_pipe))
+    except RollbusError as exc:
+        sys.stderr.write(f"rollbus worker: {exc}\n")
+        return 1
+    return 0
+
+
+async def _run(worker: Worker, parent_pipe: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop)
+    if parent_pipe is not None:
+        watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(worker.stop))
+    await worker.run()
+
+
+def watch_parent(fd: int, on_end: Callable[[], None]) -> None:
+    """Call `on_end` from a thread when the other end of the pipe `fd` is closed, as it is when the parent dies."""
+
+    def wait() -> None:
+        while os.read(fd, 4096):
+            pass
+        on_end()
+
+    # A thread, so that neither a busy event loop nor an engine that is loading delays it.
+    threading.Thread(target=wait, name="watch-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

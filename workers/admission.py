@@ -1,0 +1,96 @@
+"""What an engine can do decides which requests it sees: everything else is refused here, before it could do harm."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from schemas.errors import ErrorCode, InvalidRequest, RequestRejected
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+__all__ = ["check_request"]
+
+
+def check_request(request: GenerateRequest, capabilities: Capabilities, weight_version: int) -> None:
+    """Refuse what this engine cannot do, or should not with these weights.
+
+    Raises:
+        InvalidRequest: a value that is wrong for this model: names the field and the allowed range.
+        RequestRejected: something that this engine does not offer, or weights older than asked for.
+    """
+    try:
+        _check_prompt(request, capabilities)
+        _check_sampling(request.sampling, capabilities)
+        _check_offers(request, capabilities, weight_version)
+    except RequestRejected as exc:
+        exc.request_id = request.request_id
+        raise
+
+
+def _check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
+    if request.prompt_len >= capabilities.max_model_len:
+        raise InvalidRequest(
+            field="prompt_token_ids",
+            problem=f"has {request.prompt_len} tokens",
+            allowed=f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
+            f"{capabilities.max_model_len} positions is left to generate",
+        )
+    ids = np.asarray(request.prompt_token_ids)
+    bad = np.flatnonzero(ids >= capabilities.vocab_size)
+    if len(bad):
+        at = int(bad[0])
+        raise InvalidRequest(
+            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
+        )
+
+
+def _check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
+    if sampling.n != 1:
+        raise InvalidRequest(
+            field="sampling.n", problem=f"is {sampling.n}", allowed="1: a client sends one message for each sample"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value > capabilities.max_logprobs:
+            raise InvalidRequest(
+                field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
+            )
+    for field, token_ids in _token_id_fields(sampling):
+        for token_id in token_ids:
+            if token_id >= capabilities.vocab_size:
+                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_token_range(capabilities))
+    for name in sampling.extra or ():
+        if name not in capabilities.extra:
+            raise InvalidRequest(
+                field=f"sampling.extra.{name}",
+                problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
+                allowed=", ".join(capabilities.extra) or "nothing",
+            )
+
+
+def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+    yield "sampling.stop_token_ids", sampling.stop_token_ids
+    yield "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "sampling.logit_bias", sampling.logit_bias or ()
+    for index, word in enumerate(sampling.bad_words_token_ids or ()):
+        yield f"sampling.bad_words_token_ids[{index}]", word
+
+
+def _check_offers(request: GenerateRequest, capabilities: Capabilities, weight_version: int) -> None:
+    if request.return_routed_experts and capabilities.routed_experts is None:
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message="return_routed_experts is true, and this model has no experts whose routing could be returned",
+        )
+    if request.lora is not None:
+        raise RequestRejected(code=ErrorCode.UNSUPPORTED, message=f"lora {request.lora!r} is not loaded on this worker")
+    if request.min_weight_version is not None and weight_version < request.min_weight_version:
+        raise RequestRejected(
+            code=ErrorCode.WEIGHTS_TOO_OLD,
+            message=f"weight version {weight_version} is older than min_weight_version={request.min_weight_version}",
+        )
+
+
+def _token_range(capabilities: Capabilities) -> str:
+    return f"token ids from 0 to {capabilities.vocab_size - 1}"
