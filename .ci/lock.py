@@ -1,0 +1,70 @@
+"""Write requirements-cpu.lock: every package of the CPU environment, at one version. Run by `make lock`.
+
+pip resolves pyproject's dependencies and extras as they are today; what a CPU does not need, and what would break
+there, is left out. That is why the lock is installed with `--no-deps`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements-cpu.lock"
+EXTRAS = "worker-cpu,frontend,trainer,embedded,dev"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# torchvision and its kin come from PyPI as CUDA builds, which break `import transformers` beside a CPU torch;
+# triton and the rest are CUDA's own.
+EXCLUDED = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
+HEADER = f"""\
+# The CPU environment, exactly: Python 3.11, Linux x86-64. Written by `make lock`; do not edit.
+# Install with `make`, or by hand: pip install --no-deps -r {LOCK.name} (torch: {TORCH_CPU_INDEX})
+# Left out on purpose: torchvision, torchaudio, torchcodec, triton, nvidia-*, cuda-*.
+"""
+
+
+def resolve(python: Path, report: Path) -> bool:
+    """Let pip write what it would install to `report`; tries PyTorch's CPU index when its own sources lack torch."""
+    command = [
+        str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed",
+        "--only-binary=:all:", "--report", str(report), f"{ROOT}[{EXTRAS}]",
+    ]  # fmt: skip
+    for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
+        done = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            return True
+        sys.stderr.writelines(line for line in done.stderr.splitlines(keepends=True) if line.startswith("ERROR"))
+    return False
+
+
+def locked(report: Path) -> list[str]:
+    """Read pip's report: one `name==version` line per package, sorted by name."""
+    packages = {}
+    for item in json.loads(report.read_text())["install"]:
+        name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
+        if name != "rollbus" and not EXCLUDED.fullmatch(name):
+            packages[name] = item["metadata"]["version"]
+    return [f"{name}=={version}\n" for name, version in sorted(packages.items())]
+
+
+def main() -> int:
+    """Resolve in a throw-away environment and replace the lock."""
+    if sys.version_info[:2] != (3, 11):
+        sys.stderr.write("The lock is for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        report = Path(folder) / "report.json"
+        if not resolve(Path(folder) / "bin" / "python", report):
+            return 1
+        lines = locked(report)
+    LOCK.write_text(HEADER + "".join(lines))
+    sys.stdout.write(f"{LOCK.name}: {len(lines)} packages\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

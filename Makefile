@@ -1,0 +1,46 @@
+# `make` alone prints what there is. Every target makes .venv first; that happens once.
+
+BIN := .venv/bin
+PYTHON ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lock clean
+
+help:
+	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
+	@echo "make test    the whole test suite; ARGS='-k name' passes arguments to pytest"
+	@echo "make check   lint, format, types and import rules"
+	@echo "make format  let ruff format and sort imports"
+	@echo "make lock    resolve requirements-cpu.lock anew from pyproject.toml"
+	@echo "make clean   remove .venv and everything else that make and the tools wrote"
+	@echo "Needs Python 3.11 (or PYTHON=/path/to/python3.11), pip and make; the first run makes .venv."
+
+setup: .venv/ready
+	@:
+
+.venv/ready: requirements-cpu.lock pyproject.toml .ci/venv
+	@.ci/venv
+
+demo: setup
+	@$(BIN)/rollbus demo
+
+test: setup
+	@$(BIN)/pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix --select I
+	$(BIN)/ruff format
+
+lock:
+	@$(or $(PYTHON),python3.11) .ci/lock.py
+
+clean:
+	rm -rf .venv .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
