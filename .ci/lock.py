@@ -28,10 +28,8 @@ HEADER = f"""\
 
 def resolve(python: Path, report: Path) -> bool:
     """Let pip write what it would install to `report`; tries PyTorch's CPU index when its own sources lack torch."""
-    command = [
-        str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed",
-        "--only-binary=:all:", "--report", str(report), f"{ROOT}[{EXTRAS}]",
-    ]  # fmt: skip
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
+    command = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), f"{ROOT}[{EXTRAS}]"]
     for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         done = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode == 0:

@@ -1,0 +1,155 @@
+"""What the repository promises about its own shape: layers, sizes, the lock, and how light the client is."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+HEAVY = ("aiohttp", "tokenizers", "torch", "transformers", "triton", "vllm")
+
+# Run by the Python of a client-only environment: imports every module of the client and says what came along.
+CLIENT_PROBE = f"""
+import importlib, importlib.util, json, pkgutil, sys
+import bus, schemas
+for package in (bus, schemas):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print(json.dumps({{
+    "bus": bus.__file__,
+    "loaded": [name for name in {HEAVY} if name in sys.modules],
+    "installed": [name for name in {HEAVY} if importlib.util.find_spec(name)],
+}}))
+"""
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    """Every Python file below these folders of the repository."""
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported_names(path: Path) -> set[str]:
+    """The absolute names that a file imports anywhere, also inside functions and `if TYPE_CHECKING`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command away from this environment's settings; returns its stdout, or fails with all that it said."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        shown = " ".join(map(str, command))
+        pytest.fail(
+            f"{shown}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}", pytrace=False
+        )
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of a fresh environment that holds rollbus without extras, as a trainer would install it."""
+    folder = tmp_path_factory.mktemp("client")
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", ROOT, cwd=folder)
+    return folder / "venv" / "bin"
+
+
+@pytest.mark.slow
+def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
+    """Installed without extras, all of bus and schemas imports, and no engine, model library or torch comes along."""
+    probe = json.loads(run(client_bin / "python", "-I", "-c", CLIENT_PROBE, cwd=tmp_path))
+
+    assert probe == {"bus": probe["bus"], "loaded": [], "installed": []}
+    assert Path(probe["bus"]).is_relative_to(client_bin.parent)
+
+
+@pytest.mark.slow
+def test_client_install_has_the_command(client_bin: Path, tmp_path: Path) -> None:
+    """Installed without extras, `rollbus --help` works."""
+    assert "rollbus" in run(client_bin / "rollbus", "--help", cwd=tmp_path)
+
+
+def test_import_contracts_hold() -> None:
+    """The layers that pyproject.toml declares are kept by every import, direct or not."""
+    report = run(Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache", cwd=ROOT)
+
+    assert " 0 broken." in report
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("schemas", {"msgspec", "numpy", "schemas"}),
+        ("bus/protocol", {"bus.protocol", "msgspec", "numpy", "schemas"}),
+    ],
+)
+def test_pure_packages_import_only_their_own_kind(folder: str, allowed: set[str]) -> None:
+    """The packages schemas and bus.protocol import the standard library without asyncio, and what is named here."""
+    allowed = allowed | (sys.stdlib_module_names - {"asyncio", "socket", "ssl", "subprocess", "threading"})
+    strangers = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in python_files(folder)
+        for name in imported_names(path)
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+    }
+
+    assert strangers == set()
+
+
+def test_files_and_functions_stay_short() -> None:
+    """No file is longer than 400 lines, no function longer than 70."""
+    too_long = []
+    for path in python_files(*PACKAGES, "bench", "examples", "tests", ".ci"):
+        text = path.read_text()
+        if (lines := text.count("\n")) > MAX_FILE_LINES:
+            too_long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
+
+    assert too_long == []
+
+
+def test_lock_is_exact_and_for_a_cpu() -> None:
+    """Every line of the lock names one version, none is CUDA's or breaks a CPU torch, and torch is the CPU build."""
+    lines = [line for line in (ROOT / "requirements-cpu.lock").read_text().splitlines() if not line.startswith("#")]
+    locked = dict(line.split("==") for line in lines)
+    unwanted = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
+
+    assert [line for line in lines if re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line) is None] == []
+    assert [name for name in locked if unwanted.fullmatch(name)] == []
+    assert locked["torch"].endswith("+cpu")
+
+
+def test_lock_covers_what_pyproject_asks_for() -> None:
+    """Each dependency, and each of the extras but the GPU one, stands in the lock: `make lock` was not forgotten."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(item for name, items in extras.items() if name != "worker" for item in items)]
+    locked = {line.split("==")[0] for line in (ROOT / "requirements-cpu.lock").read_text().splitlines()}
+
+    assert {re.split(r"[<>=!~\[]", item)[0] for item in wanted} - locked == set()
+
+
+def test_packages_say_that_they_are_typed() -> None:
+    """Each installed package carries the py.typed that lets type checkers read its annotations."""
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
