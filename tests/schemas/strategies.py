@@ -1,0 +1,244 @@
+"""Hypothesis strategies for everything that crosses the wire, and a comparison that understands its arrays."""
+
+import string
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from schemas import limits
+from schemas.chunk import (
+    Chunk,
+    ChunkError,
+    End,
+    FinishReason,
+    PromptLogprobs,
+    RoutedExperts,
+    TopLogprobs,
+    little_endian,
+)
+from schemas.errors import ErrorCode
+from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
+from schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
+from schemas.request import GenerateRequest
+from schemas.rows import DTYPES, RowDtype
+from schemas.sampling import SamplingParams
+
+WORD = string.ascii_letters + string.digits + "_-"
+TOKEN_ID = st.integers(0, limits.MAX_TOKEN_ID)
+VERSION = st.integers(0, limits.MAX_WEIGHT_VERSION)
+INDEX = st.integers(0, 2**31 - 1)
+POSITION = st.integers(0, limits.MAX_POSITION)
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """None, or what `strategy` gives."""
+    return st.none() | strategy
+
+
+subject_tokens = st.text(WORD, min_size=1, max_size=limits.MAX_SUBJECT_TOKEN_CHARS)
+request_ids = st.text(WORD + ":", min_size=1, max_size=limits.MAX_REQUEST_ID_CHARS)
+names = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=limits.MAX_NAME_CHARS
+)
+texts = st.text(st.characters(codec="utf-8"), max_size=50)
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def token_lists(min_size: int, max_size: int = 8) -> st.SearchStrategy[list[int]]:
+    """Lists of token ids."""
+    return st.lists(TOKEN_ID, min_size=min_size, max_size=max_size)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """Any valid `SamplingParams`."""
+    max_tokens = draw(maybe(st.integers(1, limits.MAX_TOKENS)))
+    n = draw(st.integers(1, limits.MAX_N))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, limits.MAX_TOKENS if max_tokens is None else max_tokens)),
+        temperature=draw(st.floats(0, 2)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        top_k=draw(st.integers(-1, limits.MAX_TOKEN_ID)),
+        min_p=draw(st.floats(0, 1)),
+        seed=draw(maybe(st.integers(0, limits.MAX_SEED - n + 1))),
+        stop_token_ids=draw(token_lists(0)),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(maybe(st.integers(0, limits.MAX_LOGPROBS))),
+        prompt_logprobs=draw(maybe(st.integers(0, limits.MAX_LOGPROBS))),
+        n=n,
+        repetition_penalty=draw(st.floats(0, 100, exclude_min=True)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        logit_bias=draw(maybe(st.dictionaries(TOKEN_ID, st.floats(-100, 100), max_size=3))),
+        allowed_token_ids=draw(maybe(token_lists(1))),
+        bad_words_token_ids=draw(maybe(st.lists(token_lists(1, 3), max_size=3))),
+        extra=draw(maybe(st.dictionaries(names, json_values, max_size=3))),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> GenerateRequest:
+    """Any valid `GenerateRequest`."""
+    prompt = draw(token_lists(1))
+    return GenerateRequest(
+        prompt_token_ids=prompt,
+        sampling=draw(sampling_params()),
+        request_id=draw(request_ids),
+        model=draw(maybe(names)),
+        return_routed_experts=draw(maybe(st.booleans())),
+        routed_experts_prompt_start=draw(st.integers(0, len(prompt))),
+        cache_salt=draw(maybe(names)),
+        priority=draw(st.integers(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)),
+        session_id=draw(maybe(names)),
+        lora=draw(maybe(names)),
+        timeout_s=draw(maybe(st.floats(0, limits.MAX_TIMEOUT_S, exclude_min=True))),
+        min_weight_version=draw(maybe(VERSION)),
+        max_weight_lag=draw(maybe(VERSION)),
+        traceparent=draw(maybe(st.just("00-" + "0a" * 16 + "-" + "1b" * 8 + "-01"))),
+    )
+
+
+@st.composite
+def request_messages(draw: st.DrawFn) -> RequestMessage:
+    """Any valid `RequestMessage`."""
+    return RequestMessage(
+        client=draw(subject_tokens),
+        attempt=draw(INDEX),
+        child=draw(INDEX),
+        request=msgspec.Raw(encode(draw(requests()))),
+    )
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn) -> RoutedExperts:
+    """Any `RoutedExperts`, zero rows too, made from an array as workers make them."""
+    shape = draw(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 3)))
+    dtype: RowDtype = draw(st.sampled_from(["u1", "<u2"]))
+    size = shape[0] * shape[1] * shape[2] * DTYPES[dtype].itemsize
+    rows = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), DTYPES[dtype]).reshape(shape)
+    return RoutedExperts.from_rows(rows, draw(st.integers(0, limits.MAX_POSITION - shape[0])))
+
+
+def floats(count: int) -> st.SearchStrategy[bytes]:
+    """<f4[count]: log probabilities, -inf among them."""
+    logprobs = st.floats(max_value=0, width=32) | st.just(-np.inf)
+    return st.lists(logprobs, min_size=count, max_size=count).map(lambda v: little_endian(np.array(v), "<f4"))
+
+
+def ids(count: int) -> st.SearchStrategy[bytes]:
+    """<i4[count]: token ids."""
+    return token_lists(count, count).map(lambda v: little_endian(np.array(v), "<i4"))
+
+
+@st.composite
+def top_logprobs(draw: st.DrawFn, positions: int) -> TopLogprobs:
+    """`TopLogprobs` of so many positions."""
+    width = draw(st.integers(1, 3))
+    return TopLogprobs(width, draw(ids(positions * width)), draw(floats(positions * width)))
+
+
+@st.composite
+def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    """Any `PromptLogprobs`."""
+    count = draw(st.integers(0, 4))
+    top = draw(maybe(top_logprobs(count)))
+    return PromptLogprobs(draw(st.integers(1, limits.MAX_POSITION)), draw(floats(count)), top)
+
+
+chunk_errors = st.builds(ChunkError, st.sampled_from(ErrorCode), texts, texts, texts, texts)
+
+
+@st.composite
+def ends(draw: st.DrawFn) -> End:
+    """Any `End`."""
+    reason = draw(st.sampled_from(FinishReason))
+    return End(
+        reason,
+        draw(POSITION),
+        draw(POSITION),
+        draw(maybe(TOKEN_ID)),
+        draw(chunk_errors) if reason is FinishReason.ERROR else None,
+        draw(maybe(POSITION)),
+        draw(maybe(POSITION)),
+    )
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Chunk:
+    """Any `Chunk`."""
+    count = draw(st.integers(0, 4))
+    return Chunk(
+        request_id=draw(request_ids),
+        attempt=draw(INDEX),
+        child=draw(INDEX),
+        chunk_index=draw(INDEX),
+        weight_version=draw(VERSION),
+        token_ids_data=draw(ids(count)),
+        logprobs_data=draw(maybe(floats(count))),
+        routed_experts=draw(maybe(routed_experts())),
+        top_logprobs=draw(maybe(top_logprobs(count))),
+        prompt_logprobs=draw(maybe(prompt_logprobs())),
+        end=draw(maybe(ends())),
+    )
+
+
+keys = st.builds(RequestKey, request_ids, INDEX, INDEX)
+frames = st.builds(
+    Frame, st.just(1), names, st.integers(0, 2**53), st.lists(keys, max_size=3), st.lists(chunks(), max_size=3)
+)
+link_messages = st.builds(LinkMessage, st.just(1), st.lists(keys, max_size=3))
+
+capabilities = st.builds(
+    Capabilities,
+    engine=names,
+    engine_version=names,
+    max_model_len=st.integers(1, 2**31),
+    vocab_size=st.integers(1, 2**31),
+    max_num_seqs=st.integers(1, 2**31),
+    max_logprobs=st.integers(0, limits.MAX_LOGPROBS),
+    dtype=names,
+    routed_experts=maybe(
+        st.builds(
+            RoutedExpertsInfo,
+            num_layers=st.integers(1, limits.MAX_LAYERS),
+            top_k=st.integers(1, limits.MAX_TOP_K_EXPERTS),
+            num_experts=st.integers(1, limits.MAX_EXPERTS),
+            dtype=st.sampled_from(["u1", "<u2"]),
+        )
+    ),
+    priority=st.booleans(),
+    extra=st.lists(names, max_size=3).map(tuple),
+)
+presences = st.builds(
+    WorkerPresence,
+    worker=subject_tokens,
+    incarnation=names,
+    model=names,
+    state=st.sampled_from(WorkerState),
+    weight_version=VERSION,
+    in_flight=st.integers(0, 2**31),
+    free_slots=st.integers(0, 2**31),
+    uptime_s=st.floats(0, 1e9),
+    lease_s=st.floats(1e-3, 1e6),
+    capabilities=maybe(capabilities),
+    last_error=maybe(texts),
+)
+
+
+def plain(request: GenerateRequest) -> dict[str, Any]:
+    """The fields of a request, comparable with ==."""
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    token_ids: npt.NDArray[np.int32] = fields["prompt_token_ids"]
+    return {**fields, "prompt_token_ids": token_ids.tolist()}

@@ -1,0 +1,205 @@
+"""Codecs give back what was put in, and take any bytes at all without an exception of another kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.chunk import Chunk, ChunkError, End, PromptLogprobs, RoutedExperts, TopLogprobs
+from schemas.errors import InvalidRequest, RemoteProtocolError
+from schemas.messages import (
+    Frame,
+    LinkMessage,
+    RequestKey,
+    decode_frame,
+    decode_link_message,
+    decode_presence,
+    decode_request,
+    decode_request_message,
+    encode,
+    encode_json,
+    request_from_json,
+    request_id_of,
+)
+from schemas.request import GenerateRequest
+from tests.schemas import strategies as wire
+
+Decode = Callable[[bytes], object]
+
+DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
+    "request": (decode_request, wire.requests().map(encode)),
+    "request_message": (decode_request_message, wire.request_messages().map(encode)),
+    "frame": (decode_frame, wire.frames.map(encode)),
+    "link_message": (decode_link_message, wire.link_messages.map(encode)),
+    "presence": (decode_presence, wire.presences.map(encode_json)),
+    "request_id": (request_id_of, wire.requests().map(encode)),
+}
+every_decoder = pytest.mark.parametrize("name", DECODERS)
+
+
+def check_survives(decode: Decode, data: bytes) -> None:
+    """Decode hostile bytes; only the errors that decoders document may leave."""
+    try:
+        decode(data)
+    except (RemoteProtocolError, InvalidRequest) as exc:
+        assert str(exc)
+
+
+@given(wire.request_messages())
+def test_request_message_round_trip(message: Any) -> None:
+    """A request message and the request in it decode to what was encoded."""
+    again = decode_request_message(encode(message))
+
+    assert (again.v, again.client, again.attempt, again.child) == (1, message.client, message.attempt, message.child)
+    assert bytes(again.request) == bytes(message.request)
+    assert encode(again) == encode(message)
+
+
+@given(wire.requests())
+def test_request_round_trip(request: GenerateRequest) -> None:
+    """A request decodes to equal fields and a read-only i4 prompt of its own, also by way of JSON."""
+    again = decode_request(encode(request))
+
+    assert wire.plain(again) == wire.plain(request)
+    prompt = np.asarray(again.prompt_token_ids)
+    assert prompt.dtype == np.dtype("<i4")
+    assert not prompt.flags.writeable
+    assert wire.plain(request_from_json(msgspec.json.decode(encode_json(request)))) == wire.plain(request)
+    assert request_id_of(encode(request)) == request.request_id
+
+
+@given(wire.frames)
+def test_frame_round_trip(frame: Frame) -> None:
+    """A frame with all that can stand in a chunk decodes to what was encoded, and encodes to the same bytes again."""
+    data = encode(frame)
+
+    assert decode_frame(data) == frame
+    assert encode(decode_frame(data)) == data
+
+
+@given(wire.link_messages)
+def test_link_message_round_trip(message: LinkMessage) -> None:
+    """A link message decodes to what was encoded."""
+    assert decode_link_message(encode(message)) == message
+
+
+@given(wire.presences)
+def test_presence_round_trip(presence: Any) -> None:
+    """A worker's presence decodes to what was encoded, and is readable JSON."""
+    data = encode_json(presence)
+
+    assert decode_presence(data) == presence
+    assert msgspec.json.decode(data)["worker"] == presence.worker
+
+
+@every_decoder
+@given(data=st.data())
+def test_every_truncation_is_survived(name: str, data: st.DataObject) -> None:
+    """Every proper prefix of a message is a protocol error or, where what is left out has a default, a value."""
+    decode, encoded = DECODERS[name]
+    whole = data.draw(encoded)
+    for end in range(len(whole)):
+        check_survives(decode, whole[:end])
+
+
+@every_decoder
+@given(data=st.binary(max_size=400))
+def test_random_bytes_are_survived(name: str, data: bytes) -> None:
+    """Bytes that nobody encoded raise nothing but the documented errors."""
+    check_survives(DECODERS[name][0], data)
+
+
+@every_decoder
+@given(data=st.data())
+def test_mutated_bytes_are_survived(name: str, data: st.DataObject) -> None:
+    """A message with some bytes changed raises nothing but the documented errors."""
+    decode, encoded = DECODERS[name]
+    mutated = bytearray(data.draw(encoded))
+    for at, byte in data.draw(st.lists(st.tuples(st.integers(0, len(mutated) - 1), st.integers(0, 255)), max_size=6)):
+        mutated[at] = byte
+    check_survives(decode, bytes(mutated))
+
+
+msgpack_values = st.recursive(
+    wire.json_values | st.binary(max_size=8) | st.floats() | st.datetimes(timezones=st.timezones()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner),
+    max_leaves=8,
+)
+
+
+@every_decoder
+@given(data=st.data())
+def test_values_in_wrong_places_are_survived(name: str, data: st.DataObject) -> None:
+    """Well-formed messages with any value in any field raise nothing but the documented errors."""
+    decode, encoded = DECODERS[name]
+    codec: Any = msgspec.json if name == "presence" else msgspec.msgpack
+    message = codec.decode(data.draw(encoded))
+    values = message if isinstance(message, dict) else dict(enumerate(message))
+    for key in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):
+        values[key] = data.draw(msgpack_values)
+    changed = values if isinstance(message, dict) else list(values.values())
+    check_survives(decode, codec.encode(changed))
+
+
+STRUCTS: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
+    Chunk: wire.chunks(),
+    ChunkError: wire.chunk_errors,
+    End: wire.ends(),
+    Frame: wire.frames,
+    LinkMessage: wire.link_messages,
+    PromptLogprobs: wire.prompt_logprobs(),
+    RequestKey: wire.keys,
+    RoutedExperts: wire.routed_experts(),
+    TopLogprobs: wire.top_logprobs(3),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_unknown_trailing_elements_are_ignored(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    """An array that a newer peer has appended to decodes to what this side knows of it."""
+    value = data.draw(STRUCTS[kind])
+    elements = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    newer = msgspec.msgpack.encode([*elements, *data.draw(st.lists(msgpack_values, min_size=1, max_size=3))])
+
+    assert msgspec.msgpack.decode(newer, type=kind) == value
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_an_older_shorter_array_decodes_with_defaults(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    """An array that ends after the required fields decodes, the others with their defaults; a shorter one does not."""
+    value = data.draw(STRUCTS[kind])
+    elements = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    if kind is End:
+        elements[0] = "stop"
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(elements[: len(required)]), type=kind)
+
+    for field in msgspec.structs.fields(kind)[len(required) :]:
+        assert getattr(older, field.name) == field.default
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(elements[: len(required) - 1]), type=kind)
+
+
+@given(wire.request_messages(), st.dictionaries(st.text("xyz", min_size=4), msgpack_values, min_size=1))
+def test_unknown_map_fields_are_ignored(message: Any, unknown: dict[str, object]) -> None:
+    """Fields that a newer peer added to a map, at any place in it, do not disturb."""
+    envelope = msgspec.msgpack.decode(encode(message))
+    envelope["request"] = {**unknown, **envelope["request"]}
+    again = decode_request_message(msgspec.msgpack.encode({**unknown, **envelope}))
+
+    assert again.client == message.client
+    assert wire.plain(decode_request(again.request)) == wire.plain(decode_request(message.request))
+
+
+@given(wire.presences, st.dictionaries(st.text("xyz", min_size=4), wire.json_values, min_size=1))
+def test_unknown_presence_fields_are_ignored(presence: Any, unknown: dict[str, object]) -> None:
+    """A newer worker's presence is read as far as it is known."""
+    fields = msgspec.json.decode(encode_json(presence))
+
+    assert decode_presence(msgspec.json.encode({**unknown, **fields})) == presence

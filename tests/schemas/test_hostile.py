@@ -1,0 +1,314 @@
+"""Inputs made to break a decoder: each has one defined outcome."""
+
+import struct
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from schemas import limits
+from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
+from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
+from schemas.messages import (
+    Frame,
+    LinkMessage,
+    RequestMessage,
+    decode_frame,
+    decode_link_message,
+    decode_presence,
+    decode_request,
+    decode_request_message,
+    encode,
+    encode_json,
+    request_from_json,
+    request_id_of,
+)
+from schemas.presence import WorkerPresence, WorkerState
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+pack = msgspec.msgpack.encode
+PROMPT = b"\x01\x00\x00\x00"
+DEEP = 100_000
+
+
+def request_with(**fields: object) -> bytes:
+    """An encoded request with one prompt token and these fields, right or wrong."""
+    return pack({"prompt_token_ids": PROMPT, "request_id": "r", **fields})
+
+
+def chunk_with(**fields: object) -> list[object]:
+    """The wire elements of a chunk, some of them replaced."""
+    chunk = Chunk(request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0)
+    elements = dict(zip(Chunk.__struct_fields__, msgspec.msgpack.decode(pack(chunk)), strict=True))
+    return list((elements | fields).values())
+
+
+def frame_with(chunk: list[object]) -> bytes:
+    """An encoded frame that holds one chunk."""
+    return pack([1, "i", 0, [], [chunk]])
+
+
+def test_deep_nesting_is_a_protocol_error() -> None:
+    """Nesting beyond Python's recursion limit, in known and in unknown places, ends as a protocol error."""
+    nest = b"\x91" * DEEP + b"\xc0"
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_request(b"\x81\xa1a" + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_request(b"\x81\xa8sampling\x81\xa5extra\x81\xa1a" + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_request_message(b"\x81\xa7request" + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_frame(b"\x96\x01\xa1i\x00\x90\x90" + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_link_message(b"\x93\x01\x90" + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_presence(b'{"x":' + b"[" * DEEP)
+    assert request_id_of(b"\x81\xa1a" + nest) is None
+
+
+def test_invalid_utf8_is_a_protocol_error() -> None:
+    """Strings that are not UTF-8 end as a protocol error."""
+    with pytest.raises(RemoteProtocolError, match="utf-8"):
+        decode_frame(b"\x95\x01\xa1\xff\x00\x90\x90")
+    with pytest.raises(RemoteProtocolError, match="utf-8"):
+        decode_request_message(b"\x81\xa6client\xa1\xff")
+    with pytest.raises(RemoteProtocolError, match="utf-8"):
+        decode_request(b"\x81\xaarequest_id\xa1\xff")
+    with pytest.raises(RemoteProtocolError, match="utf-8"):
+        decode_presence(b'{"worker":"\xff"}')
+    assert request_id_of(b"\x81\xaarequest_id\xa1\xff") is None
+
+
+@pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_huge_header_takes_no_memory(header: bytes) -> None:
+    """A header that promises four billion elements or bytes is refused before memory is set aside for them."""
+    tracemalloc.start()
+    try:
+        for decode, data in (
+            (decode_request, b"\x81\xb0prompt_token_ids" + header),
+            (decode_request, b"\x81\xa8sampling\x81\xa5extra\x81\xa1a" + header),
+            (decode_request, b"\x81\xa8sampling\x81\xaestop_token_ids" + header),
+            (decode_request_message, b"\x81\xa7request" + header),
+            (decode_frame, b"\x95\x01\xa1i\x00\x90" + header),
+            (decode_frame, b"\x95\x01\xa1i\x00" + header),
+            (decode_link_message, b"\x92\x01" + header),
+        ):
+            with pytest.raises(RemoteProtocolError):
+                decode(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 1_000_000
+
+
+def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
+    """A frame's and a link message's lists are bounded whether or not the elements are there."""
+    many = [["r"]] * (limits.MAX_CHUNKS_PER_FRAME + 1)
+    with pytest.raises(RemoteProtocolError, match="length <= 65536"):
+        decode_frame(pack([1, "i", 0, many, []]))
+    with pytest.raises(RemoteProtocolError, match="length <= 65536"):
+        decode_link_message(pack([1, many]))
+
+
+def test_another_wire_version_is_refused() -> None:
+    """A message of another wire version is refused, never half understood."""
+    message = RequestMessage(client="c", request=msgspec.Raw(request_with()))
+    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
+        decode_frame(pack([2, "i", 0, [], []]))
+    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
+        decode_link_message(pack([2, []]))
+    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\.v`"):
+        decode_request_message(pack(msgspec.msgpack.decode(encode(message)) | {"v": 2}))
+
+
+@pytest.mark.parametrize("client", ["", "a.b", "*", ">", "a b", "ü", "a\n", "c" * 65, 5, None])
+def test_a_client_that_is_no_subject_token_is_refused(client: object) -> None:
+    """A client's name becomes part of a subject: with a dot or a wildcard it would reach others' subjects."""
+    with pytest.raises(RemoteProtocolError, match="client"):
+        decode_request_message(pack({"client": client, "request": {}}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"request_id": ""}, "length >= 1"),
+        ({"request_id": "r" * 129}, "length <= 128"),
+        ({"request_id": 5}, "Expected `str`"),
+        ({"attempt": -1}, "`int` >= 0"),
+        ({"attempt": 2**31}, "<= 2147483647"),
+        ({"attempt": True}, "Expected `int`"),
+        ({"child": 2**64 - 1}, "<= 2147483647"),
+        ({"chunk_index": 1.5}, "Expected `int`"),
+        ({"weight_version": -1}, "`int` >= 0"),
+        ({"weight_version": 2**31}, "<= 2147483647"),
+        ({"token_ids_data": b"abc"}, "token ids of 3 bytes"),
+        ({"token_ids_data": [1]}, "Expected `bytes`"),
+        ({"token_ids_data": PROMPT, "logprobs_data": b""}, "1 token ids but 0 logprobs"),
+        ({"logprobs_data": b"abc"}, "0 token ids but 0.75 logprobs"),
+        ({"top_logprobs": [0, b"", b""]}, "`int` >= 1"),
+        ({"top_logprobs": [129, b"", b""]}, "<= 128"),
+        ({"top_logprobs": [1, PROMPT, b""]}, "top logprobs"),
+        ({"top_logprobs": [2, PROMPT, PROMPT]}, "top logprobs"),
+        ({"top_logprobs": [1, PROMPT, PROMPT]}, "0 token ids but 1 top logprobs"),
+        ({"prompt_logprobs": [0, b""]}, "`int` >= 1"),
+        ({"prompt_logprobs": [1, b"abc"]}, "prompt logprobs of 3 bytes"),
+        ({"prompt_logprobs": [1, b"", [1, PROMPT, PROMPT]]}, "0 prompt logprobs"),
+        ({"routed_experts": [0, [1, 1, 1], "i4", b"abcd"]}, "'i4'"),
+        ({"routed_experts": [0, [1, 1, 1], "u1", b""]}, "take 1 bytes, not 0"),
+        ({"routed_experts": [0, [1, 1, 1], "<u2", b"a"]}, "take 2 bytes, not 1"),
+        ({"routed_experts": [-1, [1, 1, 1], "u1", b"a"]}, "`int` >= 0"),
+        ({"routed_experts": [0, [-1, -1, 1], "u1", b"a"]}, "`int` >= 0"),
+        ({"routed_experts": [0, [0, 0, 0], "u1", b""]}, "allowed: 1 to 1024"),
+        ({"routed_experts": [0, [0, 1025, 1], "u1", b""]}, "allowed: 1 to 1024"),
+        ({"routed_experts": [0, [0, 1, 257], "u1", b""]}, "1 to 256"),
+        ({"routed_experts": [0, [2**32, 2**32, 1], "u1", b""]}, "<= 8388608"),
+        ({"routed_experts": [limits.MAX_POSITION, [1, 1, 1], "u1", b"a"]}, "allowed: 8388608"),
+        ({"end": ["nonsense", 0, 0]}, "nonsense"),
+        ({"end": ["stop", -1, 0]}, "`int` >= 0"),
+        ({"end": ["stop", 0, 2**53]}, "<= 8388608"),
+        ({"end": ["stop", 0, 0, 2**31]}, "<= 2147483647"),
+        ({"end": ["stop", 0, 0, None, ["timeout", ""]]}, "finish reason stop with an error"),
+        ({"end": ["error", 0, 0]}, "finish reason error without an error"),
+        ({"end": ["error", 0, 0, None, ["timeout", "x" * 4097]]}, "length <= 4096"),
+    ],
+)
+def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], text: str) -> None:
+    """Every bound of a chunk, and every pair of lengths that must agree, is checked on receipt."""
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode_frame(frame_with(chunk_with(**fields)))
+
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field", [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
+)
+def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) -> None:
+    """A worker's names and numbers are checked before anything is sent to it."""
+    presence = WorkerPresence(
+        worker="w", incarnation="i", model="m", state=WorkerState.SERVING, weight_version=0, in_flight=0,
+        free_slots=1, uptime_s=1.0, lease_s=5.0,
+    )  # fmt: skip
+    fields = msgspec.json.decode(encode_json(presence)) | dict([field])
+    with pytest.raises(RemoteProtocolError, match="presence"):
+        decode_presence(msgspec.json.encode(fields))
+
+
+def test_codes_and_states_of_newer_peers_are_read_as_unknown() -> None:
+    """An error code or worker state that this side does not know yet loses neither the frame nor the worker."""
+    frame = decode_frame(frame_with(chunk_with(end=["error", 0, 0, None, ["brand_new", "text"]])))
+    error = frame.chunks[0].error
+    assert error is not None
+    assert (error.code, error.message) == (ErrorCode.UNKNOWN, "text")
+    assert WorkerState("on_holiday") is WorkerState.UNKNOWN
+
+
+@pytest.mark.parametrize("value", [2**64 - 1, -(2**63), 2**63])
+def test_integers_at_the_edges_of_msgpack_are_out_of_range(value: int) -> None:
+    """Integers of 64 bits in any numeric field of a request are refused with the field's range."""
+    for name in ("priority", "min_weight_version", "routed_experts_prompt_start", "timeout_s"):
+        with pytest.raises(InvalidRequest, match=rf"{name} is .*; allowed: "):
+            decode_request(request_with(**{name: value}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e308])
+def test_floats_that_are_no_numbers_are_refused(value: float) -> None:
+    """NaN and infinities survive msgpack and are refused by the field's check."""
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
+        with pytest.raises(InvalidRequest, match=rf"sampling.{name} is .*; allowed: a number"):
+            decode_request(request_with(sampling={name: value}))
+
+
+def test_errors_of_type_on_the_wire_name_the_range_too() -> None:
+    """A wrong type in msgpack gives the same words as on construction, not msgspec's own."""
+    with pytest.raises(InvalidRequest) as caught:
+        decode_request(request_with(sampling={"max_tokens": "5"}))
+    assert caught.value.message == ("sampling.max_tokens is '5', not an integer; allowed: an integer from 1 to 4194304")
+    with pytest.raises(InvalidRequest, match="sampling is a list of length 0; allowed: SamplingParams, or a map"):
+        decode_request(request_with(sampling=[]))
+    with pytest.raises(InvalidRequest, match="prompt_token_ids is missing"):
+        decode_request(pack({"request_id": "r"}))
+    with pytest.raises(InvalidRequest, match="prompt_token_ids has 3 bytes; allowed: <i4"):
+        decode_request(request_with(prompt_token_ids=b"abc"))
+    with pytest.raises(InvalidRequest, match="request does not decode: .*allowed: a map"):
+        decode_request(pack({"prompt_token_ids": PROMPT, 5: 6}))
+
+
+@pytest.mark.parametrize("value", [5, None, "text", [1, 2], b"raw", True, 1.5])
+def test_a_request_that_is_no_map_is_a_protocol_error(value: object) -> None:
+    """Bytes that hold no map hold no field that a caller could correct."""
+    with pytest.raises(RemoteProtocolError, match="request"):
+        decode_request(pack(value))
+    assert request_id_of(pack(value)) is None
+
+
+def test_json_integers_beyond_64_bits_are_refused_where_the_wire_cannot_hold_them() -> None:
+    """What JSON can say and msgpack cannot is refused when the request is made, with its place named."""
+    for extra in ({"a": 2**64}, {"a": [{"b": -(2**63) - 1}]}):
+        with pytest.raises(InvalidRequest, match=r"sampling\.extra\.a.* is .*; allowed: an integer from -9223"):
+            request_from_json({"prompt_token_ids": [1], "sampling": {"extra": extra}})
+    with pytest.raises(InvalidRequest, match="temperature is an integer of 16610 bits"):
+        SamplingParams(temperature=10**5000)
+
+
+def test_decoded_messages_do_not_keep_the_payload_alive() -> None:
+    """A chunk held for long holds its own bytes only: a frame carries the chunks of many other requests."""
+    rows = np.arange(60, dtype="u1").reshape(10, 2, 3)
+    chunk = Chunk(
+        request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0,
+        routed_experts=RoutedExperts.from_rows(rows, 0),
+    )  # fmt: skip
+    payload = bytearray(encode(Frame(1, "i", 0, [], [chunk])))
+    routed = decode_frame(bytes(payload)).chunks[0].routed_experts
+
+    assert routed is not None
+    assert type(routed.data) is bytes
+    np.testing.assert_array_equal(routed.numpy(), rows)
+
+    message = memoryview(request_with(prompt_token_ids=np.arange(5, dtype="<i4").tobytes()))
+    request = decode_request(bytes(message))
+    assert np.asarray(request.prompt_token_ids).base is None
+
+
+def test_an_error_text_is_cut_and_cleaned_by_its_sender() -> None:
+    """No error text, however long or broken, costs the other chunks of its frame."""
+    error = ChunkError(ErrorCode.ENGINE_ERROR, "\udcff" + "é" * 5000, allowed="x" * 5000)
+    chunk = Chunk(
+        request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0,
+        end=End(FinishReason.ERROR, 0, 0, error=error),
+    )  # fmt: skip
+    (again,) = decode_frame(encode(Frame(1, "i", 0, [], [chunk]))).chunks
+
+    assert again.error == error
+    assert error.message == "?" + "é" * 4095
+    assert len(error.allowed) == limits.MAX_ERROR_CHARS
+
+
+def test_senders_refuse_contradictions_too() -> None:
+    """The checks that bind two fields also run where a chunk is made, before it is sent."""
+    with pytest.raises(ValueError, match="take 4 bytes, not 3"):
+        RoutedExperts(0, (1, 2, 2), "u1", b"abc")
+    with pytest.raises(ValueError, match="top logprobs"):
+        TopLogprobs(2, PROMPT, PROMPT)
+    with pytest.raises(ValueError, match="prompt logprobs of 3 bytes"):
+        PromptLogprobs(1, b"abc")
+    with pytest.raises(ValueError, match="without an error"):
+        End(FinishReason.ERROR, 0, 0)
+    for rows in (np.zeros((1, 1, 1), ">u2"), np.zeros((1, 1, 1), "i2"), np.zeros((2, 2, 2), "u1")[:, :, ::2]):
+        with pytest.raises(ValueError, match="allowed: u1 or <u2, C-contiguous"):
+            RoutedExperts.from_rows(rows, 0)  # type: ignore[arg-type]
+
+
+def test_only_known_things_are_encoded() -> None:
+    """The encoder refuses objects it has no form for instead of inventing one."""
+    with pytest.raises(TypeError, match="a object cannot be sent"):
+        encode(LinkMessage(1, [object()]))  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="a object cannot be sent"):
+        encode_json(object())
+    assert struct.unpack(
+        "<i", msgspec.msgpack.decode(encode(GenerateRequest(prompt_token_ids=[7])))["prompt_token_ids"]
+    ) == (7,)
