@@ -6,6 +6,8 @@ import inspect
 import hypothesis
 import pytest
 
+pytest_plugins = ["tests.support.fixtures"]
+
 # The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones. No deadline: machines vary.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)

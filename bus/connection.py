@@ -1,0 +1,350 @@
+"""The connection to NATS: nats-py with our options, our errors, and its traps closed.
+
+nats-py 2.16 gets four things wrong, which `Connection` mends: after a `flush()` that was cancelled or timed out nothing
+is received any more; a `publish()` that waits for a slow server swallows its task's cancellation; and where bytes are
+unsent, `close()` and the reaction to a lost connection wait for a server that does not read until TCP gives up.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+
+from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
+
+__all__ = ["Connection", "ConnectionStats", "close_connection", "open_connection", "publish", "subscribe"]
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 3.0
+"""For the first connection: enough for a server that is just starting, short enough for a mistyped address."""
+CLOSE_TIMEOUT_S: Final = 2.0
+"""For the server to take what is still unsent."""
+RECONNECT_WAIT_S: Final = 0.25
+"""Between attempts, without end: a restarted server is back within tenths of a second."""
+PING_INTERVAL_S: Final = 10.0
+"""A connection is lost after two pings without an answer: a half-dead one is noticed within half a minute."""
+PENDING_BYTES: Final = 16 * 1024 * 1024
+"""What may wait to be sent: two of the largest messages, or a second of routing and tokens, so that a short reconnect
+costs no request. Above it `publish` waits while connected and fails while not."""
+FLUSH_TIMEOUT_S: Final = 10.0
+"""How long `publish` waits above that before it reports trouble and goes on."""
+MAX_PENDING_MSGS: Final = 65_536
+"""Received messages waiting for a handler: many reads' worth, since handlers only hand over."""
+MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
+"""The server cuts off a client for which as much waits on its side; more on ours would gain little."""
+DEFAULT_PORT: Final = 4222
+
+_CREDENTIALS: Final = re.compile(r"^(\w+://)?.*@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStats:
+    """Counters since the connection was opened."""
+
+    disconnects: int
+    reconnects: int
+    dropped_msgs: int
+    """Received messages thrown away because their handler was too slow."""
+    handler_failures: int
+    """Messages whose handler raised."""
+
+
+class Connection(Client):
+    """A nats-py client. Made by `open_connection`, closed by `close_connection`.
+
+    Use it from the event loop that opened it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        on_disconnect: Callable[[], Awaitable[None]] | None = None,
+        on_reconnect: Callable[[], Awaitable[None]] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._address = _parse_url(url)
+        self._shown_url = _redact(self._address)
+        self._name = name
+        self._on_disconnect = on_disconnect
+        self._on_reconnect = on_reconnect
+        self._on_error = on_error
+        self._is_open = False
+        self._lost: BusBroken | None = None
+        self._last_logged = ""
+        self._disconnects = 0
+        self._dropped_msgs = 0
+        self._handler_failures = 0
+
+    def __repr__(self) -> str:
+        state = "connected" if self.is_connected else "closed" if self.is_closed else "disconnected"
+        return f"<Connection {self._name} {state} url={self._shown_url} {self.counters()}>"
+
+    @property
+    def lost(self) -> BusBroken | None:
+        """Why the connection ended for good without having been closed here; None while it has not."""
+        return self._lost
+
+    def counters(self) -> ConnectionStats:
+        """Return the counters; nats-py's own, of messages and bytes, are in `stats`."""
+        return ConnectionStats(
+            disconnects=self._disconnects,
+            reconnects=self.stats["reconnects"],
+            dropped_msgs=self._dropped_msgs,
+            handler_failures=self._handler_failures,
+        )
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect; see `open_connection`."""
+        options: dict[str, Any] = {
+            "name": self._name,
+            "error_cb": self._take_error,
+            "disconnected_cb": self._take_disconnect,
+            "reconnected_cb": self._take_reconnect,
+            "closed_cb": self._take_close,
+            "reconnect_time_wait": RECONNECT_WAIT_S,
+            "max_reconnect_attempts": -1,
+            "ping_interval": PING_INTERVAL_S,
+            "pending_size": PENDING_BYTES,
+            "flush_timeout": FLUSH_TIMEOUT_S,
+        }
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.connect(self._address, **options)
+            self._is_open = True
+        except TimeoutError:
+            reason = str(self.last_error or "") or "it does not answer"
+            raise BusBroken(f"no NATS server at {self._shown_url} within {timeout_s:g} s: {reason}") from None
+        finally:
+            if not self._is_open:
+                await self.shut(0.0)
+        logger.info("nats.connected name=%s url=%s", self._name, self._shown_url)
+
+    async def shut(self, timeout_s: float) -> None:
+        """Close; see `close_connection`."""
+        self._is_open = False
+        drop = asyncio.get_running_loop().call_later(timeout_s, self._abort)
+        try:
+            await self.close()
+        finally:
+            drop.cancel()
+            for subscription in self._subs.values():  # some are left when `close` was cancelled
+                subscription._stop_processing()
+            self._abort()
+
+    def _abort(self) -> None:
+        """Drop the TCP connection with all that is unsent; does nothing if there is none."""
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
+
+    async def _take_error(self, error: Exception) -> None:
+        """Count and log what nats-py reports, and tell the owner what it has to know."""
+        if isinstance(error, nats_errors.SlowConsumerError):
+            self._dropped_msgs += 1
+            if self._dropped_msgs.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
+                logger.warning(
+                    "nats.dropped name=%s subject=%s so_far=%s", self._name, error.subject, self._dropped_msgs
+                )
+            self._tell(error)
+        elif not isinstance(error, (nats_errors.Error, OSError)):
+            self._handler_failures += 1
+            logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
+            self._tell(error)
+        elif not self._is_open:
+            self._abort()  # nats-py forgets the transport when it tries again
+            if _is_refusal(error):
+                # Trying again would change nothing. nats-py lets this through, and with it ends `connect`.
+                raise BusBroken(f"the NATS server at {self._shown_url} refused {self._name!r}: {error}") from None
+        elif str(error) != self._last_logged:  # attempts to reconnect repeat the same error
+            self._last_logged = str(error)
+            logger.warning("nats.error name=%s error=%s", self._name, error)
+
+    async def _take_disconnect(self) -> None:
+        if self._is_open:
+            self._disconnects += 1
+            logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url)
+            await self._notify(self._on_disconnect)
+
+    async def _take_reconnect(self) -> None:
+        if not self._is_open:
+            return
+        self._last_logged = ""
+        logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url)
+        await self._notify(self._on_reconnect)
+
+    async def _take_close(self) -> None:
+        if self._is_open:
+            self._lost = BusBroken(f"the NATS server at {self._shown_url} ended {self._name}: {self.last_error}")
+            logger.error("nats.lost name=%s error=%s", self._name, self._lost)
+            self._tell(self._lost)
+
+    async def _notify(self, callback: Callable[[], Awaitable[None]] | None) -> None:
+        if callback is None:
+            return
+        try:
+            await callback()
+        except RollbusError as error:
+            # The connection broke again meanwhile; the next turn brings the next call.
+            logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
+
+    def _tell(self, error: Exception) -> None:
+        if self._on_error is not None:
+            self._on_error(error)
+
+    async def _process_pong(self) -> None:
+        # The future of a flush() that was given up is done already; setting it would end the task that reads.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
+        result = await super()._flush_pending(force_flush)
+        if task is not None and task.cancelling() > cancels:
+            raise asyncio.CancelledError  # which the line above took for itself
+        return result
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # nats-py waits until the old transport is closed, and it closes only once all is sent.
+        if self.is_connected:
+            self._abort()
+        await super()._process_op_err(e)
+
+
+async def open_connection(
+    url: str,
+    *,
+    name: str,
+    on_disconnect: Callable[[], Awaitable[None]] | None = None,
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    on_error: Callable[[Exception], None] | None = None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> Connection:
+    """Connect to a NATS server, and again without end whenever the connection is lost.
+
+    Args:
+        url: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged.
+        name: what the server's monitoring shows.
+        on_disconnect: called when an open connection is lost; what was on its way, either way, may be lost.
+        on_reconnect: called when it is back, with all subscriptions in place. Publishing there is fine.
+        on_error: called with `nats.errors.SlowConsumerError` for each received message that was dropped, with whatever
+            a handler raised, and with `BusBroken` if the server ended the connection for good. Must not raise; of the
+            other two only `RollbusError` is caught.
+        timeout_s: seconds for the first connection, with attempts every quarter of a second.
+
+    Cancellation: leaves nothing behind.
+
+    Raises:
+        BusBroken: `url` is malformed, no server answered in time, or it refused us.
+    """
+    connection = Connection(url, name=name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error)
+    await connection.open(timeout_s)
+    return connection
+
+
+async def close_connection(connection: Connection, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """Send what was published and close; received messages that no handler has seen are dropped. Safe to repeat.
+
+    Args:
+        timeout_s: for the server to take what is unsent; after that it is dropped.
+
+    Cancellation: closes at once.
+    """
+    await connection.shut(timeout_s)
+
+
+async def publish(nats: Client, subject: str, data: bytes, *, reply: str = "") -> None:
+    """Publish, waiting while more than `PENDING_BYTES` are unsent. Returning says nothing about arrival.
+
+    Raises:
+        LocalProtocolError: `data` is over the server's `max_payload`.
+        BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
+        BusClosed: the connection was closed here.
+    """
+    try:
+        await nats.publish(subject, data, reply)
+    except nats_errors.MaxPayloadError as error:
+        raise LocalProtocolError(
+            f"{len(data)} bytes for {subject} are over the server's max_payload of {nats.max_payload}"
+        ) from error
+    except nats_errors.OutboundBufferLimitError as error:
+        raise BusBroken("the connection to NATS is down, and no more can wait for its return") from error
+    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+        if isinstance(nats, Connection) and nats.lost is not None:
+            raise nats.lost from error
+        raise BusClosed("the connection to NATS is closed") from error
+
+
+async def subscribe(
+    nats: Client,
+    subject: str,
+    handler: Callable[[Msg], Awaitable[None]],
+    *,
+    queue: str = "",
+    max_pending_msgs: int = MAX_PENDING_MSGS,
+    max_pending_bytes: int = MAX_PENDING_BYTES,
+) -> Subscription:
+    """Call `handler` for each message on `subject`, one after another; it must hand over and return, not work.
+
+    Args:
+        queue: the queue group to share the subject's messages with; empty: receive all.
+        max_pending_msgs: messages that may wait for `handler`; those beyond it are dropped and counted.
+        max_pending_bytes: their total size, likewise; must exceed the largest message.
+
+    Raises:
+        BusClosed: the connection is closed.
+    """
+    try:
+        return await nats.subscribe(
+            subject,
+            queue=queue,
+            cb=handler,
+            pending_msgs_limit=max_pending_msgs,
+            pending_bytes_limit=max_pending_bytes,
+        )
+    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+        raise BusClosed("the connection to NATS is closed") from error
+
+
+def _parse_url(url: str) -> str:
+    """Check `url` and return it with scheme and port.
+
+    Raises:
+        BusBroken: it cannot be the URL of a NATS server.
+    """
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        port = DEFAULT_PORT if parts.port is None else parts.port
+        if parts.scheme not in {"nats", "tls"}:
+            raise ValueError(f"its scheme is {parts.scheme!r}, not nats or tls")
+        if not parts.hostname or re.search(r"\s", url):
+            raise ValueError("it names no host")
+        if parts.path not in {"", "/"} or parts.query or parts.fragment:
+            raise ValueError("something follows the port")
+    except ValueError as error:
+        raise BusBroken(f"{_redact(url)!r} is not a URL like nats://127.0.0.1:{DEFAULT_PORT}: {error}") from None
+    host = parts.netloc if parts.port is not None else f"{parts.netloc.rstrip(':')}:{port}"
+    return f"{parts.scheme}://{host}"
+
+
+def _redact(url: str) -> str:
+    """Hide user and password."""
+    return _CREDENTIALS.sub(r"\1***@", url)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server itself said no: nats-py quotes its words."""
+    return isinstance(error, nats_errors.Error) and str(error).startswith("nats: '")

@@ -1,0 +1,106 @@
+"""The parent of an embedded nats-server: a tiny process that outlives ours by just long enough to clean up.
+
+`EmbeddedServer` runs this file as a script, in a session of its own, so that Ctrl-C on the terminal reaches neither it
+nor the server. It starts the server and obeys single bytes on its standard input: `t` terminates the server, `k` kills
+it. When our process is gone, however it ended, it kills the server and removes the temporary folder. It exits with the
+server's exit code, or 128 + the signal that ended it.
+
+It imports the standard library only, and of that little: its start-up time is the server's.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+__all__ = ["GRACE_S", "KILL", "PID_LINE", "TERMINATE", "main"]
+
+TERMINATE = b"t"
+KILL = b"k"
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL: nats-server takes milliseconds to close its streams; one that was stopped never ends."""
+PID_LINE = "rollbus.guard server_pid="
+"""Begins the first line of the log; the server's process id follows."""
+_POLL_S = 0.5
+"""How often to look for our parent, since a forked child of it may keep our standard input open."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, folder: str, command: list[str]) -> int:
+    """Run `command` until it ends or our parent does.
+
+    Args:
+        parent: the process id of who started us.
+        folder: removed when the parent is gone, left alone otherwise.
+        command: the server's program and arguments.
+
+    Returns:
+        The exit code to end with.
+    """
+    alive_read, alive_write = os.pipe()
+    os.set_inheritable(alive_write, True)
+    guard = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _become_server(guard, command)
+    os.close(alive_write)
+    is_abandoned = _watch(parent, server, alive_read)
+    _, status = os.waitpid(server, 0)
+    if is_abandoned:
+        import shutil  # takes longer to import than all else here, and is rarely needed
+
+        shutil.rmtree(folder, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _become_server(guard: int, command: list[str]) -> None:
+    """Replace this forked child by the server; never returns."""
+    try:
+        _die_with(guard)
+        os.write(2, f"{PID_LINE}{os.getpid()}\n".encode())
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.execv(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _die_with(guard: int) -> None:
+    """On Linux, have the kernel kill this process when its parent dies: someone may kill the guard as well."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != guard:  # it died before the kernel knew
+        os._exit(127)
+
+
+def _watch(parent: int, server: int, alive: int) -> bool:
+    """Obey orders until the server has ended; return whether our parent is gone.
+
+    `alive` reads as closed as soon as the server, which holds its other end, is no more.
+    """
+    inputs = [alive, 0]
+    is_abandoned = False
+    kill_at_s = float("inf")
+    while True:
+        ready, _, _ = select.select(inputs, [], [], _POLL_S)
+        if alive in ready:
+            return is_abandoned
+        order = os.read(0, 1) if ready else None
+        if order == b"" or os.getppid() != parent:
+            is_abandoned = True
+            inputs = [alive]
+        if order == TERMINATE:
+            os.kill(server, signal.SIGTERM)
+            kill_at_s = time.monotonic() + GRACE_S
+        if order == KILL or is_abandoned or time.monotonic() >= kill_at_s:
+            os.kill(server, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

