@@ -28,6 +28,8 @@ from schemas.messages import (
 from schemas.request import GenerateRequest
 from tests.schemas import strategies as wire
 
+pytestmark = pytest.mark.slow
+
 Decode = Callable[[bytes], object]
 
 DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {

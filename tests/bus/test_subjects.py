@@ -1,0 +1,116 @@
+"""Subjects: every name becomes one subject token and back, and nothing reaches another's subject."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bus.subjects import Subjects, decode_token, encode_token
+from schemas.errors import InvalidRequest
+
+LEGAL = re.compile(r"[A-Za-z0-9_=\-]+")
+SUBJECTS = Subjects("default")
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1))
+@example("Qwen/Qwen3-30B-A3B")
+@example("a.b*c>d e=2E")
+@example("\x00\r\n\t")
+def test_any_name_becomes_one_subject_token_and_back(name: str) -> None:
+    """Whatever the name, its token has no dot, wildcard or space, and decodes to the name."""
+    token = encode_token(name)
+
+    assert LEGAL.fullmatch(token)
+    assert decode_token(token) == name
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8"), min_size=1))
+def test_two_names_never_share_a_token(one: str, other: str) -> None:
+    """Models whose names differ in anything have queues of their own."""
+    assert (encode_token(one) == encode_token(other)) == (one == other)
+
+
+@given(st.text(alphabet="ab=2Ef3.Éé*\ud800", min_size=1))
+def test_tokens_that_encode_nothing_are_refused(token: str) -> None:
+    """A token decodes exactly when encoding gives it back: there is one spelling of each name."""
+    try:
+        name = decode_token(token)
+    except ValueError:
+        return
+    assert encode_token(name) == token
+
+
+@pytest.mark.parametrize("token", ["", "a.b", "=2", "=2e", "=41", "=FF", "a b", "é", "*"])
+def test_other_spellings_are_refused(token: str) -> None:
+    """Lower-case or needless escapes, bytes that are no UTF-8 and raw characters are no encoded names."""
+    with pytest.raises(ValueError, match=r"."):
+        decode_token(token)
+
+
+@pytest.mark.parametrize("name", ["", "\ud800"])
+def test_names_without_a_token_are_refused(name: str) -> None:
+    """No subject token is empty, and none stands for what is not Unicode."""
+    with pytest.raises(ValueError, match=r"."):
+        encode_token(name)
+
+
+def test_names_that_are_safe_stay_readable() -> None:
+    """Letters, digits, _ and - stand for themselves, anything else for its bytes."""
+    assert encode_token("my-model_7") == "my-model_7"
+    assert encode_token("Qwen/Qwen3.5") == "Qwen=2FQwen3=2E5"
+
+
+def test_the_subjects_are_those_of_the_table() -> None:
+    """The frozen names, as programs without this library write them."""
+    assert [
+        SUBJECTS.request("c", "a/b", "normal"),
+        SUBJECTS.requests_for("a/b"),
+        SUBJECTS.frame("c", "w"),
+        SUBJECTS.frames_to("c"),
+        SUBJECTS.link("c", "w"),
+        SUBJECTS.links_to("w"),
+        SUBJECTS.presence("w"),
+        SUBJECTS.presences,
+        SUBJECTS.ping,
+    ] == [
+        "rb.v1.default.req.c.a=2Fb.normal",
+        "rb.v1.default.req.*.a=2Fb.*",
+        "rb.v1.default.frame.c.w",
+        "rb.v1.default.frame.c.*",
+        "rb.v1.default.link.c.w",
+        "rb.v1.default.link.*.w",
+        "rb.v1.default.presence.w",
+        "rb.v1.default.presence.*",
+        "rb.v1.default.ping",
+    ]
+
+
+BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("fleet", Subjects),
+        ("client", lambda name: SUBJECTS.request(name, "m", "low")),
+        ("client", lambda name: SUBJECTS.frame(name, "w")),
+        ("worker", lambda name: SUBJECTS.frame("c", name)),
+        ("client", SUBJECTS.frames_to),
+        ("client", lambda name: SUBJECTS.link(name, "w")),
+        ("worker", lambda name: SUBJECTS.link("c", name)),
+        ("worker", SUBJECTS.links_to),
+        ("worker", SUBJECTS.presence),
+    ],
+)
+def test_names_that_would_reach_other_subjects_are_refused(
+    field: str, make: Callable[[str], object], name: str
+) -> None:
+    """A dot, wildcard or space in a fleet, client or worker gives an error that names it."""
+    with pytest.raises(InvalidRequest) as caught:
+        make(name)
+
+    assert caught.value.field == field
+    assert caught.value.allowed == "1 to 64 of A-Z a-z 0-9 _ -"

@@ -1,0 +1,49 @@
+"""The error codes and the exceptions that they become."""
+
+import pytest
+
+from schemas.errors import (
+    ERRORS,
+    ErrorCode,
+    InvalidRequest,
+    NoWorkers,
+    RequestError,
+    RequestFailed,
+    RequestRejected,
+    RequestTimeout,
+    request_error,
+)
+
+
+def test_every_code_has_its_facts() -> None:
+    """No code is without meaning, someone to act, and an answer to whether to retry."""
+    assert list(ERRORS) == list(ErrorCode)
+    for facts in ERRORS.values():
+        assert facts.meaning
+        assert facts.fault in {"client", "worker", "fleet", "network"}
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_every_code_becomes_an_exception_of_its_kind(code: ErrorCode) -> None:
+    """A terminal chunk's error is caught as what it is: rejected before admission, failed after, or out of time."""
+    error = request_error(code, "text", request_id="r", field="f", problem="is bad", allowed="good")
+    special: dict[ErrorCode, type[RequestError]] = {
+        ErrorCode.INVALID_REQUEST: InvalidRequest,
+        ErrorCode.NO_WORKERS: NoWorkers,
+        ErrorCode.TIMEOUT: RequestTimeout,
+    }
+    expected = special.get(code, RequestFailed if ERRORS[code].admitted else RequestRejected)
+
+    assert type(error) is expected
+    assert (error.code, error.request_id, error.retryable) == (code, "r", ERRORS[code].retryable)
+    assert isinstance(error, RequestRejected) or ERRORS[code].admitted
+    assert str(error).startswith(f"{code}: ")
+    assert str(error).endswith("(request r)")
+
+
+def test_an_invalid_request_without_a_field_is_still_rejected() -> None:
+    """A worker may refuse a request for a reason that belongs to no single field."""
+    error = request_error(ErrorCode.INVALID_REQUEST, "too many things at once")
+
+    assert type(error) is RequestRejected
+    assert str(error) == "invalid_request: too many things at once"

@@ -1,0 +1,86 @@
+"""What a request says about itself: lanes, children, and whether it can be resumed exactly."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from schemas import limits
+from schemas.request import GenerateRequest, expand_children, lane_of
+from schemas.sampling import SamplingParams
+from tests.schemas import strategies as wire
+
+
+@pytest.mark.parametrize(
+    ("priority", "lane"),
+    [(-limits.MAX_PRIORITY, "high"), (-1, "high"), (0, "normal"), (1, "low"), (limits.MAX_PRIORITY, "low")],
+)
+def test_the_lane_follows_the_sign_of_the_priority(priority: int, lane: str) -> None:
+    """A lower priority is more urgent, as in vLLM."""
+    assert lane_of(priority) == lane
+
+
+@given(wire.requests())
+def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
+    """A request for n samples becomes n requests for one, child i with seed + i, all sharing one prompt array."""
+    children = expand_children(request)
+
+    assert len(children) == request.sampling.n
+    seed = request.sampling.seed
+    for i, child in enumerate(children):
+        assert child.sampling.n == 1
+        assert child.sampling.seed == (None if seed is None else seed + i)
+        assert child.prompt_token_ids is request.prompt_token_ids
+        for name in request.__struct_fields__:
+            if name not in ("sampling", "prompt_token_ids"):
+                assert getattr(child, name) == getattr(request, name)
+        for name in request.sampling.__struct_fields__:
+            if name not in ("n", "seed"):
+                assert getattr(child.sampling, name) == getattr(request.sampling, name)
+
+
+def test_a_request_for_one_sample_is_its_own_child() -> None:
+    """Nothing is copied where there is nothing to expand."""
+    request = GenerateRequest(prompt_token_ids=[1])
+
+    assert expand_children(request) == [request]
+
+
+@pytest.mark.parametrize(
+    ("params", "stateless"),
+    [
+        (SamplingParams(temperature=0), True),
+        (SamplingParams(temperature=-0.0), True),
+        (SamplingParams(temperature=0, min_tokens=4, max_tokens=9), True),
+        (SamplingParams(temperature=0, logit_bias={5: 1.0}, allowed_token_ids=[5, 6]), True),
+        (SamplingParams(temperature=0, bad_words_token_ids=[]), True),
+        (SamplingParams(temperature=0, extra={}), True),
+        (SamplingParams(), False),
+        (SamplingParams(seed=5), False),
+        (SamplingParams(temperature=1e-9), False),
+        (SamplingParams(temperature=0, repetition_penalty=1.1), False),
+        (SamplingParams(temperature=0, presence_penalty=0.1), False),
+        (SamplingParams(temperature=0, frequency_penalty=-0.1), False),
+        (SamplingParams(temperature=0, bad_words_token_ids=[[1]]), False),
+        (SamplingParams(temperature=0, extra={"a": 1}), False),
+    ],
+)
+def test_stateless_means_that_only_the_tokens_so_far_count(params: SamplingParams, stateless: bool) -> None:
+    """Random numbers, penalties, bad words and what an engine adds depend on more than the tokens so far."""
+    assert params.is_stateless is stateless
+
+
+def test_request_ids_are_drawn_at_random() -> None:
+    """A request without an id gets one of its own that is valid."""
+    first, second = (GenerateRequest(prompt_token_ids=[1]) for _ in range(2))
+
+    assert first.request_id != second.request_id
+    assert GenerateRequest(prompt_token_ids=[1], request_id=first.request_id).request_id == first.request_id
+
+
+def test_requests_cannot_be_changed() -> None:
+    """A request that was checked stays as it was checked."""
+    request = GenerateRequest(prompt_token_ids=[1])
+    with pytest.raises(AttributeError):
+        request.priority = 5  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(request.prompt_token_ids)[0] = 5
