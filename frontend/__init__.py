@@ -1,0 +1,1 @@
+"""The `rollbus` command line, and text to token ids."""

@@ -1,0 +1,5 @@
+"""The `rollbus` command line: one file in `frontend/cli/commands` for each subcommand."""
+
+from frontend.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,122 @@
+"""Parsing of the command line, and the way from an error to an exit code.
+
+A subcommand is a module in `frontend/cli/commands`; adding one means adding a file. Those modules import nothing
+heavy at their top, so that `rollbus --help` answers at once and works without the extras.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Protocol, cast
+
+from frontend.cli import commands
+from frontend.cli.console import note
+from frontend.cli.exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
+from schemas.errors import RollbusError
+
+__all__ = ["Command", "build_parser", "main", "run_async"]
+
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
+
+
+class Command(Protocol):
+    """What a module in `frontend/cli/commands` has."""
+
+    HELP: str
+    """One line for `rollbus --help`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's own options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it and return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rollbus` with `argv`, or the process's own arguments, and return the exit code."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    if not args.verbose:
+        sys.excepthook = _report_bug
+    command: Command = args.command
+    try:
+        return command.run(args)
+    except KeyboardInterrupt:
+        note("rollbus: interrupted")
+        return INTERRUPTED
+    except (RollbusError, OSError) as exc:
+        return _report(exc, exc, args.verbose)
+    except BaseExceptionGroup as group:
+        cause = cause_of(group)
+        if cause is None:
+            raise
+        return _report(cause, group, args.verbose)
+
+
+def run_async(coroutine: Coroutine[object, object, int]) -> int:
+    """Run a command's coroutine to its end; Ctrl-C cancels it and raises `KeyboardInterrupt`."""
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `rollbus` with all subcommands; `args.command` is the module of the chosen one."""
+    parser = argparse.ArgumentParser(
+        prog="rollbus",
+        description="The message bus between RL trainers and a fleet of vLLM workers.",
+        epilog=EXIT_CODES,
+    )
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in pkgutil.iter_modules(commands.__path__):
+        command = cast(Command, importlib.import_module(f"{commands.__name__}.{module.name}"))
+        subparser = subcommands.add_parser(
+            module.name.replace("_", "-"),
+            help=command.HELP,
+            description=sys.modules[f"{commands.__name__}.{module.name}"].__doc__,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        _add_common_options(subparser)
+        subparser.set_defaults(command=command)
+    return parser
+
+
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of every command")
+    group.add_argument(
+        "--nats",
+        metavar="URL",
+        default=os.environ.get("ROLLBUS_NATS", DEFAULT_NATS),
+        help=f"address of the NATS server (default: $ROLLBUS_NATS or {DEFAULT_NATS})",
+    )
+    group.add_argument("--fleet", metavar="NAME", default="default", help="name of the fleet (default: %(default)s)")
+    group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
+    group.add_argument("-v", "--verbose", action="store_true", help="log more, and show the traceback of an error")
+
+
+def _report(cause: RollbusError | OSError, raised: BaseException, verbose: bool) -> ExitCode:
+    if verbose:
+        traceback.print_exception(raised)
+    note(f"rollbus: {cause}")
+    return exit_code_of(cause)
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stand in for `sys.excepthook`: an error that nobody expected is one line, too, unless -v is given."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    note(f"rollbus: internal error, run again with -v for the traceback: {error!r}")

@@ -1,0 +1,48 @@
+"""Kinds of argument values; each says what is wrong with a bad one."""
+
+import argparse
+import json
+
+__all__ = ["json_object", "non_negative_int", "positive_float", "positive_int"]
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    return _int(text, 1)
+
+
+def non_negative_int(text: str) -> int:
+    """An integer of at least 0."""
+    return _int(text, 0)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def json_object(text: str) -> str:
+    """A JSON object, returned as it was written."""
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
+    return text
+
+
+def _int(text: str, low: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if number < low:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
+    return number

@@ -1,0 +1,1 @@
+"""The subcommands: each module is one, named after it, and has `HELP`, `add_arguments` and `run`."""

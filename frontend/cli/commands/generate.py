@@ -1,0 +1,134 @@
+"""Generate for every prompt of a file and write the results to another.
+
+Each line of the input is a JSON object: "prompt" (text) or "prompt_token_ids", and any field of SamplingParams
+("max_tokens", "temperature", "seed", ...) and GenerateRequest ("request_id", "routed_experts_prompt_start", ...).
+The options below are for lines that do not say otherwise.
+
+The output has one JSON object for each prompt, in the order in which they are finished; "index" is the prompt's line,
+counted from 0. The whole input is checked before anything is sent. A prompt that fails has an "error", and the
+command ends with 1. Run the same command again to go on after an interruption, or to try failed prompts again.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from frontend.cli.arguments import non_negative_int, positive_float, positive_int
+from frontend.cli.exits import CommandFailed, ExitCode
+from schemas.limits import DEFAULT_MAX_IN_FLIGHT
+
+__all__ = ["HELP", "add_arguments", "describe", "run"]
+
+HELP = "generate for the prompts of a JSONL file"
+
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--input", metavar="FILE", type=Path, required=True, help="prompts, JSONL")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="results, JSONL")
+    parser.add_argument(
+        "--routed-experts",
+        choices=("inline", "npz", "none"),
+        default="inline",
+        help="base64 in each line, arrays in an .npz beside the output, or none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        type=Path,
+        help="folder of the tokenizer (default: that of a worker on this machine)",
+    )
+    parser.add_argument(
+        "--max-in-flight",
+        metavar="N",
+        type=positive_int,
+        default=DEFAULT_MAX_IN_FLIGHT,
+        help="requests that are open at once (default: %(default)s)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="served model name (default: the fleet's only model)")
+    parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="tokens to generate at most (default: 16)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 (greedy) to 2 (default: 1)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="above 0 up to 1 (default: 1)")
+    parser.add_argument("--top-k", metavar="K", type=int, help="0: all tokens (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=non_negative_int, help="the same for every prompt (default: none)")
+    parser.add_argument("-n", metavar="N", type=positive_int, help="samples for each prompt (default: 1)")
+    parser.add_argument("--timeout-s", metavar="S", type=positive_float, help="for each request (default: 3600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the files, generate, and say what came of it."""
+    from frontend.cli.app import run_async
+    from frontend.cli.console import print_json, say
+    from frontend.cli.job import Job
+    from frontend.cli.prompts import Defaults, check_input
+    from frontend.cli.results import open_results
+
+    rows_path = _check_paths(args)
+    defaults = Defaults(*_default_fields(args))
+    with open_results(args.output, rows_path) as results:
+        job = Job(
+            input=args.input,
+            defaults=defaults,
+            summary=check_input(args.input, defaults, results.finished),
+            results=results,
+            max_in_flight=args.max_in_flight,
+            tokenizer_dir=args.tokenizer,
+            shows_progress=not args.json,
+        )
+        if len(results.finished) < job.summary.num_prompts:
+            run_async(job.run(args.nats, args.fleet))
+    report = {
+        "prompts": job.summary.num_prompts,
+        "resumed": len(results.finished),
+        **asdict(job.counts),
+        "output": str(args.output),
+        "npz": None if rows_path is None or not rows_path.exists() else str(rows_path),
+    }
+    if args.json:
+        print_json(report)
+    else:
+        say(describe(report))
+    return ExitCode.FAILED if job.counts.failed else ExitCode.OK
+
+
+def _check_paths(args: argparse.Namespace) -> Path | None:
+    """Refuse paths that cannot be meant; return that of the `.npz`, if one is wanted."""
+    if not args.input.is_file():
+        raise CommandFailed(f"--input {args.input} is not a file", ExitCode.USAGE)
+    if not args.output.absolute().parent.is_dir():
+        raise CommandFailed(f"--output {args.output}: its folder does not exist", ExitCode.USAGE)
+    rows_path: Path | None = args.output.with_suffix(".npz") if args.routed_experts == "npz" else None
+    if rows_path == args.output:
+        raise CommandFailed("--output is JSONL; its routed experts take that name with .npz", ExitCode.USAGE)
+    for path in (args.output, rows_path):
+        if path is not None and path.exists() and path.samefile(args.input):
+            raise CommandFailed("--input and --output are the same file", ExitCode.USAGE)
+    return rows_path
+
+
+def _default_fields(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
+    """What the options say: fields of the request, and of its sampling."""
+    fields = _given(args, ("model", "timeout_s"))
+    if args.routed_experts == "none":
+        fields["return_routed_experts"] = False
+    return fields, _given(args, SAMPLING_OPTIONS)
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def describe(report: Mapping[str, object]) -> str:
+    """The report in one line for people."""
+    text = f"{report['done']} of {report['prompts']} prompts done"
+    if report["resumed"]:
+        text += f", {report['resumed']} were done before"
+    if report["failed"]:
+        text += f", {report['failed']} failed (run again to retry them)"
+    if report["tokens"]:
+        text += f"; {report['tokens']} tokens in {report['seconds']} s"
+    places = [str(report[name]) for name in ("output", "npz") if report[name] is not None]
+    return f"{text}: {', '.join(places)}"

@@ -1,0 +1,146 @@
+"""Run everything on this machine: a NATS server and workers, until Ctrl-C.
+
+Without --model, the workers serve a tiny mixture-of-experts model that is made on the spot. The NATS server listens
+where --nats says; by default at port 4222, or at a free port if that one is taken. The workers' logs are on stderr.
+
+When a worker or the NATS server ends by itself, everything is stopped and the command ends with 1.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from frontend.cli.arguments import positive_float, positive_int
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.worker_options import add_worker_options, worker_flags
+
+if TYPE_CHECKING:
+    from frontend.cli.local_fleet import LocalFleet
+
+__all__ = ["HELP", "add_arguments", "nats_port", "run"]
+
+HELP = "run NATS and workers on this machine"
+
+DEFAULT_PORT = 4222
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="DIR", type=Path, help="folder of the checkpoint (default: a tiny MoE)")
+    parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="how many (default: 1)")
+    parser.add_argument("--http", metavar="HOST:PORT", help="not available: this version has no HTTP service")
+    add_worker_options(parser)
+    parser.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=positive_float,
+        default=1800.0,
+        help="seconds until all workers must serve (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--state-dir", metavar="DIR", type=Path, help="where the tiny MoE is kept (default: ~/.cache/rollbus)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run until told to stop."""
+    from frontend.cli.app import run_async
+
+    if args.http is not None:
+        raise CommandFailed("--http: this version has no HTTP service", ExitCode.USAGE)
+    if args.model is not None and not args.model.is_dir():
+        raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
+    return run_async(_up(args, nats_port(args.nats)))
+
+
+async def _up(args: argparse.Namespace, port: int) -> int:
+    from frontend.cli.console import note
+    from frontend.cli.local_fleet import run_fleet
+
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not called in a task")
+    # The second signal cancels the orderly stop, too: then everything is killed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        fleet = await _prepare(args, port)
+        note(f"starting NATS and {args.workers} worker{'s' * (args.workers > 1)}; Ctrl-C stops everything")
+        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as url:
+            _announce(args, fleet, url)
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        # Nobody else cancels this task.
+        note("stopped")
+    return ExitCode.OK
+
+
+async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
+    from frontend.cli.console import note
+    from frontend.cli.local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe
+
+    flags = worker_flags(args)
+    model: Path | None = args.model
+    if model is None and args.engine == "vllm":
+        state_dir = args.state_dir or default_state_dir()
+        note(f"no --model: a tiny MoE with random weights, kept in {state_dir}")
+        model = await make_tiny_moe(state_dir)
+        if args.served_model_name is None:
+            flags += ["--served-model-name", TINY_MOE]
+    return LocalFleet(
+        fleet=args.fleet,
+        model=model,
+        num_workers=args.workers,
+        worker_flags=flags,
+        nats_port=port,
+        start_timeout_s=args.start_timeout,
+    )
+
+
+def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str) -> None:
+    from frontend.cli.console import print_json, say
+
+    if args.json:
+        print_json({"nats": url, "http": None, "workers": fleet.worker_ids})
+        return
+    where = f" --nats {url}" if urlsplit(url).port != DEFAULT_PORT else ""
+    where += f" --fleet {args.fleet}" if args.fleet != "default" else ""
+    say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving. From another terminal:")
+    say(f"    rollbus status{where}")
+    say(f"    rollbus generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}")
+    say("Ctrl-C stops everything.")
+
+
+def nats_port(url: str) -> int:
+    """The port to listen at, for the address that other commands are given; -1 for any that is free.
+
+    Raises:
+        CommandFailed: the address is not on this machine.
+    """
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    try:
+        port = parts.port
+    except ValueError as exc:
+        raise CommandFailed(f"--nats {url}: {exc}", ExitCode.USAGE) from exc
+    if parts.hostname not in LOOPBACK:
+        raise CommandFailed(
+            f"--nats {url}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1", ExitCode.USAGE
+        )
+    if not port:
+        return -1
+    return -1 if port == DEFAULT_PORT and _is_taken(port) else port
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,33 @@
+"""Run one worker: one process with one engine that takes requests from NATS.
+
+This process becomes the worker: signals and the exit code are the worker's. It logs on stderr.
+"""
+
+import argparse
+import os
+
+from frontend.cli.worker_options import add_worker_options, python_env, python_module, worker_flags
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "run one worker"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the worker's options."""
+    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint; needed for the engine vllm")
+    add_worker_options(parser)
+    parser.add_argument(
+        "--worker-id", metavar="ID", help="its name, unique in the fleet (default: host, process id and some letters)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replace this process by the worker."""
+    flags = ["--nats", args.nats, "--fleet", args.fleet, *worker_flags(args)]
+    for name in ("model", "worker_id"):
+        value = getattr(args, name)
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", value]
+    command = [*python_module("workers"), *flags]
+    os.execve(command[0], command, python_env())

@@ -1,0 +1,72 @@
+"""What commands print: results on stdout, everything else on stderr.
+
+On a terminal, tables have borders and long work shows a bar; into pipes and files goes plain text of any width.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+__all__ = ["note", "plain_table", "print_json", "print_table", "progress", "say"]
+
+
+def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
+    """Write a line on `out`, by default stdout, at once."""
+    out = out or sys.stdout
+    out.write(text + end)
+    out.flush()
+
+
+def note(text: str) -> None:
+    """Write a line on stderr."""
+    say(text, out=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    """Print `value` as one line of JSON on stdout."""
+    import msgspec
+
+    say(msgspec.json.encode(value).decode())
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: IO[str] | None = None) -> None:
+    """Print a table on `out`, by default stdout."""
+    out = out or sys.stdout
+    if not out.isatty():
+        say(plain_table(columns, rows), out=out)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    Console(file=out, markup=False, highlight=False).print(table)
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as lines of text, columns two spaces apart."""
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+@contextmanager
+def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr while the body runs; it calls what this yields once for each step done.
+
+    Nothing is shown unless `shown` is set and stderr is a terminal.
+    """
+    if not shown or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,61 @@
+"""How a command ends: its exit code and the one line on stderr that says why."""
+
+import enum
+
+from schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, RollbusError
+
+__all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of"]
+
+INTERRUPTED = 130
+"""Ended by Ctrl-C: 128 + SIGINT, as shells count."""
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of every subcommand."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    PARTIAL = 3
+    """Some workers acknowledged a command and some did not."""
+    TIMEOUT = 4
+    NO_WORKERS = 5
+
+
+class CommandFailed(RollbusError):
+    """A command cannot go on; the message is the line that its user reads."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+def exit_code_of(error: RollbusError | OSError) -> ExitCode:
+    """The exit code that fits an error which ended a command."""
+    match error:
+        case CommandFailed():
+            return error.exit_code
+        case InvalidRequest():
+            return ExitCode.USAGE
+        case NoWorkers():
+            return ExitCode.NO_WORKERS
+        case RequestTimeout() | TimeoutError():
+            return ExitCode.TIMEOUT
+        case _:
+            return ExitCode.FAILED
+
+
+def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError | None:
+    """The error in `group` to show: a `CommandFailed` before others, as those may be its consequences."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    shown = [leaf for leaf in leaves if isinstance(leaf, (RollbusError, OSError))]
+    if len(shown) < len(leaves):
+        return None
+    return min(shown, key=lambda leaf: not isinstance(leaf, CommandFailed))

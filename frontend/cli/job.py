@@ -1,0 +1,124 @@
+"""One run of `rollbus generate`: feeds requests, writes what comes back."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import bus
+from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers
+from frontend.cli.console import progress
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.prompts import Defaults, InputSummary, Prompt, read_prompts
+from frontend.cli.results import ResultsFile, error_line, first_error, result_line
+from frontend.tokenization import Tokenizer, load_tokenizer
+from schemas.presence import WorkerPresence, WorkerState
+
+__all__ = ["Counts", "Job"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run did."""
+
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """The prompts of `input` that have no result yet; in memory is only what is in flight."""
+
+    input: Path
+    defaults: Defaults
+    summary: InputSummary
+    results: ResultsFile
+    max_in_flight: int
+    tokenizer_dir: Path | None = None
+    """None: that of a worker on this machine, if there are text prompts."""
+    shows_progress: bool = True
+    counts: Counts = field(default_factory=Counts)
+    _tokenizer: Tokenizer | None = None
+    _in_flight: dict[str, Prompt] = field(default_factory=dict)
+
+    async def run(self, nats_url: str, fleet: str) -> int:
+        """Generate for all of them.
+
+        Cancellation: what is finished is in the output.
+
+        Raises:
+            CommandFailed: no worker serves, or the last one went away; what is finished is in the output.
+        """
+        async with bus.connect(nats_url, fleet=fleet) as rb:
+            workers = (await rb.fleet.state()).workers
+            if not any(worker.state is WorkerState.SERVING for worker in workers):
+                others = ", ".join(f"{worker.worker} is {worker.state}" for worker in workers) or "none is there"
+                raise CommandFailed(
+                    f"no worker serves in fleet {fleet!r} at {nats_url} ({others}); "
+                    "start one with `rollbus up` or `rollbus worker`",
+                    ExitCode.NO_WORKERS,
+                )
+            folder = await asyncio.to_thread(self._find_tokenizer, workers)
+            if folder is not None:
+                self._tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+            await self._generate(rb)
+        return ExitCode.OK
+
+    async def _generate(self, rb: bus.Client) -> None:
+        started = time.monotonic()
+        before = len(self.results.finished)
+        with progress("generating", self.summary.num_prompts, done=before, shown=self.shows_progress) as advance:
+            try:
+                async for generation in rb.complete_many(self._requests(advance), max_in_flight=self.max_in_flight):
+                    self._take(generation)
+                    advance()
+                    self.counts.seconds = round(time.monotonic() - started, 3)
+            except NoWorkers as exc:
+                raise CommandFailed(
+                    f"{exc.message}; {self.counts.done} prompts were done, run the same command again to go on",
+                    ExitCode.NO_WORKERS,
+                ) from exc
+
+    def _requests(self, advance: Callable[[], None]) -> Iterator[GenerateRequest]:
+        for prompt in read_prompts(self.input, self.defaults):
+            if prompt.index in self.results.finished:
+                continue
+            try:
+                request = prompt.request(self._tokenizer)
+            except InvalidRequest as exc:
+                self.results.append(error_line(prompt, exc))
+                self.counts.failed += 1
+                advance()
+                continue
+            self._in_flight[prompt.request_id] = prompt
+            yield request
+
+    def _take(self, generation: Generation) -> None:
+        prompt = self._in_flight.pop(generation.request_id)
+        error = first_error(generation)
+        if error is not None:
+            self.results.append(error_line(prompt, error))
+            self.counts.failed += 1
+            return
+        self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
+        self.counts.done += 1
+        self.counts.tokens += sum(len(sample.token_ids) for sample in (generation, *generation.siblings))
+
+    def _find_tokenizer(self, workers: tuple[WorkerPresence, ...]) -> Path | None:
+        """The folder that was named, or that of the model which the workers on this machine serve."""
+        if self.tokenizer_dir is not None or not self.summary.has_text:
+            return self.tokenizer_dir
+        model = self.defaults.fields.get("model")
+        paths = {Path(worker.model_path) for worker in workers if worker.model_path and model in (None, worker.model)}
+        folders = [path for path in paths if path.is_dir()]
+        if len(folders) != 1:
+            found = "more than one model" if folders else "no model"
+            raise CommandFailed(
+                f"the input has text prompts, and the workers serve {found} from a folder on this machine: pass "
+                "--tokenizer DIR, the folder of the model or of its tokenizer",
+                ExitCode.USAGE,
+            )
+        return folders[0]

@@ -1,0 +1,98 @@
+"""A whole fleet on this machine: NATS, workers, and a tiny model for who brings none."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import bus
+from bus.embedded import EmbeddedServer
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.processes import ProcessSpec, run_tool, run_workers
+from frontend.cli.worker_options import python_env, python_module
+from schemas.errors import NoWorkers
+
+__all__ = ["TINY_MOE", "LocalFleet", "default_state_dir", "make_tiny_moe", "run_fleet"]
+
+TINY_MOE = "tiny-moe"
+"""Served name of the model that is made on the spot, and of its folder."""
+ANY_PORT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFleet:
+    """What to run."""
+
+    fleet: str = "default"
+    model: Path | None = None
+    """Folder of the checkpoint; None: an engine that needs none."""
+    num_workers: int = 1
+    worker_flags: Sequence[str] = ()
+    """More flags of `python -m workers`."""
+    nats_port: int = ANY_PORT
+    start_timeout_s: float = 1800.0
+    """Until all workers serve; loading a large model from a slow disk takes many minutes."""
+    worker_ids: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the workers."""
+        object.__setattr__(self, "worker_ids", tuple(f"local-{i}" for i in range(self.num_workers)))
+
+    def spec(self, worker_id: str, nats_url: str) -> ProcessSpec:
+        """How to start one of the workers."""
+        model = () if self.model is None else ("--model", str(self.model))
+        names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
+        return ProcessSpec(worker_id, [*python_module("workers"), *names, *model, *self.worker_flags], python_env())
+
+
+@asynccontextmanager
+async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> AsyncIterator[str]:
+    """Run NATS and the workers while the body runs; yields the URL of NATS once all workers serve.
+
+    Args:
+        on_line: hears each line that a worker prints, with the worker's name.
+
+    Raises:
+        BusBroken: NATS could not be started.
+        ExceptionGroup: of `CommandFailed`, when a worker or NATS ended by itself or did not start in time, and of
+            what the body raises.
+    """
+    async with EmbeddedServer(port=fleet.nats_port) as server, asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(_watch_server(server), name="watch nats-server")
+        async with run_workers([fleet.spec(name, server.url) for name in fleet.worker_ids], on_line):
+            await _wait_until_serving(fleet, server.url)
+            yield server.url
+        watch.cancel()
+
+
+async def _watch_server(server: EmbeddedServer) -> None:
+    await server.wait()
+    raise CommandFailed(f"nats-server ended by itself; its log:\n{server.log_tail()}")
+
+
+async def _wait_until_serving(fleet: LocalFleet, url: str) -> None:
+    async with bus.connect(url, fleet=fleet.fleet) as rb:
+        try:
+            await rb.fleet.wait_for_workers(fleet.num_workers, timeout_s=fleet.start_timeout_s)
+        except NoWorkers as exc:
+            raise CommandFailed(exc.message, ExitCode.TIMEOUT) from exc
+
+
+def default_state_dir() -> Path:
+    """Where files are kept that take time to make: `$XDG_CACHE_HOME/rollbus`, else `~/.cache/rollbus`."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "rollbus"
+
+
+async def make_tiny_moe(state_dir: Path) -> Path:
+    """Make the tiny mixture-of-experts model, unless an earlier run did, and return its folder.
+
+    Raises:
+        CommandFailed: that failed; the message says why.
+    """
+    folder = state_dir / TINY_MOE
+    command = [*python_module("workers.engines.vllm.tiny_moe"), "--output", str(folder)]
+    await run_tool(ProcessSpec("making the tiny MoE", command, python_env()))
+    return folder

@@ -1,0 +1,235 @@
+"""The output of `rollbus generate`: JSONL, one line for each prompt, in the order in which results come in.
+
+Every line that is there and whole counts: a second run cuts off the torn line that a crash may have left, drops the
+lines of prompts that failed or lack their rows, and goes on behind the others.
+"""
+
+import base64
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from bus import Generation
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.prompts import Prompt
+from frontend.cli.rows_file import RowsFile
+from frontend.tokenization import Tokenizer
+from schemas.errors import InvalidRequest, RequestError
+
+__all__ = ["LOWEST_LOGPROB", "ResultsFile", "error_line", "first_error", "open_results", "result_line"]
+
+LINE_START = b'{"index":'
+"""What every line begins with; the torn end of a file that was not ours is not cut off."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express; vLLM's HTTP server does the same."""
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    key: str | None = None
+
+
+class _Sibling(msgspec.Struct, frozen=True):
+    routed_experts: _Rows | None = None
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What a second run must know of a line."""
+
+    index: int
+    fingerprint: str
+    error: msgspec.Raw | None = None
+    routed_experts: _Rows | None = None
+    siblings: list[_Sibling] = []
+
+    def keys(self) -> Iterator[str]:
+        """The keys of its arrays in the `.npz`."""
+        for rows in (self.routed_experts, *(sibling.routed_experts for sibling in self.siblings)):
+            if rows is not None and rows.key is not None:
+                yield rows.key
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+class ResultsFile:
+    """Results of one input, for one writer at a time. Made by `open_results`."""
+
+    def __init__(self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str]) -> None:
+        self.rows = rows
+        """Where routed experts go; None: they stand in the lines."""
+        self.finished = finished
+        """Fingerprints of the prompts that had results when the file was opened, by index."""
+        self._file = file
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line; it survives the end of this process from here on."""
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+
+@contextmanager
+def open_results(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
+    """Open the results of an input, new or left by earlier runs.
+
+    Args:
+        path: the JSONL file; made when it is not there.
+        rows_path: the `.npz` for routed experts; None: they stand in the lines.
+
+    Raises:
+        CommandFailed: another process writes to it, or it holds something else than results.
+    """
+    with ExitStack() as stack:
+        file = stack.enter_context(_open_locked(path))
+        rows = None if rows_path is None else stack.enter_context(RowsFile(rows_path))
+        finished, dropped = _scan(file, path, rows)
+        if dropped:
+            file = stack.enter_context(_without(file, path, dropped))
+        yield ResultsFile(file, rows, finished)
+        os.fsync(file.fileno())
+
+
+def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int, str], set[int]]:
+    """Note what is finished, and the numbers of lines that do not count. A torn last line is cut off."""
+    finished: dict[int, str] = {}
+    dropped: set[int] = set()
+    torn = b""
+    end = file.seek(0)
+    for number, raw in enumerate(file):
+        if not raw.endswith(b"\n") and raw[: len(LINE_START)] == LINE_START[: len(raw)]:
+            torn = raw
+            break
+        end += len(raw)
+        try:
+            line = _line_decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise CommandFailed(
+                f"{path} line {number + 1} is no result ({exc}); choose another --output", ExitCode.USAGE
+            ) from None
+        keys = list(line.keys())
+        if keys and rows is None:
+            raise CommandFailed(f"the results in {path} were begun with --routed-experts npz", ExitCode.USAGE)
+        if line.error is not None or not all(key in rows for key in keys if rows is not None):
+            dropped.add(number)
+        else:
+            finished[line.index] = line.fingerprint
+    if torn:
+        file.truncate(end)
+    return finished, dropped
+
+
+def _without(file: IO[bytes], path: Path, dropped: set[int]) -> IO[bytes]:
+    """Replace the file by one that lacks some lines, and return that one, locked as well."""
+    draft_path = path.with_name(path.name + ".tmp")
+    draft_path.unlink(missing_ok=True)
+    draft = _open_locked(draft_path)
+    file.seek(0)
+    draft.writelines(raw for number, raw in enumerate(file) if number not in dropped)
+    draft.flush()
+    os.fsync(draft.fileno())
+    draft_path.replace(path)
+    return draft
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise CommandFailed(f"another process is writing to {path}") from None
+    return file
+
+
+def result_line(
+    prompt: Prompt, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
+) -> dict[str, object]:
+    """The line of a prompt that succeeded; n > 1 samples stand as `siblings` in that of the first.
+
+    Args:
+        rows: where routed experts are added; None: they stand in the line as base64.
+    """
+    line: dict[str, object] = {
+        "index": prompt.index,
+        "request_id": generation.request_id,
+        "fingerprint": prompt.fingerprint,
+        "prompt_len": generation.prompt_len,
+        **_sample(prompt, generation, tokenizer, rows),
+    }
+    if generation.siblings:
+        line["siblings"] = [_sample(prompt, sibling, tokenizer, rows) for sibling in generation.siblings]
+    return line
+
+
+def error_line(prompt: Prompt, error: RequestError) -> dict[str, object]:
+    """The line of a prompt that failed; the next run tries it again."""
+    described: dict[str, object] = {"code": error.code, "message": error.message, "retryable": error.retryable}
+    if isinstance(error, InvalidRequest):
+        described["field"] = error.field
+    return {
+        "index": prompt.index,
+        "request_id": prompt.request_id,
+        "fingerprint": prompt.fingerprint,
+        "error": described,
+    }
+
+
+def first_error(generation: Generation) -> RequestError | None:
+    """Why a request failed, be it only one of its samples; None when all is well."""
+    return next((sample.error for sample in (generation, *generation.siblings) if sample.error is not None), None)
+
+
+def _sample(
+    prompt: Prompt, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
+) -> dict[str, object]:
+    sample: dict[str, object] = {"token_ids": generation.token_ids.tolist()}
+    if tokenizer is not None:
+        sample["text"] = tokenizer.decode(generation.token_ids.tolist())
+    sample |= {
+        "finish_reason": generation.finish_reason,
+        "stop_reason": generation.stop_reason,
+        "weight_versions": generation.weight_versions.tolist(),
+        "attempts": generation.attempts,
+        "worker_ids": generation.worker_ids,
+        "cached_tokens": generation.cached_tokens,
+    }
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+        values = getattr(generation, name)
+        if values is not None:
+            sample[name] = _json_logprobs(values)
+    for name in ("top_token_ids", "prompt_top_token_ids"):
+        values = getattr(generation, name)
+        if values is not None:
+            sample[name] = values.tolist()
+    sample["routed_experts"] = _routed_experts(prompt, generation, rows)
+    return sample
+
+
+def _routed_experts(prompt: Prompt, generation: Generation, rows: RowsFile | None) -> dict[str, object] | None:
+    if generation.routed_experts is None:
+        return None
+    array = np.ascontiguousarray(generation.routed_experts)
+    described: dict[str, object] = {
+        "start": generation.start,
+        "shape": array.shape,
+        "dtype": array.dtype.str.replace("|", ""),
+    }
+    if rows is None:
+        return {**described, "data": base64.b64encode(array.reshape(-1).view(np.uint8).data).decode()}
+    key = f"{prompt.index}.{generation.child}" if generation.child else str(prompt.index)
+    rows.append(key, array)
+    return {**described, "key": key}
+
+
+def _json_logprobs(values: npt.NDArray[np.float32]) -> object:
+    """Log probabilities as (nested) lists with the nine digits that identify a float32; -inf as `LOWEST_LOGPROB`."""
+    if values.ndim > 1:
+        return [_json_logprobs(row) for row in values]
+    return [LOWEST_LOGPROB if math.isinf(value) else float(f"{value:.9g}") for value in values.tolist()]

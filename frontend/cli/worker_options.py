@@ -1,0 +1,58 @@
+"""The options of a worker process, shared by the commands that start one."""
+
+import argparse
+import os
+import site
+import sys
+from pathlib import Path
+
+import frontend
+from frontend.cli.arguments import json_object, non_negative_int
+
+__all__ = ["add_worker_options", "python_env", "python_module", "worker_flags"]
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `worker_flags` passes on."""
+    parser.add_argument(
+        "--engine", choices=("vllm", "synthetic"), default="vllm", help="synthetic: made-up tokens, for load tests"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="name that requests use (default: the model folder's name)"
+    )
+    parser.add_argument(
+        "--engine-args", metavar="JSON", type=json_object, help='what the engine takes, such as {"dtype": "bfloat16"}'
+    )
+    parser.add_argument(
+        "--weight-version", metavar="N", type=non_negative_int, default=0, help="version of the weights in --model"
+    )
+
+
+def worker_flags(args: argparse.Namespace) -> list[str]:
+    """The chosen options as flags of `python -m workers`."""
+    flags = ["--engine", args.engine, "--weight-version", str(args.weight_version)]
+    if args.served_model_name is not None:
+        flags += ["--served-model-name", args.served_model_name]
+    if args.engine_args is not None:
+        flags += ["--engine-args", args.engine_args]
+    if args.verbose:
+        flags += ["--log-level", "debug"]
+    return flags
+
+
+def python_module(module: str) -> list[str]:
+    """The command that runs one of our modules.
+
+    -P: a folder named `workers` or `bus` where the user happens to stand must not be taken for ours.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
+def python_env() -> dict[str, str]:
+    """The environment of such a command: it finds our packages where this process found them."""
+    env = dict(os.environ)
+    root = str(Path(frontend.__file__).resolve().parent.parent)
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in site.getsitepackages() and root not in paths:
+        env["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    return env
