@@ -1,0 +1,72 @@
+"""Record a run of a real engine as a golden vector: `python -m tests.golden.capture --help`.
+
+Speaks the protocol with nothing but a NATS client, so that what is recorded is what is on the wire.
+"""
+
+import argparse
+import asyncio
+
+import msgspec
+import nats
+
+from bus.subjects import Subjects
+from schemas.messages import RequestMessage, decode_frame, encode
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.golden.generate import ROOT, Captured, generate
+
+CLIENT = "golden"
+TIMEOUT_S = 120.0
+
+
+async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[int]) -> Captured:
+    """Send one request and collect the frames that answer it.
+
+    Raises:
+        TimeoutError: no terminal chunk came within two minutes.
+    """
+    subjects = Subjects(fleet)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    request = GenerateRequest(
+        prompt_token_ids=prompt,
+        sampling=params,
+        request_id="captured",
+        model=model,
+        return_routed_experts=True,
+        routed_experts_prompt_start=2,
+    )
+    message = encode(RequestMessage(client=CLIENT, request=msgspec.Raw(encode(request))))
+    frames: list[bytes] = []
+    connection = await nats.connect(url)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            subscription = await connection.subscribe(subjects.frames_to(CLIENT))
+            await connection.flush()
+            await connection.publish(subjects.request(CLIENT, model, "normal"), message)
+            async for incoming in subscription.messages:
+                frames.append(incoming.data)
+                if any(chunk.is_terminal for chunk in decode_frame(incoming.data).chunks):
+                    break
+    finally:
+        await connection.close()
+    return Captured(about=about, request=message, frames=frames)
+
+
+def main() -> None:
+    """Parse the command line, record, and write the file and its view."""
+    parser = argparse.ArgumentParser(description="Record a run of a real engine as a golden vector.")
+    parser.add_argument("--nats", default="nats://127.0.0.1:4222")
+    parser.add_argument("--fleet", default="default")
+    parser.add_argument("--model", required=True, help="served model name")
+    parser.add_argument("--about", required=True, help="model and engine, for people: 'tiny Qwen3-MoE, vLLM 0.30.0'")
+    parser.add_argument("--prompt", default="1,2,3,4,5,6,7,8", help="token ids (default: %(default)s)")
+    parser.add_argument("name", help="of the file in tests/golden/v1/captured")
+    args = parser.parse_args()
+    prompt = [int(token_id) for token_id in args.prompt.split(",")]
+    run = asyncio.run(capture(args.nats, fleet=args.fleet, model=args.model, about=args.about, prompt=prompt))
+    (ROOT / "captured" / f"{args.name}.msgpack").write_bytes(msgspec.msgpack.encode(run))
+    generate(ROOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Write the golden files of the current wire version: `python -m tests.golden.generate`.
+
+`v1/<name>.msgpack` (or `.json`, for what is JSON on the wire) holds the bytes of `vectors.VECTORS`, and
+`v1/<name>.view.json` the same for people. `v1/captured/<name>.msgpack` was recorded from a real engine by
+`tests.golden.capture`; it is never written here, only its view is.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from schemas.messages import Frame, RequestMessage, decode_frame, decode_request_message, encode, encode_json
+from schemas.presence import WorkerPresence
+from tests.golden.vectors import VECTORS
+from tests.golden.view import as_json
+
+__all__ = ["ROOT", "Captured", "captured_runs", "generate"]
+
+ROOT = Path(__file__).parent / "v1"
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to a real engine and every frame that answered it, as they were on the wire."""
+
+    about: str
+    """Model and engine, for people."""
+    request: bytes
+    """A `RequestMessage`."""
+    frames: list[bytes]
+    """Each a `Frame`, in the order of their arrival."""
+
+    def decoded(self) -> tuple[RequestMessage, list[Frame]]:
+        """The messages in it."""
+        return decode_request_message(self.request), [decode_frame(frame) for frame in self.frames]
+
+
+def captured_runs() -> dict[str, Captured]:
+    """The captured runs by the names of their files."""
+    decoder = msgspec.msgpack.Decoder(Captured)
+    return {path.stem: decoder.decode(path.read_bytes()) for path in sorted((ROOT / "captured").glob("*.msgpack"))}
+
+
+def generate(root: Path) -> None:
+    """Write everything that can be computed below `root`."""
+    (root / "captured").mkdir(parents=True, exist_ok=True)
+    for name, message in VECTORS.items():
+        if isinstance(message, WorkerPresence):
+            (root / f"{name}.json").write_bytes(encode_json(message) + b"\n")
+        else:
+            (root / f"{name}.msgpack").write_bytes(encode(message))
+            (root / f"{name}.view.json").write_bytes(as_json(message))
+    for name, run in captured_runs().items():
+        request, frames = run.decoded()
+        view = as_json({"about": run.about, "request": request, "frames": frames})
+        (root / "captured" / f"{name}.view.json").write_bytes(view)
+
+
+if __name__ == "__main__":
+    generate(ROOT)

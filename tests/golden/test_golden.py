@@ -1,0 +1,135 @@
+"""The bytes on the wire are those that are checked in, and mean what they meant."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from schemas.chunk import Chunk
+from schemas.messages import (
+    Frame,
+    LinkMessage,
+    RequestMessage,
+    decode_frame,
+    decode_link_message,
+    decode_presence,
+    decode_request,
+    decode_request_message,
+    encode,
+)
+from schemas.request import GenerateRequest
+from schemas.rows import expected_rows
+from tests.golden.generate import ROOT, captured_runs, generate
+from tests.golden.vectors import FULL_REQUEST, VECTORS
+from tests.schemas.strategies import plain
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every golden file by its name below `root`, without what was captured."""
+    paths = (path for path in root.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in paths
+        if not (path.parent.name == "captured" and path.suffix == ".msgpack")
+    }
+
+
+def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
+    """Each golden message encodes to the bytes that other programs know: `python -m tests.golden.generate` adds some."""
+    generate(tmp_path)
+
+    assert files(tmp_path) == files(ROOT)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_checked_in_bytes_mean_what_they_meant(name: str) -> None:
+    """Each golden file decodes to the message it was made from."""
+    expected = VECTORS[name]
+    match expected:
+        case Frame():
+            assert decode_frame((ROOT / f"{name}.msgpack").read_bytes()) == expected
+        case LinkMessage():
+            assert decode_link_message((ROOT / f"{name}.msgpack").read_bytes()) == expected
+        case RequestMessage():
+            message = decode_request_message((ROOT / f"{name}.msgpack").read_bytes())
+            assert (message.client, message.attempt, message.child) == (
+                expected.client,
+                expected.attempt,
+                expected.child,
+            )
+            assert bytes(message.request) == bytes(expected.request)
+        case _:
+            assert decode_presence((ROOT / f"{name}.json").read_bytes()) == expected
+
+
+def test_golden_requests_decode_to_their_fields() -> None:
+    """A full request keeps every field, and a prompt may come as a list of integers too."""
+    requests = {
+        name: decode_request(decode_request_message((ROOT / f"{name}.msgpack").read_bytes()).request)
+        for name in VECTORS
+        if name.startswith("request_")
+    }
+
+    assert plain(requests["request_full"]) == plain(FULL_REQUEST)
+    assert plain(requests["request_prompt_as_list"]) == plain(requests["request_minimal"])
+    assert plain(requests["request_minimal"]) == plain(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r"))
+
+
+def test_the_golden_full_request_leaves_no_field_at_its_default() -> None:
+    """A field added to a request or its sampling is added to the golden vectors as well."""
+    values: list[msgspec.Struct] = [FULL_REQUEST, FULL_REQUEST.sampling]
+    # One request for n samples is never sent: its n children are.
+    optional = [(value, field) for value in values for field in msgspec.structs.fields(value) if not field.required]
+    left = [field.name for value, field in optional if getattr(value, field.name) == field.default]
+
+    assert left == ["n"]
+
+
+def test_array_structs_are_positional_from_the_first_field() -> None:
+    """A chunk's elements stand in the order of docs/wire.md, whatever Python does to keyword-only fields."""
+    frame = msgspec.msgpack.decode((ROOT / "frame_routing_u1.msgpack").read_bytes())
+    chunk = frame[4][1]
+
+    assert frame[:4] == [1, "incarnation", 2, []]
+    assert chunk[:5] == ["a", 0, 0, 1, 7]
+    assert chunk[5:7] == [b"\x5b\x50\x02\x00", b"\x00\x00\x80\xff"]
+    assert chunk[7] == [3, [1, 2, 2], "u1", b"\xff\x00\x01\x02"]
+    assert chunk[8:10] == [None, None]
+    assert chunk[10] == ["stop", 2, 4, 151_643, None, 0, 0]
+
+
+def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
+    """What a real engine sent decodes, is complete, re-encodes to the same bytes and follows the row rule."""
+    for run in captured_runs().values():
+        message, frames = run.decoded()
+        request = decode_request(message.request)
+        chunks = [chunk for frame in frames for chunk in frame.chunks]
+
+        assert [encode(frame) for frame in frames] == run.frames
+        check_complete(request, chunks)
+
+
+def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
+    """One stream, whole: contiguous chunks, one terminal, totals and rows as they must be."""
+    assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
+    assert [chunk.is_terminal for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    end = chunks[-1].end
+    assert end is not None
+    assert end.error is None
+    assert end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
+    start = request.routed_experts_prompt_start
+    assert end.routed_experts_start == start
+    parts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
+    rows = np.concatenate([part.numpy() for part in parts])
+    assert len(rows) == end.num_rows == expected_rows(request.prompt_len, start, end.num_tokens)
+    assert [part.start for part in parts] == [
+        start + sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))
+    ]
+    assert len({(part.dtype, part.shape[1:]) for part in parts}) == 1
+    # Top-k experts of one token and layer are different ones.
+    assert all(len(set(row)) == len(row) for row in rows.reshape(-1, rows.shape[2]).tolist())
+    for chunk in chunks:
+        if chunk.num_tokens:
+            assert chunk.logprobs is not None
+            assert np.all(chunk.logprobs <= 0)

@@ -1,0 +1,211 @@
+"""The golden messages by name. Appended to, never edited: their bytes are what other programs were written against."""
+
+import msgspec
+import numpy as np
+
+from schemas.chunk import (
+    Chunk,
+    ChunkError,
+    End,
+    FinishReason,
+    PromptLogprobs,
+    RoutedExperts,
+    TopLogprobs,
+    little_endian,
+)
+from schemas.errors import ErrorCode
+from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
+from schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+__all__ = ["VECTORS", "Message"]
+
+Message = RequestMessage | Frame | LinkMessage | WorkerPresence
+
+
+def i4(*values: int) -> bytes:
+    """Token ids as they travel."""
+    return little_endian(np.array(values), "<i4")
+
+
+def f4(*values: float) -> bytes:
+    """Logprobs as they travel."""
+    return little_endian(np.array(values), "<f4")
+
+
+FULL_REQUEST = GenerateRequest(
+    prompt_token_ids=[1, 2, 300, 151_643],
+    sampling=SamplingParams(
+        max_tokens=64,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.125,
+        seed=1234,
+        stop_token_ids=[7, 8],
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=0,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={5: -100.0},
+        allowed_token_ids=[5, 6, 7, 8],
+        bad_words_token_ids=[[9, 10], [11]],
+        extra={"structured_outputs": {"regex": "a+"}},
+    ),
+    request_id="step-7:00042",
+    model="org/model-1.5",
+    return_routed_experts=True,
+    routed_experts_prompt_start=3,
+    cache_salt="salt",
+    priority=-5,
+    session_id="session 1",
+    lora="adapter",
+    timeout_s=30.0,
+    min_weight_version=6,
+    max_weight_lag=2,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+)
+
+STREAM = [
+    # What a step of prefill gives: the prompt's rows and the first token.
+    Chunk(
+        request_id="a",
+        attempt=0,
+        child=0,
+        chunk_index=0,
+        weight_version=7,
+        token_ids_data=i4(300),
+        logprobs_data=f4(-0.5),
+        routed_experts=RoutedExperts.from_rows(np.arange(12, dtype="u1").reshape(3, 2, 2), 0),
+    ),
+    # A step of decode: one row, of the token before.
+    Chunk(
+        request_id="a",
+        attempt=0,
+        child=0,
+        chunk_index=1,
+        weight_version=7,
+        token_ids_data=i4(151_643),
+        logprobs_data=f4(-np.inf),
+        routed_experts=RoutedExperts.from_rows(np.array([[[255, 0], [1, 2]]], "u1"), 3),
+        end=End(FinishReason.STOP, 2, 4, stop_reason=151_643, cached_tokens=0, routed_experts_start=0),
+    ),
+]
+
+VECTORS: dict[str, Message] = {
+    "request_minimal": RequestMessage(
+        client="trainer-0", request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r")))
+    ),
+    "request_full": RequestMessage(client="trainer_0", attempt=1, child=3, request=msgspec.Raw(encode(FULL_REQUEST))),
+    "request_prompt_as_list": RequestMessage(
+        client="c", request=msgspec.Raw(msgspec.msgpack.encode({"prompt_token_ids": [1, 2, 3], "request_id": "r"}))
+    ),
+    "frame_empty": Frame(1, "incarnation", 0, [], []),
+    "frame_admits": Frame(1, "incarnation", 1, [RequestKey("a"), RequestKey("b", 2, 1)], []),
+    "frame_routing_u1": Frame(1, "incarnation", 2, [], STREAM),
+    "frame_routing_u2": Frame(
+        1,
+        "incarnation",
+        3,
+        [],
+        [
+            Chunk(
+                request_id="b",
+                attempt=2,
+                child=1,
+                chunk_index=0,
+                weight_version=2**31 - 1,
+                routed_experts=RoutedExperts.from_rows(np.array([[[1, 256, 65_535]]], "<u2"), 70_000),
+            )
+        ],
+    ),
+    "frame_logprobs": Frame(
+        1,
+        "incarnation",
+        2**40,
+        [],
+        [
+            Chunk(
+                request_id="c",
+                attempt=0,
+                child=0,
+                chunk_index=5,
+                weight_version=0,
+                token_ids_data=i4(1, 2),
+                logprobs_data=f4(-0.25, -2.0),
+                top_logprobs=TopLogprobs(2, i4(1, 5, 6, 2), f4(-0.25, -1.5, -0.5, -2.0)),
+                prompt_logprobs=PromptLogprobs(1, f4(-3.0), TopLogprobs(1, i4(9), f4(-np.inf))),
+            )
+        ],
+    ),
+    "frame_failures": Frame(
+        1,
+        "incarnation",
+        4,
+        [],
+        [
+            Chunk(
+                request_id="d",
+                attempt=0,
+                child=0,
+                chunk_index=0,
+                weight_version=7,
+                end=End(
+                    FinishReason.ERROR,
+                    0,
+                    0,
+                    error=ChunkError(
+                        ErrorCode.INVALID_REQUEST,
+                        "sampling.top_p is 0.0; allowed: a number above 0 up to 1",
+                        "sampling.top_p",
+                        "is 0.0",
+                        "a number above 0 up to 1",
+                    ),
+                ),
+            ),
+            Chunk(
+                request_id="e", attempt=0, child=0, chunk_index=9, weight_version=7, end=End(FinishReason.ABORT, 9, 0)
+            ),
+        ],
+    ),
+    "link_abort": LinkMessage(1, [RequestKey("a"), RequestKey("b", 1, 0)]),
+    "presence_starting": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.STARTING,
+        weight_version=0,
+        in_flight=0,
+        free_slots=0,
+        uptime_s=0.5,
+        lease_s=10.0,
+    ),
+    "presence_serving": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=7,
+        in_flight=3,
+        free_slots=253,
+        uptime_s=60.0,
+        lease_s=10.0,
+        capabilities=Capabilities(
+            engine="vllm",
+            engine_version="0.30.0",
+            max_model_len=4096,
+            vocab_size=151_936,
+            max_num_seqs=256,
+            max_logprobs=20,
+            dtype="bfloat16",
+            routed_experts=RoutedExpertsInfo(num_layers=48, top_k=8, num_experts=128, dtype="u1"),
+            priority=True,
+            extra=("structured_outputs",),
+        ),
+        model_path="/models/model-1.5",
+    ),
+}
