@@ -14,7 +14,7 @@ from schemas import limits
 
 __all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "expected_rows", "rows_as_wire"]
 
-Rows: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Rows: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
 RowDtype = Literal["u1", "<u2"]
 DTYPES: dict[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "<u2": np.dtype("<u2")}
 """The dtypes of expert ids by their names on the wire."""

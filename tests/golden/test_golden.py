@@ -36,7 +36,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
-    """Each golden message encodes to the bytes that other programs know: `python -m tests.golden.generate` adds some."""
+    """Each golden message encodes to the bytes that other programs know: `python -m tests.golden.generate`."""
     generate(tmp_path)
 
     assert files(tmp_path) == files(ROOT)
