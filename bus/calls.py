@@ -92,18 +92,15 @@ class Call:
             return
         if chunk.error is not None:
             error = chunk.error
-            self.fail(
-                request_error(
-                    error.code,
-                    error.message,
-                    request_id=chunk.request_id,
-                    field=error.field,
-                    problem=error.problem,
-                    allowed=error.allowed,
-                )
+            self.error = request_error(
+                error.code,
+                error.message,
+                request_id=chunk.request_id,
+                field=error.field,
+                problem=error.problem,
+                allowed=error.allowed,
             )
-            return
-        if self._streams:
+        elif self._streams:
             self._chunks.append(chunk)
         self._notify()
 

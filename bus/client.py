@@ -4,17 +4,16 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 import msgspec
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
 from bus.calls import Call
-from bus.connection import close_connection, open_connection, subscribe
+from bus.connection import Connection, close_connection, open_connection, publish, subscribe
 from bus.fleet import Fleet
 from bus.generation import Generation
 from bus.protocol.fleet_view import Gone
@@ -23,6 +22,7 @@ from bus.subjects import Subjects
 from schemas.checks import check_subject_token
 from schemas.chunk import Chunk
 from schemas.errors import (
+    BusBroken,
     BusClosed,
     ErrorCode,
     NoWorkers,
@@ -94,7 +94,7 @@ class Client:
         self._aborts_wanted = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._background: list[asyncio.Task[None]] = []
-        self._connection: NatsClient | None = None
+        self._connection: Connection | None = None
         self._fleet: Fleet | None = None
         self._stats = ClientStats()
 
@@ -115,7 +115,7 @@ class Client:
         return self._fleet
 
     @property
-    def _nats(self) -> NatsClient:
+    def _nats(self) -> Connection:
         if self._connection is None:
             raise BusClosed("this client is not connected; use it inside `async with`")
         return self._connection
@@ -126,7 +126,9 @@ class Client:
 
     async def __aenter__(self) -> Self:
         """Connect, listen, and ask who is there."""
-        nats = await open_connection(self._url, name=f"rollbus client {self._client}", on_reconnect=self._on_reconnect)
+        nats = await open_connection(
+            self._url, name=f"rollbus client {self._client}", on_reconnect=self._on_reconnect, on_error=self._on_error
+        )
         self._fleet = Fleet(nats, self._subjects, self._on_gone)
         self._connection = nats
         try:
@@ -158,6 +160,8 @@ class Client:
         await self._tasks.__aexit__(None, None, None)
         try:
             await self._publish_aborts()
+        except BusBroken as exc:
+            logger.warning("aborts.lost error=%s", exc)
         finally:
             await self._disconnect()
 
@@ -165,7 +169,7 @@ class Client:
         nats, self._connection, self._fleet = self._nats, None, None
         await close_connection(nats)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`, those of n > 1 samples interleaved and told apart by `child`.
 
         Leaving the loop early aborts the request; `contextlib.aclosing` makes that immediate.
@@ -199,7 +203,7 @@ class Client:
 
     async def complete_many(
         self, requests: Iterable[GenerateRequest], *, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncGenerator[Generation, None]:
         """Results of many requests in the order in which they finish, `max_in_flight` at a time.
 
         `requests` is taken from as there is room, so that it may be endless. A request that fails harms no other:
@@ -254,7 +258,9 @@ class Client:
         request_id = request.request_id
         if request_id in self._calls:
             raise RequestRejected(
-                code=ErrorCode.DUPLICATE_REQUEST, message="this client has a live request of this id", request_id=request_id
+                code=ErrorCode.DUPLICATE_REQUEST,
+                message="this client has a live request of this id",
+                request_id=request_id,
             )
         nats = self._nats
         call = Call(request, streams=streams, on_end=on_end)
@@ -273,7 +279,7 @@ class Client:
             timeout_s = request.timeout_s if request.timeout_s is not None else DEFAULT_TIMEOUT_S
             call.timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, call, timeout_s)
             for message in messages:
-                await nats.publish(subject, message)
+                await publish(nats, subject, message)
                 self._stats.requests += 1
         except BaseException:
             self._drop(call)
@@ -356,9 +362,16 @@ class Client:
 
     async def _on_reconnect(self) -> None:
         """Requests and frames that were under way are lost for certain or perhaps: say so rather than wait."""
-        for call in list(self._calls.values()):
-            call.fail(_failure(call, ErrorCode.FRAMES_LOST, "the connection to NATS was lost meanwhile"))
+        self._fail_all("the connection to NATS was lost meanwhile")
         await self.fleet.reconnected()
+
+    def _on_error(self, error: Exception) -> None:
+        """Frames were dropped unread, a frame upset us, or the server has ended the connection for good."""
+        self._fail_all(f"frames were lost: {error}")
+
+    def _fail_all(self, message: str) -> None:
+        for call in list(self._calls.values()):
+            call.fail(_failure(call, ErrorCode.FRAMES_LOST, message))
 
     def _abort(self, worker: str, key: RequestKey) -> None:
         self._aborts.setdefault(worker, []).append(key)
@@ -368,12 +381,17 @@ class Client:
         while True:
             await self._aborts_wanted.wait()
             self._aborts_wanted.clear()
-            await self._publish_aborts()
+            try:
+                await self._publish_aborts()
+            except BusBroken as exc:
+                # Their workers are told again when the next of their chunks arrives.
+                logger.warning("aborts.lost error=%s", exc)
 
     async def _publish_aborts(self) -> None:
         aborts, self._aborts = self._aborts, {}
         for worker, keys in aborts.items():
-            await self._nats.publish(self._subjects.link(self._client, worker), encode(LinkMessage(WIRE_VERSION, keys)))
+            subject = self._subjects.link(self._client, worker)
+            await publish(self._nats, subject, encode(LinkMessage(WIRE_VERSION, keys)))
 
     async def _watch_leases(self) -> None:
         while True:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
+from bus.connection import Connection, publish
 from bus.protocol.fleet_view import FleetView, Gone
 from bus.subjects import Subjects
 from schemas.errors import InvalidRequest, NoWorkers, RemoteProtocolError
@@ -34,7 +34,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 class Fleet:
     """Follows the announcements of workers. Made by `bus.connect`; `on_gone` hears of each worker that ends."""
 
-    def __init__(self, nats: NatsClient, subjects: Subjects, on_gone: Callable[[Gone], None]) -> None:
+    def __init__(self, nats: Connection, subjects: Subjects, on_gone: Callable[[Gone], None]) -> None:
         self._nats = nats
         self._subjects = subjects
         self._on_gone = on_gone
@@ -128,7 +128,7 @@ class Fleet:
         # One ping serves every caller that waits for its answers.
         if time.monotonic() - self._pinged_at >= PING_WAIT_S:
             self._pinged_at = time.monotonic()
-            await self._nats.publish(self._subjects.ping)
+            await publish(self._nats, self._subjects.ping, b"")
 
     async def _wait(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         try:

@@ -1,0 +1,1 @@
+"""The processes that run engines: one worker, one engine."""

@@ -93,7 +93,7 @@ async def _run(worker: Worker, parent_pipe: int | None) -> None:
     await worker.run()
 
 
-def watch_parent(fd: int, on_end: Callable[[], None]) -> None:
+def watch_parent(fd: int, on_end: Callable[[], object]) -> None:
     """Call `on_end` from a thread when the other end of the pipe `fd` is closed, as it is when the parent dies."""
 
     def wait() -> None:

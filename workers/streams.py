@@ -17,7 +17,7 @@ from schemas.messages import RequestKey
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 
-__all__ = ["OpenRequest", "Streams", "StreamStats", "engine_key"]
+__all__ = ["OpenRequest", "StreamStats", "Streams", "engine_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Streams:
             try:
                 chunks = request.writer.write(step, self._weight_version)
             except LocalProtocolError as exc:
-                logger.error("request.broken key=%s error=%s", step.key, exc)  # noqa: TRY400
+                logger.error("request.broken key=%s error=%s", step.key, exc)
                 self.fail(step.key, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
                 broken.append(step.key)
                 continue

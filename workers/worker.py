@@ -9,10 +9,9 @@ import logging
 import time
 import uuid
 
-from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
-from bus.connection import close_connection, open_connection, publish, subscribe
+from bus.connection import Connection, close_connection, open_connection, publish, subscribe
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.messages import (
@@ -58,7 +57,7 @@ class Worker:
         self._started_at = time.monotonic()
         self._last_error: str | None = None
         self._death: EngineDead | None = None
-        self._nats: NatsClient
+        self._nats: Connection
         self._streams: Streams
         self._stopping = asyncio.Event()
         self._announce = asyncio.Event()
@@ -93,6 +92,7 @@ class Worker:
             name=f"rollbus worker {self._config.worker_id}",
             on_disconnect=self._on_disconnect,
             on_reconnect=self._on_reconnect,
+            on_error=self._on_error,
         )
         try:
             self._streams = Streams(
@@ -116,6 +116,8 @@ class Worker:
             await close_connection(self._nats)
         if self._death is not None:
             raise self._death
+        if self._nats.lost is not None:
+            raise self._nats.lost
 
     async def _run_engine(self) -> None:
         """Start the engine and turn its steps into chunks until it dies."""
@@ -132,7 +134,7 @@ class Worker:
                 self._to_send.set()
             raise EngineDead("the engine stopped by itself")
         except EngineDead as exc:
-            logger.error("engine.dead worker=%s error=%s", self._config.worker_id, exc)  # noqa: TRY400
+            logger.error("engine.dead worker=%s error=%s", self._config.worker_id, exc)
             self._death = exc
             self._last_error = str(exc)
             self._stopping.set()
@@ -301,6 +303,12 @@ class Worker:
 
     async def _on_reconnect(self) -> None:
         self._announce.set()
+
+    def _on_error(self, error: Exception) -> None:
+        """Stop when the server has ended the connection for good; the rest is counted by the connection."""
+        if isinstance(error, BusBroken):
+            self._last_error = str(error)
+            self._stopping.set()
 
     def _count_bad(self, message: Msg, error: RemoteProtocolError) -> None:
         self.bad_messages += 1

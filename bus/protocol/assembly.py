@@ -68,7 +68,9 @@ class Assembly:
 
     def _check_logprobs(self, chunk: Chunk) -> None:
         if chunk.num_tokens and (chunk.logprobs_data is None) != (self._top_width is None):
-            raise RemoteProtocolError(f"logprobs={self._top_width} was asked for, and chunk {chunk.chunk_index} differs")
+            raise RemoteProtocolError(
+                f"logprobs={self._top_width} was asked for, and chunk {chunk.chunk_index} differs"
+            )
         num_tops = 0 if chunk.top_logprobs is None else len(chunk.top_logprobs.token_ids)
         if num_tops != (chunk.num_tokens if self._top_width else 0):
             raise RemoteProtocolError(f"{chunk.num_tokens} tokens came with {num_tops} rows of top logprobs")

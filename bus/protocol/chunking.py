@@ -84,15 +84,7 @@ class ChunkWriter:
             # The receiver learns the shape even where there is no row.
             last_rows = self._wrap(self._no_rows())
         chunks.append(
-            self._chunk(
-                weight_version,
-                token_ids_data=step.token_ids.astype("<i4", copy=False).tobytes(),
-                logprobs_data=None if step.logprobs is None else step.logprobs.astype("<f4", copy=False).tobytes(),
-                top_logprobs=step.top_logprobs,
-                prompt_logprobs=prompt_logprobs,
-                routed_experts=last_rows,
-                end=end,
-            )
+            self._chunk(weight_version, step, prompt_logprobs=prompt_logprobs, routed_experts=last_rows, end=end)
         )
         return chunks
 
@@ -156,24 +148,24 @@ class ChunkWriter:
     def _chunk(
         self,
         weight_version: int,
+        step: RequestStep | None = None,
         *,
-        token_ids_data: bytes = b"",
-        logprobs_data: bytes | None = None,
-        routed_experts: RoutedExperts | None = None,
-        top_logprobs: TopLogprobs | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        routed_experts: RoutedExperts | None = None,
         end: End | None = None,
     ) -> Chunk:
+        """The next chunk, with the tokens of `step` when given."""
+        logprobs = None if step is None else step.logprobs
         chunk = Chunk(
             request_id=self._key.request_id,
             attempt=self._key.attempt,
             child=self._key.child,
             chunk_index=self._num_chunks,
             weight_version=weight_version,
-            token_ids_data=token_ids_data,
-            logprobs_data=logprobs_data,
+            token_ids_data=b"" if step is None else step.token_ids.astype("<i4", copy=False).tobytes(),
+            logprobs_data=None if logprobs is None else logprobs.astype("<f4", copy=False).tobytes(),
             routed_experts=routed_experts,
-            top_logprobs=top_logprobs,
+            top_logprobs=None if step is None else step.top_logprobs,
             prompt_logprobs=prompt_logprobs,
             end=end,
         )

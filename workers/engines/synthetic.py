@@ -284,9 +284,7 @@ class SyntheticEngine:
         logprobs = self._logprobs(np.array([choice], np.uint64))[0] - np.arange(width, dtype="<f4")
         return TopLogprobs(width, np.array(ids).astype("<i4").tobytes(), logprobs.astype("<f4").tobytes())
 
-    def _prompt_logprobs(
-        self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams
-    ) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams) -> PromptLogprobs | None:
         if sampling.prompt_logprobs is None:
             return None
         tops = [self._top(int(context), sampling.prompt_logprobs) for context in contexts[:-1]]
