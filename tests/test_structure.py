@@ -14,6 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
+ROOT_ENTRIES = {
+    *PACKAGES, "bench", "docs", "examples", "tests", ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
+    "Makefile", "README.md", "compose.yaml", "pyproject.toml", "requirements-cpu.lock",
+}  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 HEAVY = ("aiohttp", "tokenizers", "torch", "transformers", "triton", "vllm")
@@ -127,6 +131,13 @@ def test_files_and_functions_stay_short() -> None:
                     too_long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
 
     assert too_long == []
+
+
+def test_root_stays_clean() -> None:
+    """At the root stand the packages, their surroundings and the few files that every reader expects, nothing else."""
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+
+    assert {name.split("/")[0] for name in tracked} - ROOT_ENTRIES == set()
 
 
 def test_lock_is_exact_and_for_a_cpu() -> None:
