@@ -168,6 +168,7 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Why a request failed."""
 
     code: ErrorCode
+    """What kind of failure it is."""
     message: ErrorText
     """One sentence for people."""
     field: ErrorText = ""
@@ -188,6 +189,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What only the terminal chunk carries: the reason, and totals to check the stream against."""
 
     finish_reason: FinishReason
+    """Why the request ended."""
     num_tokens: Position
     """Tokens in all chunks of this attempt and child."""
     num_rows: Position

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_POSITION",
     "MAX_PRIORITY",
     "MAX_PROMPT_TOKENS",
+    "MAX_REMEMBERED_IDS",
     "MAX_REQUEST_ID_CHARS",
     "MAX_SEED",
     "MAX_STOP_TOKEN_IDS",
@@ -64,6 +65,8 @@ MAX_EXTRA_BYTES: Final = 65_536
 """All engine-specific parameters of one request as JSON: a schema for structured output fits, a data set does not."""
 MAX_EXTRA_DEPTH: Final = 16
 """Lists and maps inside each other in one engine-specific parameter; far below where decoders overflow their stack."""
+MAX_REMEMBERED_IDS: Final = 65_536
+"""Ids of requests given up while open that a client remembers, to tell late chunks from those of a new request."""
 MAX_REQUEST_ID_CHARS: Final = 128
 """Long enough for a UUID with a prefix; the id stands in every chunk."""
 MAX_NAME_CHARS: Final = 256

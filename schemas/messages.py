@@ -45,6 +45,7 @@ class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=T
     """One attempt of one child of one of a client's requests."""
 
     request_id: RequestId
+    """As the client named it."""
     attempt: Index = 0
     """0 for the first publication of the request."""
     child: Index = 0

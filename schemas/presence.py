@@ -35,6 +35,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """`vllm` or `synthetic`."""
     engine_version: str
+    """As the engine states it."""
     max_model_len: Positive
     """Prompt and generated tokens together."""
     vocab_size: Positive
@@ -61,6 +62,7 @@ class WorkerState(enum.StrEnum):
     STARTING = "starting"
     """The engine is loading or warming up; requests are not taken."""
     SERVING = "serving"
+    """Requests are taken."""
     DRAINING = "draining"
     """No new requests are taken; open ones are finished."""
     FAILED = "failed"
@@ -79,23 +81,29 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's periodic message about itself."""
 
     v: Literal[1] = 1
+    """Wire version."""
     worker: str
-    """Its id, unique in the fleet."""
+    """Its id, unique in the fleet; a subject token."""
     incarnation: str
     """Changes with each start of the worker; frames of another incarnation belong to another life."""
     model: str
+    """Served model name."""
     state: WorkerState
+    """What the worker is doing."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    """Of the weights that it samples from now."""
     in_flight: NotNegative
     """Requests that the worker has admitted and not ended."""
     free_slots: NotNegative
     """Requests that it would start at once."""
     uptime_s: Annotated[float, Meta(ge=0)]
+    """Seconds since the worker started."""
     lease_s: Annotated[float, Meta(gt=0)]
-    """How long this message is good for."""
+    """Seconds for which this message is good."""
     capabilities: Capabilities | None = None
     """None while the engine is starting."""
     last_error: str | None = None
+    """Why it failed, for people."""
     model_path: str | None = None
     """The model's folder on the worker's machine; a program on the same machine finds the tokenizer there."""
 

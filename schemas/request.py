@@ -49,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_token_ids: TokenIds
     """Token ids of the prompt, at least one; kept as a read-only i4[Lp] array."""
     sampling: SamplingParams = SamplingParams()
+    """How to sample."""
     request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """Unique among the live requests of one client; drawn at random when left out."""
     model: str | None = None

@@ -1,0 +1,198 @@
+"""Write the tables of docs/wire.md from the code: `python -m tests.schemas.wire_tables`.
+
+A table stands between `<!-- table: name -->` and `<!-- end -->`. Meanings are the docstrings below the fields.
+"""
+
+import ast
+import enum
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as wire_types
+
+from schemas import chunk, limits, messages, presence
+from schemas.errors import ERRORS, InvalidRequest
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+__all__ = ["DOC", "with_tables"]
+
+DOC = Path(__file__).parents[2] / "docs" / "wire.md"
+TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
+"""Their fields have plain types on the wire; what is allowed is what their error messages say."""
+STRUCTS = {
+    kind.__name__: kind
+    for kind in (
+        *CHECKED_IN_CODE,
+        *(messages.RequestMessage, messages.Frame, messages.RequestKey, messages.LinkMessage),
+        *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
+        *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo),
+    )
+}
+ENUMS = {kind.__name__: kind for kind in (chunk.FinishReason, presence.WorkerState)}
+
+
+def with_tables(text: str) -> str:
+    """The document with every table as the code has it now."""
+    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{table(match[1])}<!-- end -->", text)
+
+
+def table(name: str) -> str:
+    """One table in Markdown."""
+    if name == "errors":
+        return markdown(["code", "meaning", "who has to act", "retry", "after admission"], error_rows())
+    if name == "limits":
+        return markdown(["limit", "value", "why"], limit_rows())
+    if name in ENUMS:
+        return markdown(["value", "meaning"], enum_rows(ENUMS[name]))
+    kind = STRUCTS[name]
+    if kind in CHECKED_IN_CODE:
+        return markdown(["field", "allowed", "default", "meaning"], checked_rows(kind))
+    rows = list(struct_rows(kind))
+    if kind.__struct_config__.array_like:
+        numbered = ([str(at), *row] for at, row in enumerate(rows))
+        return markdown(["#", "field", "type", "default", "meaning"], numbered)
+    return markdown(["field", "type", "default", "meaning"], rows)
+
+
+def markdown(head: list[str], rows: Any) -> str:
+    """A table; cells are escaped, and say nil where Python says None."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(escaped, line)) + " |\n" for line in lines)
+
+
+def escaped(cell: str) -> str:
+    """Text that stands in a cell as it is."""
+    return re.sub(r"(?<!`)<", "&lt;", re.sub(r"\bNone\b", "nil", cell)).replace("|", "\\|")
+
+
+def error_rows() -> Iterator[list[str]]:
+    """One row for each error code."""
+    for code, facts in ERRORS.items():
+        yield [
+            f"`{code}`",
+            facts.meaning,
+            facts.fault,
+            "yes" if facts.retryable else "no",
+            "possibly" if facts.admitted else "no",
+        ]
+
+
+def limit_rows() -> Iterator[list[str]]:
+    """One row for each limit, with the reason below it in the code."""
+    reasons = docstrings(inspect.getsource(limits))
+    for name in sorted(limits.__all__):
+        yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
+
+
+def enum_rows(kind: type[enum.StrEnum]) -> Iterator[list[str]]:
+    """One row for each value."""
+    meanings = docstrings(inspect.getsource(kind))
+    for member in kind:
+        yield [f"`{member.value}`", meanings[member.name]]
+
+
+def checked_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
+    """One row for each field of a request, with what its error message says is allowed."""
+    meanings = docstrings(inspect.getsource(kind))
+    for field in msgspec.structs.fields(kind):
+        yield [f"`{field.name}`", allowed(kind, field.name), default(field), meanings[field.name]]
+
+
+def allowed(kind: type[Any], name: str) -> str:
+    """What the field's error message says is allowed."""
+    required = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
+    if name == "sampling":
+        return "a map of `SamplingParams`"
+    if name == "routed_experts_prompt_start":
+        return "an integer from 0 to Lp"
+    try:
+        kind(**(required | {name: object()}))
+    except InvalidRequest as exc:
+        return exc.allowed
+    raise ValueError(f"{kind.__name__}.{name} accepts anything")
+
+
+def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
+    """One row for each field of a message."""
+    meanings = docstrings(inspect.getsource(kind))
+    info = wire_types.type_info(kind)
+    if not isinstance(info, wire_types.StructType):
+        raise TypeError(f"{kind.__name__} is no struct")
+    for field, typed in zip(msgspec.structs.fields(kind), info.fields, strict=True):
+        yield [f"`{field.name}`", type_name(typed.type), default(field), meanings[field.name]]
+
+
+def default(field: msgspec.structs.FieldInfo) -> str:
+    """What stands for a field that is left out."""
+    if field.required:
+        return "required"
+    if field.default is None:
+        return "nil"
+    if isinstance(field.default, msgspec.Struct):
+        return "all defaults"
+    if field.default is msgspec.NODEFAULT:
+        return "random"
+    return f"`{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else "empty"
+
+
+def type_name(kind: wire_types.Type) -> str:
+    """A type in the words of msgpack."""
+    match kind:
+        case wire_types.UnionType():
+            members = [type_name(member) for member in kind.types if not isinstance(member, wire_types.NoneType)]
+            return " or ".join([*members, "nil"] if kind.includes_none else members)
+        case wire_types.LiteralType():
+            return " or ".join(f"`{value}`" for value in kind.values)
+        case wire_types.EnumType() | wire_types.StructType():
+            return f"`{kind.cls.__name__}`"
+        case wire_types.ListType() | wire_types.VarTupleType():
+            bound = f", up to {kind.max_length:,}" if kind.max_length else ""
+            return f"array of {type_name(kind.item_type)}{bound}"
+        case wire_types.TupleType():
+            return f"array of {len(kind.item_types)} {type_name(kind.item_types[0])}"
+        case _:
+            return scalar_name(kind)
+
+
+def scalar_name(kind: wire_types.Type) -> str:
+    """A type without parts, with its bounds."""
+    match kind:
+        case wire_types.IntType():
+            return "int" + range_text(kind.ge, kind.le)
+        case wire_types.FloatType():
+            return "float" + (" above 0" if kind.gt == 0 else range_text(kind.ge, kind.le))
+        case wire_types.StrType():
+            return "str" + (f", {kind.min_length or 0} to {kind.max_length} characters" if kind.max_length else "")
+    names = {wire_types.BytesType: "bin", wire_types.BoolType: "bool", wire_types.RawType: "map"}
+    return names[type(kind)]
+
+
+def range_text(low: float | None, high: float | None) -> str:
+    """The bounds of a number."""
+    if low is None:
+        return ""
+    return f", {low:,} or more" if high is None else f", {low:,} to {high:,}"
+
+
+def docstrings(source: str) -> dict[str, str]:
+    """The strings below assignments, by the assigned names, on one line each."""
+    tree = ast.parse(source)
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else tree.body
+    found: dict[str, str] = {}
+    for statement, following in itertools.pairwise(body):
+        match statement, following:
+            case (ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]), ast.Expr()):
+                found[name] = " ".join(str(ast.literal_eval(following.value)).split())
+    return found
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_tables(DOC.read_text()))
