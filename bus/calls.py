@@ -22,14 +22,21 @@ class Call:
 
     Args:
         request: as the caller gave it, with `model` filled in.
+        attempt: tells its chunks from those of an earlier call of the same id.
         streams: the caller takes chunks one by one; otherwise it takes the finished `Generation`.
         on_end: called once, when the call has ended.
     """
 
     def __init__(
-        self, request: GenerateRequest, *, streams: bool, on_end: Callable[["Call"], None] | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        streams: bool,
+        attempt: int = 0,
+        on_end: Callable[["Call"], None] | None = None,
     ) -> None:
         self.request = request
+        self.attempt = attempt
         self.children = expand_children(request)
         self.workers: list[str | None] = [None] * len(self.children)
         """Which worker admitted each child; None before."""
@@ -56,7 +63,7 @@ class Call:
 
     def key(self, child: int) -> RequestKey:
         """The key of a child on the wire."""
-        return RequestKey(self.request.request_id, 0, child)
+        return RequestKey(self.request.request_id, self.attempt, child)
 
     def open_children(self) -> list[int]:
         """Children whose terminal chunk has not come."""

@@ -225,7 +225,7 @@ async def test_leaving_the_stream_aborts_in_the_engine(nats_url: str, fleet: str
             # Each answer comes after one more engine step.
             while "running=0 waiting=0" not in repr(engine):
                 await rb.complete(greedy(max_tokens=1))
-        assert not rb._calls
+        assert "calls=0" in repr(rb)
 
 
 async def test_a_deadline_ends_the_request(nats_url: str, fleet: str) -> None:
@@ -258,6 +258,19 @@ async def test_a_live_id_is_not_taken_twice(nats_url: str, fleet: str) -> None:
             rest = [chunk async for chunk in stream]
         assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 50
         assert (await rb.complete(greedy(request_id="same"))).finish_reason == "length"
+
+
+async def test_an_id_that_was_given_up_can_be_used_again_at_once(nats_url: str, fleet: str) -> None:
+    """A request abandoned midway and sent again under its id gets its own chunks, never those of the first."""
+    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        expected = await rb.complete(greedy(max_tokens=20))
+        for _ in range(20):
+            async with contextlib.aclosing(rb.generate(greedy(max_tokens=1_000_000, request_id="same"))) as stream:
+                await anext(stream)
+            again = await rb.complete(greedy(max_tokens=20, request_id="same"))
+            np.testing.assert_array_equal(again.token_ids, expected.token_ids)
 
 
 async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
