@@ -138,6 +138,8 @@ class Connection(Client):
         drop = asyncio.get_running_loop().call_later(timeout_s, self._abort)
         try:
             await self.close()
+        except OSError as error:
+            logger.warning("nats.unsent name=%s bytes=%s error=%s", self._name, self.pending_data_size, error)
         finally:
             drop.cancel()
             for subscription in self._subs.values():  # some are left when `close` was cancelled
@@ -146,8 +148,12 @@ class Connection(Client):
 
     def _abort(self) -> None:
         """Drop the TCP connection with all that is unsent; does nothing if there is none."""
-        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
-            self._transport._io_writer.transport.abort()
+        if not isinstance(self._transport, TcpTransport) or self._transport._io_writer is None:
+            return
+        transport = self._transport._io_writer.transport
+        # asyncio's transports cannot take an abort once they are closed.
+        if not transport.is_closing() or transport.get_write_buffer_size():
+            transport.abort()
 
     async def _take_error(self, error: Exception) -> None:
         """Count and log what nats-py reports, and tell the owner what it has to know."""
@@ -162,14 +168,19 @@ class Connection(Client):
             self._handler_failures += 1
             logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
             self._tell(error)
-        elif not self._is_open:
+        else:
+            self._take_connection_error(error)
+
+    def _take_connection_error(self, error: Exception) -> None:
+        if not self.is_connected:
             self._abort()  # nats-py forgets the transport when it tries again
-            if _is_refusal(error):
-                # Trying again would change nothing. nats-py lets this through, and with it ends `connect`.
-                raise BusBroken(f"the NATS server at {self._shown_url} refused {self._name!r}: {error}") from None
-        elif str(error) != self._last_logged:  # attempts to reconnect repeat the same error
-            self._last_logged = str(error)
-            logger.warning("nats.error name=%s error=%s", self._name, error)
+        if self._is_open:
+            if str(error) != self._last_logged:  # attempts to reconnect repeat the same error
+                self._last_logged = str(error)
+                logger.warning("nats.error name=%s error=%s", self._name, error)
+        elif _is_refusal(error):
+            # Trying again would change nothing. nats-py lets this through, and with it ends `connect`.
+            raise BusBroken(f"the NATS server at {self._shown_url} refused {self._name!r}: {error}") from None
 
     async def _take_disconnect(self) -> None:
         if self._is_open:

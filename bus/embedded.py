@@ -89,7 +89,8 @@ class EmbeddedServer:
     """A nats-server with JetStream as a child process, from entering this context to leaving it.
 
     Nothing stays behind: not on an exception, not on cancellation, and not when this process is killed, since a guard
-    process notices (see `bus.embedded_guard`). Ctrl-C on the terminal does not reach the server, so that everything can
+    process notices (see `bus.embedded_guard`). Only a kill in the milliseconds around a start or stop in which no
+    server runs leaves the temporary folder. Ctrl-C on the terminal does not reach the server, so that everything can
     shut down in order. Works on asyncio and uvloop, in any thread; use one object from one event loop.
 
     Args:

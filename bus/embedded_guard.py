@@ -89,12 +89,12 @@ def _watch(parent: int, server: int, alive: int) -> bool:
     kill_at_s = float("inf")
     while True:
         ready, _, _ = select.select(inputs, [], [], _POLL_S)
-        if alive in ready:
-            return is_abandoned
-        order = os.read(0, 1) if ready else None
+        order = os.read(0, 1) if 0 in ready else None
         if order == b"" or os.getppid() != parent:
             is_abandoned = True
             inputs = [alive]
+        if alive in ready:
+            return is_abandoned
         if order == TERMINATE:
             os.kill(server, signal.SIGTERM)
             kill_at_s = time.monotonic() + GRACE_S
@@ -103,4 +103,5 @@ def _watch(parent: int, server: int, alive: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    # At once, without finalizing the interpreter: only from our end on is the folder in other hands.
+    os._exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

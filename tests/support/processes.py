@@ -1,0 +1,69 @@
+"""Python programs as child processes of a test, and the waiting for processes to be gone."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 20.0
+"""For what takes milliseconds: only a failing test waits as long."""
+
+
+@contextlib.contextmanager
+def python_program(source: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `source` in a new interpreter, in a session of its own; it is killed on leaving if it still runs."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def read_line(program: subprocess.Popen[str]) -> str:
+    """Read one line of the program's output; fails if it ended without one."""
+    if program.stdout is None:
+        raise ValueError("the program's output is not a pipe")
+    line = program.stdout.readline()
+    if not line:
+        raise AssertionError(f"the program ended with code {program.wait()} and said nothing more")
+    return line.strip()
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs; one that has ended but was not reaped yet does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return not Path("/proc/self").exists()
+
+
+def parent_of(pid: int) -> int:
+    """Return the process id of a process's parent."""
+    answer = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True)
+    return int(answer.stdout)
+
+
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Poll `condition`, for what cannot be waited for, such as other processes' children; False after 20 s."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.005)
+    return True

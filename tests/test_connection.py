@@ -1,0 +1,447 @@
+"""The connection to NATS: opening, errors that say what is wrong, outages, and nothing lost without a count."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from nats import errors as nats_errors
+from nats.aio.msg import Msg
+
+from bus import connection as connection_module
+from bus.connection import Connection, close_connection, open_connection, publish, subscribe
+from bus.embedded import EmbeddedServer
+from schemas.errors import BusBroken, BusClosed, LocalProtocolError
+from tests.support.nats_server import require_binary
+
+NOBODY = "nats://127.0.0.1:1"
+MEGABYTE = bytes(1024 * 1024)
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    url: str,
+    *,
+    on_disconnect: Callable[[], Awaitable[None]] | None = None,
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    on_error: Callable[[Exception], None] | None = None,
+) -> AsyncIterator[Connection]:
+    """Open a connection that is closed on leaving."""
+    connection = await open_connection(
+        url, name="test", on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
+    )
+    try:
+        yield connection
+    finally:
+        await close_connection(connection, timeout_s=0.1)
+
+
+@contextlib.asynccontextmanager
+async def stalled(
+    *,
+    on_disconnect: Callable[[], Awaitable[None]] | None = None,
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncIterator[tuple[EmbeddedServer, Connection, asyncio.Task[None]]]:
+    """Provide a server that does not read, a connection, and a task that waits in `publish` for the server."""
+
+    async def flood() -> None:
+        while True:
+            await publish(connection, "flood", MEGABYTE)
+
+    require_binary()
+    async with (
+        EmbeddedServer() as server,
+        opened(server.url, on_disconnect=on_disconnect, on_reconnect=on_reconnect) as connection,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await subscribe(connection, "x", _ignore)
+        os.kill(server.pid, signal.SIGSTOP)
+        task = tasks.create_task(flood())
+        while connection.pending_data_size <= connection_module.PENDING_BYTES:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        yield server, connection, task
+        task.cancel()
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    """Make a callback that sets `event`."""
+
+    async def callback() -> None:
+        event.set()
+
+    return callback
+
+
+async def count_tasks() -> int:
+    """Count the tasks besides this one, once those that were cancelled have ended."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return len(asyncio.all_tasks()) - 1
+
+
+async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) -> None:
+    """Messages arrive at the handler in order; after closing, no task is left, and closing again does nothing."""
+    received: asyncio.Queue[bytes] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        received.put_nowait(message.data)
+
+    async with opened(nats_url) as connection:
+        await subscribe(connection, f"{fleet}.x", receive)
+        for data in (b"a", b"b"):
+            await publish(connection, f"{fleet}.x", data)
+
+        assert [await received.get(), await received.get()] == [b"a", b"b"]
+
+    await close_connection(connection)
+
+    assert await count_tasks() == 0
+
+
+def test_works_on_uvloop(nats_url: str, fleet: str) -> None:
+    """All of it runs on uvloop too."""
+    uvloop.run(test_carries_messages_and_leaves_nothing(nats_url, fleet))
+
+
+async def test_what_was_published_is_sent_before_closing(nats_url: str, fleet: str) -> None:
+    """Closing right after publishing loses nothing."""
+    received: asyncio.Queue[int] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        received.put_nowait(len(message.data))
+
+    async with opened(nats_url) as reader:
+        await subscribe(reader, f"{fleet}.x", receive)
+        await reader.flush()
+        async with opened(nats_url) as writer:
+            for _ in range(5):
+                await publish(writer, f"{fleet}.x", MEGABYTE)
+
+        assert [await received.get() for _ in range(5)] == [len(MEGABYTE)] * 5
+
+
+async def test_a_queue_group_shares_messages(nats_url: str, fleet: str) -> None:
+    """Of two subscriptions in one queue group, exactly one gets each message."""
+    received: asyncio.Queue[bytes] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        received.put_nowait(message.data)
+
+    async with opened(nats_url) as connection:
+        for _ in range(2):
+            await subscribe(connection, f"{fleet}.x", receive, queue="workers")
+        await publish(connection, f"{fleet}.x", b"once")
+        await connection.flush()
+        await received.get()
+        await connection.flush()
+
+        assert received.empty()
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("", "names no host"),
+        ("nats://", "names no host"),
+        ("nats://two words:4222", "names no host"),
+        ("http://127.0.0.1:4222", "scheme is 'http'"),
+        ("nats://127.0.0.1:99999", "Port out of range"),
+        ("127.0.0.1:port", "Port could not be cast"),
+        ("nats://127.0.0.1:4222/path", "something follows the port"),
+    ],
+)
+async def test_a_malformed_url_is_refused(url: str, problem: str) -> None:
+    """A URL that cannot be a NATS server's gives an error with the URL and what is wrong with it."""
+    with pytest.raises(BusBroken, match=problem) as caught:
+        await open_connection(url, name="test")
+
+    assert repr(url) in str(caught.value)
+
+
+async def test_a_url_may_leave_out_what_is_usual(nats_url: str) -> None:
+    """Scheme and a trailing slash are optional."""
+    async with opened(nats_url.removeprefix("nats://") + "/") as connection:
+        assert connection.is_connected
+
+
+async def test_nobody_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no server answers, the error names address and reason but no password; nothing is logged or left."""
+    with pytest.raises(BusBroken, match=r"no NATS server at nats://\*\*\*@127\.0\.0\.1:1 within 0\.1 s: .*Errno"):
+        await open_connection("nats://user:secret@127.0.0.1:1", name="test", timeout_s=0.1)
+
+    assert await count_tasks() == 0
+    assert caplog.text == ""
+
+
+async def test_a_server_that_says_nothing_is_given_up() -> None:
+    """A server that accepts connections and says nothing is given up after `timeout_s`."""
+    accepted: list[asyncio.StreamWriter] = []
+    listener = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener:
+        with pytest.raises(BusBroken, match=r"within 0\.1 s: it does not answer"):
+            await open_connection(f"nats://127.0.0.1:{port}", name="test", timeout_s=0.1)
+        for writer in accepted:
+            writer.close()
+            await writer.wait_closed()
+
+    assert await count_tasks() == 0
+
+
+async def test_a_late_server_is_waited_for() -> None:
+    """The first connection is tried again until the server is there."""
+    require_binary()
+    async with EmbeddedServer() as server:
+        await server.stop()
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(open_connection(server.url, name="test", timeout_s=30.0))
+            await asyncio.sleep(0)
+            await server.restart()
+        connection = opening.result()
+
+        assert connection.is_connected
+
+        await close_connection(connection)
+
+
+async def test_a_wrong_password_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server's refusal ends the attempts, with the server's words and without the password."""
+    caplog.set_level(logging.DEBUG)
+    guarded = tmp_path / "guarded"
+    guarded.write_text(f'#!/bin/sh\nexec {require_binary()} --user rollbus --pass correct "$@"\n')
+    guarded.chmod(0o755)
+    async with EmbeddedServer(binary=guarded) as server:
+        address = server.url.removeprefix("nats://")
+        with pytest.raises(BusBroken, match=r"refused 'test': nats: 'Authorization Violation'") as caught:
+            await open_connection(f"nats://rollbus:wrong@{address}", name="test", timeout_s=60.0)
+        async with opened(f"nats://rollbus:correct@{address}") as connection:
+            shown = f"{caught.value} {connection!r} {caplog.text}"
+
+    assert "wrong" not in shown
+    assert "correct" not in shown
+
+
+async def test_cancelling_an_attempt_leaves_nothing() -> None:
+    """An attempt to connect that is cancelled leaves no task."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await open_connection(NOBODY, name="test")
+
+    assert await count_tasks() == 0
+
+
+async def test_an_outage_is_survived_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """After the server's crash and return, both callbacks were called, and subscriptions and buffered messages live."""
+    require_binary()
+    gone, back = asyncio.Event(), asyncio.Event()
+    received: asyncio.Queue[bytes] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        received.put_nowait(message.data)
+
+    async with (
+        EmbeddedServer() as server,
+        opened(server.url, on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as connection,
+    ):
+        await subscribe(connection, "x", receive)
+        await connection.flush()
+        await server.kill()
+        await gone.wait()
+        await publish(connection, "x", b"published meanwhile")
+        await server.restart()
+        await back.wait()
+        counters = connection.counters()
+
+        assert await received.get() == b"published meanwhile"
+
+    assert (counters.disconnects, counters.reconnects) == (1, 1)
+    assert caplog.text.count("nats.disconnected") == 1
+
+
+@pytest.mark.slow
+async def test_a_failing_reconnect_callback_does_not_end_the_connection() -> None:
+    """A callback that fails with one of our errors is logged, and the next outage is survived too."""
+    require_binary()
+    calls: asyncio.Queue[None] = asyncio.Queue(10)
+
+    async def fail() -> None:
+        calls.put_nowait(None)
+        raise BusBroken("on purpose")
+
+    async with EmbeddedServer() as server, opened(server.url, on_reconnect=fail) as connection:
+        for _ in range(2):
+            await server.restart()
+            await calls.get()
+        await connection.flush()
+
+
+async def test_a_full_buffer_is_an_error() -> None:
+    """While the server is gone, publishing works up to the bound and then says so."""
+    require_binary()
+    gone = asyncio.Event()
+    async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
+        await server.kill()
+        await gone.wait()
+        while connection.pending_data_size + len(MEGABYTE) <= connection_module.PENDING_BYTES:
+            await publish(connection, "x", MEGABYTE)
+        with pytest.raises(BusBroken, match="no more can wait"):
+            await publish(connection, "x", MEGABYTE)
+
+        assert connection.pending_data_size <= connection_module.PENDING_BYTES
+
+
+async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
+    """A message that is too large is this side's bug; a closed connection says that it is closed."""
+    async with opened(nats_url) as connection:
+        with pytest.raises(LocalProtocolError, match=f"over the server's max_payload of {connection.max_payload}"):
+            await publish(connection, f"{fleet}.x", bytes(connection.max_payload + 1))
+    with pytest.raises(BusClosed):
+        await publish(connection, f"{fleet}.x", b"")
+    with pytest.raises(BusClosed):
+        await subscribe(connection, f"{fleet}.x", _ignore)
+
+
+async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str, fleet: str) -> None:
+    """A connection that the server ended for good tells its owner, and publishing repeats the reason."""
+    heard: asyncio.Queue[Exception] = asyncio.Queue(10)
+    async with opened(nats_url, on_error=heard.put_nowait) as connection:
+        limit = connection.max_payload
+        connection._max_payload = 2 * limit
+        await publish(connection, f"{fleet}.x", bytes(limit + 1))
+        error = await heard.get()
+        with pytest.raises(BusBroken, match="maximum payload violation"):
+            await publish(connection, f"{fleet}.x", b"")
+
+    assert isinstance(error, BusBroken)
+
+
+@pytest.mark.parametrize(("limits", "kept"), [((3, 1000), 3), ((1000, 35), 3)])
+async def test_dropped_messages_are_counted_and_told(
+    nats_url: str, fleet: str, limits: tuple[int, int], kept: int
+) -> None:
+    """Messages beyond either limit of a subscription are dropped, each of them counted and told."""
+    release, done = asyncio.Event(), asyncio.Event()
+    handled: list[bytes] = []
+    heard: list[Exception] = []
+
+    async def block(message: Msg) -> None:
+        await release.wait()
+        handled.append(message.data)
+        if len(handled) == 1 + kept:
+            done.set()
+
+    async with opened(nats_url, on_error=heard.append) as connection:
+        await subscribe(connection, f"{fleet}.x", block, max_pending_msgs=limits[0], max_pending_bytes=limits[1])
+        await publish(connection, f"{fleet}.x", b"0" * 10)
+        await connection.flush()
+        await asyncio.sleep(0)  # the handler has the first
+        for _ in range(10):
+            await publish(connection, f"{fleet}.x", b"0" * 10)
+        await connection.flush()
+        release.set()
+        await done.wait()
+
+    assert connection.counters().dropped_msgs == len(heard) == 10 - kept
+    assert all(isinstance(error, nats_errors.SlowConsumerError) for error in heard)
+
+
+async def test_a_failing_handler_is_counted_and_told(
+    nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a handler raises is counted, logged with its traceback and told; the next message is handled."""
+    heard: list[Exception] = []
+    handled = asyncio.Event()
+
+    async def fail_once(message: Msg) -> None:
+        if message.data == b"bad":
+            raise ValueError("on purpose")
+        handled.set()
+
+    async with opened(nats_url, on_error=heard.append) as connection:
+        await subscribe(connection, f"{fleet}.x", fail_once)
+        await publish(connection, f"{fleet}.x", b"bad")
+        await publish(connection, f"{fleet}.x", b"good")
+        await handled.wait()
+
+    assert connection.counters().handler_failures == len(heard) == 1
+    assert "ValueError: on purpose" in caplog.text
+
+
+async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None:
+    """After a `flush` that was cancelled, messages still arrive."""
+    handled = asyncio.Event()
+
+    async def receive(_message: Msg) -> None:
+        handled.set()
+
+    async with opened(nats_url) as connection:
+        await subscribe(connection, f"{fleet}.x", receive)
+        async with asyncio.TaskGroup() as tasks:
+            flush = tasks.create_task(connection.flush())
+            await asyncio.sleep(0)
+            flush.cancel()
+        await publish(connection, f"{fleet}.x", b"")
+        await connection.flush()
+        async with asyncio.timeout(10):
+            await handled.wait()
+
+    assert flush.cancelled()
+
+
+async def test_a_waiting_publish_can_be_cancelled() -> None:
+    """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
+    async with stalled() as (_, _, task):
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+
+        assert task.cancelled()
+
+
+async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
+    """With unsent bytes and a server that does not read, closing ends after `timeout_s`; no task is left."""
+    async with stalled() as (_, connection, task):
+        task.cancel()
+        async with asyncio.timeout(10):
+            await close_connection(connection, timeout_s=0.01)
+
+        assert connection.is_closed
+
+    assert await count_tasks() == 0
+
+
+async def test_cancelling_a_close_leaves_nothing() -> None:
+    """A close that is cancelled while it waits for the server leaves no task."""
+    async with stalled() as (_, connection, task):
+        task.cancel()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await close_connection(connection, timeout_s=60.0)
+
+    assert await count_tasks() == 0
+
+
+@pytest.mark.slow
+async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops reading and answering is given up, though bytes for it are unsent; its return is noticed."""
+    monkeypatch.setattr(connection_module, "PING_INTERVAL_S", 0.02)
+    gone, back = asyncio.Event(), asyncio.Event()
+    async with (
+        stalled(on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as (server, connection, task),
+        asyncio.timeout(10),
+    ):
+        await gone.wait()
+        task.cancel()
+        os.kill(server.pid, signal.SIGCONT)
+        await back.wait()
+
+        assert connection.is_connected
+
+
+async def _ignore(_message: Msg) -> None:
+    """Take a message and do nothing."""
