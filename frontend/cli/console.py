@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-__all__ = ["note", "plain_table", "print_json", "print_table", "progress", "say"]
+__all__ = ["note", "plain_table", "print_json", "print_table", "progress", "say", "waiting"]
 
 
 def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
@@ -70,3 +70,15 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total, completed=done)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show on a terminal that something goes on while the body runs."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

@@ -45,7 +45,7 @@ class _Line(msgspec.Struct, frozen=True):
 
     index: int
     fingerprint: str
-    error: msgspec.Raw | None = None
+    error: dict[str, object] | None = None
     routed_experts: _Rows | None = None
     siblings: list[_Sibling] = []
 

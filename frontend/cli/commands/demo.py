@@ -1,0 +1,57 @@
+"""The tour: real questions through a real vLLM engine, over a NATS server that lives as long as the tour.
+
+Needs no GPU, no model and no server: a tiny mixture-of-experts model is made on the spot. It has never been trained,
+so what it writes is noise; everything around it is what a trained model would get.
+"""
+
+import argparse
+from pathlib import Path
+
+from frontend.cli.arguments import positive_int
+from frontend.cli.exits import CommandFailed, ExitCode
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "the tour: real questions through a real engine"
+
+FOLDER = Path(__file__).resolve().parents[3]
+QUESTIONS = (FOLDER / "examples" / "questions.jsonl", Path(__file__).resolve().parents[1] / "questions.jsonl")
+"""Where the questions are in a checkout, and where in an installed package."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        type=Path,
+        help="prompts, JSONL as for `generate` (default: examples/questions.jsonl)",
+    )
+    parser.add_argument("--max-tokens", metavar="N", type=positive_int, default=64, help="per prompt (default: 64)")
+    parser.add_argument(
+        "--state-dir", metavar="DIR", type=Path, help="where the tiny MoE is kept (default: ~/.cache/rollbus)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Give the tour."""
+    from frontend.cli.app import run_async
+    from frontend.cli.local_fleet import default_state_dir
+    from frontend.cli.prompts import Defaults, read_prompts
+    from frontend.cli.tour import Tour
+
+    path = args.input or next((path for path in QUESTIONS if path.is_file()), None)
+    if path is None or not path.is_file():
+        raise CommandFailed(f"no questions at {path or QUESTIONS[0]}; name some with --input FILE", ExitCode.USAGE)
+    prompts = list(read_prompts(path, Defaults(sampling={"max_tokens": args.max_tokens})))
+    if not prompts:
+        raise CommandFailed(f"{path} holds no prompts", ExitCode.USAGE)
+    tour = Tour(
+        prompts=prompts,
+        source=path,
+        fleet=args.fleet,
+        state_dir=args.state_dir or default_state_dir(),
+        as_json=args.json,
+        is_verbose=args.verbose,
+    )
+    return run_async(tour.run())

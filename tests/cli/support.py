@@ -1,0 +1,48 @@
+"""Runs `rollbus` as its users do: as a command of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def rollbus(*args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a subcommand to its end; without `nats`, nobody listens at its address."""
+    return subprocess.run(
+        command(*args), env={**ENV, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def command(*args: str) -> list[str]:
+    """The command line of a subcommand."""
+    return [sys.executable, "-P", "-m", "frontend.cli", *args]
+
+
+@contextmanager
+def running_up(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run `rollbus up --json` at a free port; yields the process and what it printed once it was ready."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command("up", "--json", "--nats", "nats://127.0.0.1:0", *args),
+            env=ENV,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        try:
+            if process.stdout is None:
+                raise RuntimeError("no stdout")
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"rollbus up ended with {process.wait()}:\n{log.read_text()}")
+            yield process, json.loads(line)
+        finally:
+            process.terminate()
+            process.communicate()

@@ -1,0 +1,193 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontend.cli import main
+from frontend.cli.app import build_parser
+from frontend.cli.commands.up import nats_port
+from frontend.cli.exits import CommandFailed, ExitCode, cause_of, exit_code_of
+from frontend.cli.worker_options import python_env, worker_flags
+from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
+from tests.cli.support import ROOT, rollbus
+
+COMMANDS = ("demo", "generate", "status", "up", "worker")
+HEAVY = ("nats", "rich", "torch", "transformers", "uvloop", "vllm")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`rollbus --help` lists the commands, each with its line, and the exit codes."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+
+    out = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("    ")] == list(COMMANDS)
+    assert "5 no workers" in out
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_heavy() -> None:
+    """Help answers at once, and without the extras: nothing that takes long to import is imported."""
+    code = f"""
+import sys
+from frontend.cli.app import build_parser
+build_parser().format_help()
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_the_common_options(command: str) -> None:
+    """--nats, --fleet, --json and -v mean the same everywhere."""
+    own = {"generate": ["--input", "a", "--output", "b"]}.get(command, [])
+    args = build_parser().parse_args([command, *own, "--nats", "nats://h:1", "--fleet", "f", "--json", "-v"])
+
+    assert (args.nats, args.fleet, args.json, args.verbose) == ("nats://h:1", "f", True, True)
+
+
+def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$ROLLBUS_NATS is the default of --nats; without it, the server of this machine."""
+    monkeypatch.setenv("ROLLBUS_NATS", "nats://somewhere:1")
+    assert build_parser().parse_args(["status"]).nats == "nats://somewhere:1"
+    monkeypatch.delenv("ROLLBUS_NATS")
+    assert build_parser().parse_args(["status"]).nats == "nats://127.0.0.1:4222"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["pause"],
+        ["up", "--workers", "0"],
+        ["up", "--engine", "other"],
+        ["up", "--engine-args", "dtype=float32"],
+        ["up", "--engine-args", "[1]"],
+        ["generate", "--input", "a"],
+        ["generate", "--input", "a", "--output", "b", "--max-in-flight", "x"],
+        ["generate", "--input", "a", "--output", "b", "--timeout-s", "inf"],
+        ["generate", "--input", "a", "--output", "b", "--routed-experts", "zip"],
+    ],
+)
+def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, usage and one line on stderr, nothing on stdout."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+
+    captured = capsys.readouterr()
+    assert caught.value.code == ExitCode.USAGE
+    assert captured.err.splitlines()[-1].startswith("rollbus")
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["up", "--http", "127.0.0.1:8000"], "this version has no HTTP service"),
+        (["up", "--model", "no-such-folder"], "is not a folder"),
+        (["up", "--nats", "nats://10.0.0.1:4222"], "a NATS server of its own"),
+        (["up", "--nats", "nats://127.0.0.1:99999"], "out of range"),
+        (["generate", "--input", "no-such-file", "--output", "o"], "is not a file"),
+        (["generate", "--input", __file__, "--output", "no-such-folder/o"], "its folder does not exist"),
+        (["generate", "--input", __file__, "--output", __file__], "are the same file"),
+        (["generate", "--input", __file__, "--output", "o.npz", "--routed-experts", "npz"], "is JSONL"),
+        (["demo", "--input", "no-such-file"], "no questions at no-such-file"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Mistakes that need a look at the machine are usage errors, too; nothing is started and no file is made."""
+    monkeypatch.chdir(tmp_path)
+
+    assert main(argv) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_no_nats_server_is_one_line() -> None:
+    """Without -v there is no traceback; with it there is one, before the line."""
+    quiet, verbose = rollbus("status"), rollbus("status", "-v")
+
+    assert (quiet.returncode, verbose.returncode) == (ExitCode.FAILED, ExitCode.FAILED)
+    assert len(quiet.stderr.splitlines()) == 1
+    assert "no NATS server at nats://127.0.0.1:9" in quiet.stderr
+    assert "Traceback" in verbose.stderr
+    assert verbose.stderr.splitlines()[-1] == quiet.stderr.strip()
+
+
+@pytest.mark.slow
+def test_a_bug_is_one_line_too() -> None:
+    """An error that nobody expected ends with 1, names itself, and says how to see more."""
+    code = """
+import sys
+from frontend.cli import app
+from frontend.cli.commands import status
+def run(args): raise ExceptionGroup("", [ExceptionGroup("", [ZeroDivisionError("of mine")])])
+status.run = run
+sys.exit(app.main(["status"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr == "rollbus: internal error, run again with -v for the traceback: ZeroDivisionError('of mine')\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CommandFailed("x", ExitCode.TIMEOUT), ExitCode.TIMEOUT),
+        (InvalidRequest(field="f", problem="p", allowed="a"), ExitCode.USAGE),
+        (NoWorkers(message="x"), ExitCode.NO_WORKERS),
+        (RequestTimeout(stage="admission", message="x"), ExitCode.TIMEOUT),
+        (TimeoutError(), ExitCode.TIMEOUT),
+        (BusBroken("x"), ExitCode.FAILED),
+        (FileNotFoundError("x"), ExitCode.FAILED),
+    ],
+)
+def test_errors_have_their_exit_codes(error: CommandFailed | OSError, code: ExitCode) -> None:
+    """Each kind of error ends a command with its own code."""
+    assert exit_code_of(error) == code
+
+
+def test_the_cause_is_shown_before_its_consequences() -> None:
+    """Of several errors the one that a command made is shown; a bug among them is never hidden."""
+    cause, consequence = CommandFailed("worker died"), BusBroken("gone")
+
+    assert cause_of(ExceptionGroup("", [ExceptionGroup("", [consequence]), cause])) is cause
+    assert cause_of(ExceptionGroup("", [consequence])) is consequence
+    assert cause_of(ExceptionGroup("", [cause, ZeroDivisionError()])) is None
+
+
+def test_up_listens_where_the_others_will_look() -> None:
+    """The port of --nats is taken as it is; without one, or with 0, any free port."""
+    assert nats_port("nats://127.0.0.1:4999") == 4999
+    assert nats_port("localhost:4999") == 4999
+    assert nats_port("nats://127.0.0.1:0") == -1
+    assert nats_port("nats://127.0.0.1") == -1
+
+
+def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `rollbus worker` and `rollbus up` are told reaches `python -m workers` unchanged."""
+    engine_args = '{"max_model_len": 64}'
+    argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
+
+    assert worker_flags(build_parser().parse_args(argv)) == [
+        *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
+        *("--engine-args", engine_args, "--log-level", "debug"),
+    ]
+
+
+def test_workers_find_our_packages_and_not_those_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own root comes first on a worker's path, once, and what the user had there stays."""
+    monkeypatch.setenv("PYTHONPATH", f"/theirs:{ROOT}")
+    assert python_env()["PYTHONPATH"] == f"/theirs:{ROOT}"
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert python_env()["PYTHONPATH"] == f"{ROOT}:/theirs"

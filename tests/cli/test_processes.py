@@ -1,0 +1,137 @@
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontend.cli.exits import CommandFailed, cause_of
+from frontend.cli.processes import ProcessSpec, WorkerDied, run_tool, run_workers
+from tests.support.processes import becomes_true, is_alive, python_program
+
+SERVE = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+IGNORE_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SERVE}"
+LEAVE_A_CHILD = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+sys.exit(7)
+"""
+
+
+class Heard:
+    """Notes what workers print, and tells when that is enough."""
+
+    def __init__(self, count: int) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.is_enough = asyncio.Event()
+        self._count = count
+
+    def __call__(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+        if len(self.lines) >= self._count:
+            self.is_enough.set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(line) for _, line in self.lines]
+
+
+def spec(source: str, name: str = "w") -> ProcessSpec:
+    """A Python program as a worker."""
+    return ProcessSpec(name, [sys.executable, "-S", "-c", source], dict(os.environ))
+
+
+async def test_workers_end_with_the_body() -> None:
+    """All workers are stopped by SIGTERM when the body ends; what they print is heard with their names."""
+    heard = Heard(2)
+
+    async with run_workers([spec(SERVE, "a"), spec(SERVE, "b")], heard):
+        await heard.is_enough.wait()
+        assert all(map(is_alive, heard.pids))
+
+    assert {name for name, _ in heard.lines} == {"a", "b"}
+    assert not any(map(is_alive, heard.pids))
+
+
+async def test_a_worker_that_does_not_stop_is_killed() -> None:
+    """SIGTERM comes first, SIGKILL when its time is over."""
+    heard = Heard(1)
+
+    async with run_workers([spec(IGNORE_SIGTERM)], heard, stop_s=0.05):
+        await heard.is_enough.wait()
+
+    assert not any(map(is_alive, heard.pids))
+
+
+async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
+    """The error has the exit code and the last lines; what the dead worker had started is gone as well."""
+    heard = Heard(3)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with run_workers([spec(SERVE, "a"), spec(LEAVE_A_CHILD, "b")], heard):
+            await asyncio.Event().wait()
+
+    error = cause_of(caught.value)
+    assert isinstance(error, WorkerDied)
+    child = dict(heard.lines)["b"]
+    assert str(error) == f"worker b ended with exit code 7; its last lines:\n  {child}"
+    assert becomes_true(lambda: not any(map(is_alive, heard.pids)))
+
+
+async def test_an_error_of_the_body_stops_the_workers() -> None:
+    """Whatever ends the body, no worker is left."""
+    heard = Heard(1)
+
+    async def run() -> None:
+        async with run_workers([spec(SERVE)], heard):
+            await heard.is_enough.wait()
+            raise CommandFailed("enough")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run()
+
+    assert str(cause_of(caught.value)) == "enough"
+    assert not any(map(is_alive, heard.pids))
+
+
+def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
+    """The pipe that a worker is given reaches its end when the parent is killed, however many workers hold it."""
+    worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"
+    parent = f"""
+        import asyncio, os, sys
+        from frontend.cli.processes import ProcessSpec, run_workers
+
+        async def main():
+            specs = [ProcessSpec(name, [sys.executable, "-S", "-c", {worker!r}], dict(os.environ)) for name in "ab"]
+            os.chdir({str(tmp_path)!r})
+            async with run_workers(specs, print):
+                await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """
+    with python_program(parent):
+        assert becomes_true(lambda: len(list(tmp_path.iterdir())) == 2)
+        pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.iterdir()]
+        assert all(map(is_alive, pids))
+
+    assert becomes_true(lambda: not any(map(is_alive, pids)))
+
+
+async def test_a_failed_tool_says_why() -> None:
+    """Its exit code and its last line make the error; success is silent."""
+    await run_tool(spec("print('fine')"))
+
+    with pytest.raises(CommandFailed, match=r"^w failed with exit code 3: the reason$"):
+        await run_tool(spec("import sys; print('more'); print('the reason'); sys.exit(3)"))
+
+
+async def test_a_line_without_an_end_does_not_fill_memory() -> None:
+    """An endless line is heard in pieces."""
+    heard = Heard(4)
+    endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
+
+    async with run_workers([spec(endless)], heard, stop_s=1):
+        await heard.is_enough.wait()
+
+    assert max(len(line) for _, line in heard.lines) <= 2 * 65536

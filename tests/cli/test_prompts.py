@@ -1,0 +1,167 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.prompts import Defaults, Prompt, check_input, parse_prompt, read_prompts
+from schemas.errors import InvalidRequest
+
+
+class Letters:
+    """A tokenizer of one token for each letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: object) -> str:
+        raise NotImplementedError
+
+
+def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> Prompt:
+    """Parse one line of the input."""
+    return parse_prompt(index, json.dumps(line).encode(), defaults or Defaults())
+
+
+def write(path: Path, *lines: object) -> Path:
+    """Make an input of lines that are text as they are, or values in JSON."""
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_sampling_may_stand_beside_the_prompt_or_under_sampling() -> None:
+    """Both places mean the same, also mixed, and make the same request."""
+    beside = parse({"prompt_token_ids": [1, 2], "max_tokens": 5, "temperature": 0})
+    nested = parse({"prompt_token_ids": [1, 2], "sampling": {"max_tokens": 5, "temperature": 0}})
+    mixed = parse({"prompt_token_ids": [1, 2], "max_tokens": 5, "sampling": {"temperature": 0}})
+
+    assert beside.request(None).sampling == nested.request(None).sampling == mixed.request(None).sampling
+    assert beside.fingerprint == nested.fingerprint == mixed.fingerprint
+
+
+def test_text_is_tokenized_when_the_request_is_made() -> None:
+    """A text prompt needs a tokenizer; the request has its token ids."""
+    prompt = parse({"prompt": "ab", "routed_experts_prompt_start": 2})
+
+    assert prompt.request(Letters()).prompt_token_ids.tolist() == [97, 98]  # type: ignore[union-attr]
+    with pytest.raises(InvalidRequest, match="prompt is text"):
+        prompt.request(None)
+
+
+def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
+    """A routing start beyond the prompt passes as text and is refused with the allowed range once tokenized."""
+    prompt = parse({"prompt": "ab", "routed_experts_prompt_start": 3})
+
+    with pytest.raises(InvalidRequest, match="routed_experts_prompt_start is 3; allowed: an integer from 0 to 2"):
+        prompt.request(Letters())
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "problem"),
+    [
+        ("{", "the line", "is not JSON"),
+        ('{"prompt": "\xff', "the line", "is not JSON"),
+        ([1], "the line", "is a list"),
+        ("null", "the line", "is None"),
+        ({}, "prompt and prompt_token_ids", "are both missing"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids", "stand together"),
+        ({"prompt": ""}, "prompt", "is ''"),
+        ({"prompt": 5}, "prompt", "is 5"),
+        ({"prompt_token_ids": []}, "prompt_token_ids", "has 0 entries"),
+        ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]", "is -1"),
+        ({"prompt": "a", "max_token": 5}, "max_token", "is unknown"),
+        ({"prompt": "a", "sampling": {"max_token": 5}}, "sampling.max_token", "is unknown"),
+        ({"prompt": "a", "sampling": []}, "sampling", "is a list"),
+        ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "stands beside and under sampling"),
+        ({"prompt": "a", "top_p": 0}, "sampling.top_p", "is 0"),
+        ({"prompt": "a", "request_id": "a b"}, "request_id", "is 'a b'"),
+        ({"prompt": "a", "routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "is -1"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: object, field: str, problem: str) -> None:
+    """Every mistake is a usage error that names the file, the line, the field and the problem."""
+    path = write(tmp_path / "in.jsonl", {"prompt": "fine"}, line)
+
+    with pytest.raises(CommandFailed) as caught:
+        list(read_prompts(path, Defaults()))
+
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert str(caught.value).startswith(f"{path} line 2: {field} {problem}")
+
+
+def test_options_are_for_lines_that_do_not_say_otherwise() -> None:
+    """A line's own value wins over the default; other defaults still apply."""
+    defaults = Defaults({"model": "m", "timeout_s": 5.0}, {"max_tokens": 7, "seed": 3})
+    request = parse({"prompt_token_ids": [1], "max_tokens": 9, "model": "other"}, defaults).request(None)
+
+    assert (request.model, request.timeout_s) == ("other", 5.0)
+    assert (request.sampling.max_tokens, request.sampling.seed) == (9, 3)
+
+
+def test_asking_for_routing_contradicts_an_output_without() -> None:
+    """return_routed_experts true in a line is refused when the command was told to ask for none."""
+    defaults = Defaults({"return_routed_experts": False})
+
+    assert parse({"prompt_token_ids": [1]}, defaults).request(None).return_routed_experts is False
+    with pytest.raises(InvalidRequest, match="return_routed_experts is true"):
+        parse({"prompt_token_ids": [1], "return_routed_experts": True}, defaults)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "b"},
+        {"max_tokens": 6},
+        {"seed": 1},
+        {"request_id": "x"},
+        {"model": "m"},
+        {"cache_salt": "s"},
+        {"routed_experts_prompt_start": 1},
+        {"return_routed_experts": False},
+    ],
+)
+def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, object]) -> None:
+    """Another prompt, sampling, model or routing is another input."""
+    line = {"prompt": "a", "max_tokens": 5}
+
+    assert parse(line).fingerprint != parse({**line, **change}).fingerprint
+
+
+@pytest.mark.parametrize("change", [{"timeout_s": 9}, {"priority": 2}, {"session_id": "s"}])
+def test_the_fingerprint_ignores_what_does_not(change: dict[str, object]) -> None:
+    """A longer time limit or another priority does not make finished results useless."""
+    line = {"prompt": "a", "max_tokens": 5}
+
+    assert parse(line).fingerprint == parse({**line, **change}).fingerprint
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
+    """The index of a prompt is the number of its line in the file."""
+    path = write(tmp_path / "in.jsonl", {"prompt": "a"}, "", {"prompt_token_ids": [1]}, "  ")
+
+    assert [prompt.index for prompt in read_prompts(path, Defaults())] == [0, 2]
+    assert check_input(path, Defaults(), {}).num_prompts == 2
+    assert check_input(path, Defaults(), {}).has_text
+
+
+def test_two_prompts_of_one_request_id_are_refused(tmp_path: Path) -> None:
+    """Request ids are unique, also against those that are given to lines without one."""
+    path = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b", "request_id": "input-0"})
+
+    with pytest.raises(CommandFailed, match="line 2: request_id is also that of line 1"):
+        check_input(path, Defaults(), {})
+
+
+def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
+    """A changed line, and a line that is gone, are found before anything is sent."""
+    old = write(tmp_path / "old.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    finished = {prompt.index: prompt.fingerprint for prompt in read_prompts(old, Defaults())}
+    changed = write(tmp_path / "changed.jsonl", {"prompt": "a"}, {"prompt": "c"})
+    shorter = write(tmp_path / "shorter.jsonl", {"prompt": "a"})
+    longer = write(tmp_path / "longer.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+
+    with pytest.raises(CommandFailed, match="line 2 is not what its result was made from"):
+        check_input(changed, Defaults(), finished)
+    with pytest.raises(CommandFailed, match="lacks 1 of the lines"):
+        check_input(shorter, Defaults(), finished)
+    assert check_input(longer, Defaults(), finished).num_prompts == 3

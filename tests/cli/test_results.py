@@ -1,0 +1,209 @@
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus import FinishReason, Generation
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.prompts import Defaults, Prompt, parse_prompt
+from frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
+from schemas.errors import ErrorCode, InvalidRequest, RequestFailed
+
+PROMPTS = [parse_prompt(i, json.dumps({"prompt_token_ids": [i]}).encode(), Defaults()) for i in range(3)]
+
+
+def generation(index: int, child: int = 0, **fields: Any) -> Generation:
+    """A finished result of two tokens whose expert ids tell which it is."""
+    values: dict[str, Any] = {
+        "request_id": f"input-{index}",
+        "child": child,
+        "prompt_len": 1,
+        "token_ids": np.array([7, 8], np.int32),
+        "logprobs": np.array([-0.1, -np.inf], np.float32),
+        "weight_versions": np.array([3, 3], np.int32),
+        "routed_experts": np.full((2, 2, 3), index + child, np.uint8),
+        "start": 0,
+        "finish_reason": FinishReason.LENGTH,
+    }
+    return Generation(**{**values, **fields})
+
+
+def line_of(prompt: Prompt, results: ResultsFile, **fields: Any) -> dict[str, object]:
+    """The line of a finished prompt."""
+    return result_line(prompt, generation(prompt.index, **fields), None, results.rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of an output."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
+    """Routing in a line decodes to the array; minus infinity becomes -9999; float32 values come back exactly."""
+    path = tmp_path / "out.jsonl"
+    result = generation(1, stop_reason=8, cached_tokens=0, worker_ids=("w",))
+
+    with open_results(path, None) as results:
+        results.append(result_line(PROMPTS[1], result, None, results.rows))
+
+    [line] = read(path)
+    routed = line.pop("routed_experts")
+    logprobs = line.pop("logprobs")
+    assert line == {
+        "index": 1,
+        "request_id": "input-1",
+        "fingerprint": PROMPTS[1].fingerprint,
+        "prompt_len": 1,
+        "token_ids": [7, 8],
+        "finish_reason": "length",
+        "stop_reason": 8,
+        "weight_versions": [3, 3],
+        "attempts": 1,
+        "worker_ids": ["w"],
+        "cached_tokens": 0,
+    }
+    assert (np.float32(logprobs[0]), logprobs[1]) == (np.float32(-0.1), -9999.0)
+    assert (routed["start"], routed["shape"], routed["dtype"]) == (0, [2, 2, 3], "u1")
+    array = np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"]).reshape(routed["shape"])
+    np.testing.assert_array_equal(array, result.routed_experts)
+
+
+def test_samples_stand_as_siblings_in_the_line_of_the_first(tmp_path: Path) -> None:
+    """Several samples make one line; each sample has its own array in the .npz."""
+    path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
+
+    with open_results(path, rows_path) as results:
+        results.append(line_of(PROMPTS[1], results, siblings=(generation(1, child=1), generation(1, child=2))))
+
+    [line] = read(path)
+    keys = [sample["routed_experts"]["key"] for sample in (line, *line["siblings"])]
+    assert keys == ["1", "1.1", "1.2"]
+    with np.load(rows_path) as arrays:
+        assert [int(arrays[key][0, 0, 0]) for key in keys] == [1, 2, 3]
+
+
+def test_what_is_absent_is_null_or_left_out(tmp_path: Path) -> None:
+    """No routing is null; logprobs that were not asked for have no field."""
+    with open_results(tmp_path / "out.jsonl", None) as results:
+        line = line_of(PROMPTS[0], results, routed_experts=None, logprobs=None)
+
+    assert line["routed_experts"] is None
+    assert "logprobs" not in line
+    assert "prompt_logprobs" not in line
+
+
+def test_an_error_names_code_and_field() -> None:
+    """A failed prompt's line says why, and whether to try again."""
+    wrong = InvalidRequest(field="sampling.n", problem="is 0", allowed="1 or more")
+
+    assert error_line(PROMPTS[0], wrong)["error"] == {
+        "code": "invalid_request",
+        "message": "sampling.n is 0; allowed: 1 or more",
+        "retryable": False,
+        "field": "sampling.n",
+    }
+
+
+def test_one_failed_sample_fails_the_prompt() -> None:
+    """A prompt counts as done only when all of its samples are."""
+    error = RequestFailed(code=ErrorCode.ENGINE_ERROR, message="no")
+    sibling = generation(0, child=1, finish_reason=FinishReason.ERROR, error=error)
+
+    assert first_error(generation(0, siblings=(sibling,))) is error
+    assert first_error(generation(0, siblings=(generation(0, child=1),))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_npz", [False, True])
+def test_a_run_that_was_cut_anywhere_is_resumed(tmp_path: Path, with_npz: bool) -> None:
+    """After a crash at any byte, a second run finds the whole lines, and in the end each prompt has one line."""
+    whole = tmp_path / "whole.jsonl"
+    with open_results(whole, tmp_path / "whole.npz" if with_npz else None) as results:
+        for prompt in PROMPTS:
+            results.append(line_of(prompt, results))
+    content = whole.read_bytes()
+    for size in range(0, len(content) + 1, 5):
+        path = tmp_path / f"{size}.jsonl"
+        rows_path = path.with_suffix(".npz") if with_npz else None
+        path.write_bytes(content[:size])
+        if rows_path is not None:
+            rows_path.write_bytes((tmp_path / "whole.npz").read_bytes())
+        with open_results(path, rows_path) as results:
+            assert len(results.finished) == content[:size].count(b"\n")
+            for prompt in PROMPTS:
+                if prompt.index not in results.finished:
+                    results.append(line_of(prompt, results))
+
+        assert path.read_bytes() == content
+        if rows_path is not None:
+            with np.load(rows_path) as arrays:
+                assert sorted(arrays) == ["0", "1", "2"]
+
+
+def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
+    """A second run drops the lines of errors, keeps the others as they were, and leaves one line for each prompt."""
+    path = tmp_path / "out.jsonl"
+    error = RequestFailed(code=ErrorCode.TIMEOUT, message="late")
+    with open_results(path, None) as results:
+        results.append(line_of(PROMPTS[2], results))
+        results.append(error_line(PROMPTS[0], error))
+        results.append(line_of(PROMPTS[1], results))
+
+    with open_results(path, None) as results:
+        assert results.finished == {prompt.index: prompt.fingerprint for prompt in PROMPTS[1:]}
+        results.append(line_of(PROMPTS[0], results))
+
+    assert [line["index"] for line in read(path)] == [2, 1, 0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_result_without_its_rows_is_made_again(tmp_path: Path) -> None:
+    """When the .npz is gone, the prompts whose rows were in it are not finished."""
+    path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
+    with open_results(path, rows_path) as results:
+        results.append(line_of(PROMPTS[0], results))
+        results.append(line_of(PROMPTS[1], results, routed_experts=None))
+    rows_path.unlink()
+
+    with open_results(path, rows_path) as results:
+        assert list(results.finished) == [1]
+
+
+def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
+    """Mixing would discard what was computed; it is refused."""
+    path = tmp_path / "out.jsonl"
+    with open_results(path, tmp_path / "out.npz") as results:
+        results.append(line_of(PROMPTS[0], results))
+
+    with pytest.raises(CommandFailed, match="begun with --routed-experts npz"), open_results(path, None):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"not ours", b'{"prompt": "a"}\n', b"{}\nab", b'{"index":0}\n', b"\xff\n"])
+def test_a_file_of_something_else_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
+    """A mistaken --output harms nothing, not even a last line without an end."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+
+    with pytest.raises(CommandFailed, match="line 1 is no result") as caught, open_results(path, None):
+        pass
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert path.read_bytes() == content
+
+
+def test_two_runs_do_not_write_to_one_output(tmp_path: Path) -> None:
+    """The second is refused while the first runs, also after the first has rewritten the file."""
+    path = tmp_path / "out.jsonl"
+    with open_results(path, None) as results:
+        results.append(error_line(PROMPTS[0], RequestFailed(code=ErrorCode.TIMEOUT, message="late")))
+        with pytest.raises(CommandFailed, match="another process is writing"), open_results(path, None):
+            pass
+    with (
+        open_results(path, None),
+        pytest.raises(CommandFailed, match="another process is writing"),
+        open_results(path, None),
+    ):
+        pass

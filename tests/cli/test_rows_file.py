@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from frontend.cli.exits import CommandFailed
+from frontend.cli.rows_file import RowsFile
+
+
+def rows(seed: int, dtype: str = "u1") -> npt.NDArray[np.uint8]:
+    """Random expert ids, another array for each seed."""
+    return np.random.default_rng(seed).integers(0, 200, (seed + 1, 2, 3)).astype(dtype)
+
+
+def saved(path: Path) -> dict[str, npt.NDArray[np.uint8]]:
+    """All arrays of an archive."""
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
+    """Values, shape and dtype survive, for one byte and for two, with rows and without; no journal is left."""
+    path = tmp_path / "r.npz"
+    arrays = {"0": rows(3), "1": rows(4, "<u2"), "2.1": np.zeros((0, 2, 3), np.uint8)}
+
+    with RowsFile(path) as file:
+        for key, array in arrays.items():
+            file.append(key, array)
+
+    found = saved(path)
+    assert found.keys() == arrays.keys()
+    for key, array in arrays.items():
+        assert found[key].dtype == array.dtype
+        np.testing.assert_array_equal(found[key], array)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_later_runs_add_to_what_is_there(tmp_path: Path) -> None:
+    """A second run keeps the first one's arrays; an array that is added again replaces the old one."""
+    path = tmp_path / "r.npz"
+    with RowsFile(path) as file:
+        file.append("0", rows(1))
+        file.append("1", rows(2))
+    with RowsFile(path) as file:
+        assert "0" in file
+        assert "2" not in file
+        file.append("2", rows(3))
+    with RowsFile(path) as file:
+        file.append("1", rows(5))
+
+    found = saved(path)
+    assert found.keys() == {"0", "1", "2"}
+    np.testing.assert_array_equal(found["1"], rows(5))
+    np.testing.assert_array_equal(found["2"], rows(3))
+
+
+@pytest.mark.slow
+def test_a_crash_at_any_byte_loses_only_the_array_being_written(tmp_path: Path) -> None:
+    """Wherever the journal ends, each array that is whole is recovered, and no half of one."""
+    journal = tmp_path / "r.npz.partial"
+    ends = []
+    with RowsFile(tmp_path / "r.npz") as file:
+        for seed in range(3):
+            file.append(str(seed), rows(seed))
+            ends.append(journal.stat().st_size)
+        content = journal.read_bytes()
+    for size in range(len(content) + 1):
+        path = tmp_path / f"{size}.npz"
+        path.with_name(f"{size}.npz.partial").write_bytes(content[:size])
+        with RowsFile(path) as recovered:
+            whole = [str(seed) for seed in range(3) if ends[seed] <= size]
+            assert [key for key in ("0", "1", "2") if key in recovered] == whole
+            recovered.append("9", rows(9))
+
+        found = saved(path)
+        assert sorted(found) == [*whole, "9"]
+        for key in found:
+            np.testing.assert_array_equal(found[key], rows(int(key)))
+
+
+def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
+    """A model without experts leaves neither an empty .npz nor a journal."""
+    with RowsFile(tmp_path / "r.npz"):
+        pass
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_file_is_not_taken_for_an_npz(tmp_path: Path) -> None:
+    """What is no archive is left alone and named."""
+    path = tmp_path / "r.npz"
+    path.write_bytes(b"something else")
+
+    with pytest.raises(CommandFailed, match=r"is no \.npz"):
+        RowsFile(path)
+    assert path.read_bytes() == b"something else"
