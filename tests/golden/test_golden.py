@@ -101,7 +101,9 @@ def test_array_structs_are_positional_from_the_first_field() -> None:
 
 def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
     """What a real engine sent decodes, is complete, re-encodes to the same bytes and follows the row rule."""
-    for run in captured_runs().values():
+    runs = captured_runs()
+    assert runs
+    for run in runs.values():
         message, frames = run.decoded()
         request = decode_request(message.request)
         chunks = [chunk for frame in frames for chunk in frame.chunks]
