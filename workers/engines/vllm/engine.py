@@ -1,0 +1,230 @@
+"""The vLLM engine behind the worker's `Engine` protocol."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from schemas.chunk import FinishReason
+from schemas.errors import EngineDead
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engine import RequestStep
+from workers.engines.vllm.capabilities import describe_engine
+from workers.engines.vllm.feeds import CoreFeed, Feed, RequestMaker
+from workers.engines.vllm.generate_feed import GenerateFeed
+from workers.engines.vllm.launch import Launch
+from workers.engines.vllm.outputs import OpenRequests
+from workers.engines.vllm.params import to_vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["VllmEngine"]
+
+logger = logging.getLogger(__name__)
+
+Reading = Literal["auto", "core", "generate"]
+
+CANCEL_AGAIN_S = 0.5
+"""How often a cancelled start looks for processes that vLLM has started meanwhile."""
+WARM_UP_PROMPT_TOKENS = 32
+WARM_UP_TOKENS = 4
+GREEDY = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=WARM_UP_TOKENS, top_p=0.9, top_k=5, min_p=0.01, seed=0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=WARM_UP_TOKENS, repetition_penalty=1.1, logit_bias={0: -1.0}, ignore_eos=True)
+WARM_UP_ROUNDS = ((GREEDY,), (SEEDED,), (RANDOM,), (RANDOM, RANDOM), (GREEDY, SEEDED, RANDOM))
+"""Requests that run together. What vLLM compiles, it compiles when first used: for one row and for several, and for
+random sampling without seeds apart from all other (v1/sample/ops/topk_topp_sampler.py: compiled_random_sample)."""
+
+
+class VllmEngine:
+    """One vLLM engine, in processes of its own.
+
+    Args:
+        model: folder of a checkpoint, or whatever else vLLM takes as `model`.
+        engine_args: fields of vLLM's `AsyncEngineArgs`; unknown ones make `start` fail.
+        read: `core` reads the engine core's step outputs, `generate` goes through `AsyncLLM.generate`; `auto` takes
+            the first where this release of vLLM allows it.
+        log_level: of vLLM's own logs, which go to stderr.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        engine_args: Mapping[str, Any] | None = None,
+        read: Reading = "auto",
+        log_level: str = "WARNING",
+    ) -> None:
+        self._launch = Launch(str(model), dict(engine_args or {}), log_level)
+        self._read: Reading = read
+        self._feed: Feed | None = None
+        self._feeds = AsyncExitStack()
+        self._requests = OpenRequests(None, rows_with_tokens=False)
+        self._capabilities: Capabilities | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "starting" if self._capabilities is None else "running"
+        return f"<VllmEngine {state} feed={type(self._feed).__name__} open={len(self._requests)}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do; valid once `start` has returned."""
+        if self._capabilities is None:
+            raise EngineDead("the engine has not been started")
+        return self._capabilities
+
+    async def start(self) -> None:
+        """Load the model in a thread, so that the event loop stays free, and warm up.
+
+        Cancellation: stops the engine's processes and waits until they are gone.
+
+        Raises:
+            EngineDead: the engine could not be started; the message says why.
+        """
+        try:
+            await _to_the_end(self._launch.run, on_cancel=self._launch.cancel)
+            self._capabilities = describe_engine(self._launch.llm.vllm_config)
+            await self._open(self._launch.llm)
+            await self._warm_up()
+        except BaseException:
+            await self._shut_down()
+            raise
+        logger.info("engine.started engine=%r capabilities=%s", self, self._capabilities)
+
+    async def add(self, key: str, request: GenerateRequest) -> None:
+        """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`.
+
+        Cancellation: the request may have been submitted; abort it.
+
+        Raises:
+            InvalidRequest: a parameter that vLLM refuses or would change; nothing was submitted.
+            EngineDead: the engine is gone.
+        """
+        feed = self._running_feed()
+        capabilities = self.capabilities
+        returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
+        params = to_vllm(request, max_model_len=capabilities.max_model_len, returns_rows=returns_rows)
+        engine_id = self._requests.add(key, request)
+        try:
+            await feed.submit(engine_id, request, params)
+        except Exception:
+            self._requests.remove(engine_id)
+            raise
+
+    async def abort(self, keys: Sequence[str]) -> None:
+        """End these requests with a `RequestStep` of finish reason ABORT each, after the steps that came before.
+
+        Unknown keys and requests that end in a step not yet read are left alone.
+        """
+        if self._feed is not None and not self._is_closed:
+            await self._feed.abort(self._requests.engine_ids(keys))
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Yield what each engine step produced; called once. Ends when the engine is closed.
+
+        Raises:
+            EngineDead: the engine died; every open request is lost.
+        """
+        while True:
+            steps = await self._next_steps()
+            if self._is_closed:
+                return
+            if steps:
+                yield steps
+
+    async def close(self) -> None:
+        """Stop the engine and every process it started; safe to call twice and after a failed `start`.
+
+        Cancellation: waits until the processes are gone nevertheless.
+        """
+        self._is_closed = True
+        self._launch.cancel()
+        await self._shut_down()
+
+    async def _open(self, llm: "AsyncLLM") -> None:
+        """Choose how to read from the engine, and start to."""
+        maker = RequestMaker(llm, await llm.get_supported_tasks())
+        feed: Feed
+        if self._read != "generate" and CoreFeed.fits(llm):
+            feed = CoreFeed(llm, maker)
+        elif self._read != "core":
+            feed = GenerateFeed(llm, maker)
+        else:
+            raise EngineDead(f"vLLM {self.capabilities.engine_version} does not let its step outputs be read")
+        self._feed = await self._feeds.enter_async_context(feed)
+        self._requests = OpenRequests(self.capabilities.routed_experts, rows_with_tokens=feed.rows_with_tokens)
+
+    async def _shut_down(self) -> None:
+        llm = self._launch.take()
+        try:
+            await self._feeds.aclose()
+        finally:
+            self._feed = None
+            if llm is not None:
+                reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
+                await _to_the_end(llm.shutdown)
+                if reader is not None:
+                    # vLLM's own task: cancelled by its shutdown, and gone when this returns.
+                    await asyncio.wait({reader})
+
+    async def _warm_up(self) -> None:
+        """Run requests of every kind, so that all is compiled, and prove that this engine keeps the row rule."""
+        room = self.capabilities.max_model_len - WARM_UP_TOKENS
+        prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % self.capabilities.vocab_size
+        for together in WARM_UP_ROUNDS:
+            for number, sampling in enumerate(together):
+                # Salted, so that no one else finds this prompt in the prefix cache.
+                request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up")
+                await self.add(f"warm-up-{number}", request)
+            while len(self._requests):
+                for step in await self._next_steps():
+                    if step.finish_reason is FinishReason.ERROR:
+                        raise EngineDead(f"a first request failed: {step.error}")
+
+    async def _next_steps(self) -> list[RequestStep]:
+        feed = self._running_feed()
+        try:
+            outputs = await feed.next()
+        except EngineDead:
+            if self._is_closed:
+                return []
+            raise
+        steps, broken = self._requests.read(outputs)
+        if broken:
+            logger.error("engine.output_refused requests=%d", len(broken))
+            await feed.abort(broken)
+        return steps
+
+    def _running_feed(self) -> Feed:
+        if self._feed is None or self._is_closed:
+            raise EngineDead("the engine is not running")
+        return self._feed
+
+
+async def _to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:
+    """Run `work` in a thread and stay until it has ended, also when cancelled: a thread cannot be abandoned.
+
+    When cancelled, calls `on_cancel` again and again until `work` has ended.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            if on_cancel is not None:
+                on_cancel()
+            try:
+                await asyncio.wait({future}, timeout=CANCEL_AGAIN_S)
+            except asyncio.CancelledError:
+                continue
+        # Asked for, so that asyncio does not report it as forgotten.
+        future.exception()
+        raise

@@ -1,0 +1,157 @@
+"""Start vLLM: its environment, its arguments, its processes. Everything here blocks and runs in a thread."""
+
+import dataclasses
+import difflib
+import multiprocessing
+import os
+import threading
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import EngineDead
+from workers.engines.vllm.ownership import OwnedExecutor
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["Launch"]
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""vLLM's own default is a share of the whole machine, so that a second worker beside the first does not start
+(v1/worker/cpu_worker.py: __init__). More with `kv_cache_memory_bytes`, `gpu_memory_utilization` or vLLM's variable."""
+KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+LARGEST_THAT_FITS = -1
+"""As `max_model_len`: the model's own, or as much of it as the KV cache holds."""
+
+
+class Launch:
+    """One attempt to start an engine.
+
+    Args:
+        model: folder of the checkpoint, or whatever else vLLM takes.
+        engine_args: fields of vLLM's `AsyncEngineArgs`.
+        log_level: of vLLM's own logs, which go to stderr.
+    """
+
+    def __init__(self, model: str, engine_args: Mapping[str, Any], log_level: str) -> None:
+        self._model = model
+        self._engine_args = engine_args
+        self._log_level = log_level
+        self._is_cancelled = threading.Event()
+        self._other_children: frozenset[BaseProcess] | None = None
+        """This process's children when vLLM began to start; None when it does not."""
+        self._llm: AsyncLLM | None = None
+
+    def run(self) -> None:
+        """Start the engine, which is then in `llm`; takes as long as loading the model does.
+
+        Called outside of an event loop's thread, so that `AsyncLLM` starts no task of its own. Returns nothing, as
+        the thread would hold on to it, and a forgotten `AsyncLLM` complains when the interpreter ends.
+
+        Raises:
+            EngineDead: it did not start, or `cancel` was called; the message says why.
+        """
+        set_environment(self._model, self._log_level)
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
+
+        self._check_wanted()
+        try:
+            args = engine_arguments(self._model, self._engine_args)
+            config = args.create_engine_config()
+            self._check_wanted()
+            executor = OwnedExecutor(Executor.get_class(config))
+            self._other_children = frozenset(multiprocessing.active_children())
+            self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
+        except EngineDead:
+            raise
+        except Exception as exc:
+            self._check_wanted()
+            # Whatever vLLM, torch or a broken checkpoint throws at start-up means the same to the worker.
+            raise EngineDead(f"vLLM did not start with {self._model}: {type(exc).__name__}: {exc}") from exc
+        finally:
+            self._other_children = None
+
+    def cancel(self) -> None:
+        """Make `run` end soon, if it has not. Called again until it has: vLLM may be about to start a process."""
+        self._is_cancelled.set()
+        others = self._other_children
+        if others is not None:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+
+    @property
+    def llm(self) -> "AsyncLLM":
+        """What `run` has started."""
+        if self._llm is None:
+            raise EngineDead("vLLM has not been started")
+        return self._llm
+
+    def take(self) -> "AsyncLLM | None":
+        """What `run` has started, once: it belongs to the caller, who shuts it down."""
+        llm, self._llm = self._llm, None
+        return llm
+
+    def _check_wanted(self) -> None:
+        if self._is_cancelled.is_set():
+            raise EngineDead("the engine was closed while it started")
+
+
+def set_environment(model: str, log_level: str) -> None:
+    """Set what vLLM reads from the environment, here and in its processes; only before vllm is first imported."""
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ["VLLM_LOGGING_LEVEL"] = log_level
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        # Torch's C++ warnings about the machine's memory layout.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if Path(model).is_dir():
+        # All of the model is here, and nothing should wait for a server that may not be reachable.
+        defaults["HF_HUB_OFFLINE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
+    """The arguments for vLLM: what was given, and where nothing was, what suits a worker.
+
+    Raises:
+        EngineDead: an argument that vLLM does not know, or that the worker sets itself.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    _check_names(given, known)
+    defaults: dict[str, Any] = {
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        defaults |= {"enforce_eager": True, "max_model_len": LARGEST_THAT_FITS}
+        if not any(name in given for name in KV_CACHE_ARGS) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    chosen = {"model": model} | {name: value for name, value in defaults.items() if name in known} | dict(given)
+    args = AsyncEngineArgs(**chosen)
+    if "enable_return_routed_experts" not in given:
+        # From the model's configuration alone, before any weights are loaded.
+        args.enable_return_routed_experts = bool(args.create_model_config().get_num_experts())
+    return args
+
+
+def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
+    for name in given:
+        if name == "model":
+            raise EngineDead("engine argument 'model': the model is given by itself, not among the engine's arguments")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise EngineDead(f"engine argument {name!r} is unknown to vLLM{hint}")
+    mode = given.get("logprobs_mode", "processed_logprobs")
+    if not str(mode).endswith("_logprobs"):
+        raise EngineDead(f"engine argument 'logprobs_mode' is {mode!r}; allowed: processed_logprobs, raw_logprobs")

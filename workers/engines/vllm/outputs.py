@@ -1,0 +1,245 @@
+"""From what the engine reports to `RequestStep`s: one place that counts tokens and rows and lets nothing odd pass."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from schemas.presence import RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.rows import DTYPES, Rows, expected_rows, rows_as_wire
+from workers.engine import RequestStep
+
+__all__ = ["LogprobTable", "OpenRequests", "Output"]
+
+
+class LogprobTable(NamedTuple):
+    """Log probabilities as vLLM gives them: column 0 is the token itself, then come the most likely ones, best first.
+
+    In a batch of requests with different `logprobs` every table is as wide as the widest (v1/sample/sampler.py:
+    gather_logprobs), so that only the first `logprobs` columns after column 0 belong to the request.
+    """
+
+    token_ids: npt.NDArray[np.integer[Any]]
+    """[positions, width]"""
+    logprobs: npt.NDArray[np.floating[Any]]
+    """[positions, width]"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """What the engine reports of one request at one time, in its own terms."""
+
+    engine_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobTable | None = None
+    prompt_logprobs: LogprobTable | None = None
+    """Positions 1 to Lp - 1."""
+    routed_experts: npt.NDArray[Any] | None = None
+    cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str = "the engine failed this request; its log says why"
+    """Only with `finish_reason` ERROR."""
+
+
+class _UnusableOutput(Exception):
+    """The engine reported something that must not leave the worker; ends the request, harms no other."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """One request in the engine."""
+
+    key: str
+    prompt_len: int
+    start: int
+    returns_rows: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    stop_token_ids: frozenset[int]
+    num_tokens: int = 0
+    num_rows: int = 0
+    has_begun: bool = False
+
+
+class OpenRequests:
+    """Every request that the engine has taken and not ended.
+
+    Invariant: the rows handed over for a request start at its `start`, follow each other without a gap, and are
+    as many as the row rule says, whenever `rows_with_tokens`, else at its end.
+
+    Args:
+        routing: the shape of the model's routing; None when the engine returns none.
+        rows_with_tokens: rows come in the step of their tokens, not all in the last one.
+    """
+
+    def __init__(self, routing: RoutedExpertsInfo | None, *, rows_with_tokens: bool) -> None:
+        self._routing = routing
+        self._rows_with_tokens = rows_with_tokens
+        self._open: dict[str, _Open] = {}
+        self._engine_ids: dict[str, str] = {}
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, key: str, request: GenerateRequest) -> str:
+        """Open a request; returns the id under which the engine knows it, which no other request ever has.
+
+        A key may come again while late outputs of its aborted predecessor are still on their way, and the engine
+        core dies of an id that it has already.
+        """
+        engine_id = f"{self._num_opened}-{key}"
+        self._num_opened += 1
+        self._engine_ids[key] = engine_id
+        self._open[engine_id] = _Open(
+            key=key,
+            prompt_len=request.prompt_len,
+            start=request.routed_experts_prompt_start,
+            returns_rows=self._routing is not None and request.return_routed_experts is not False,
+            num_logprobs=request.sampling.logprobs,
+            num_prompt_logprobs=request.sampling.prompt_logprobs,
+            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+        )
+        return engine_id
+
+    def remove(self, engine_id: str) -> None:
+        """Forget a request that the engine did not take after all, or has ended."""
+        request = self._open.pop(engine_id, None)
+        if request is not None and self._engine_ids.get(request.key) == engine_id:
+            del self._engine_ids[request.key]
+
+    def engine_ids(self, keys: Iterable[str]) -> list[str]:
+        """The engine's ids of those of `keys` that are open."""
+        return [self._engine_ids[key] for key in keys if key in self._engine_ids]
+
+    def read(self, outputs: Iterable[Output]) -> tuple[list[RequestStep], list[str]]:
+        """Turn one step's outputs into `RequestStep`s; outputs of requests that are not open are passed over.
+
+        Returns:
+            The steps, and the engine's ids of requests that were ended here while the engine still works on them.
+        """
+        steps: list[RequestStep] = []
+        broken: list[str] = []
+        for output in outputs:
+            request = self._open.get(output.engine_id)
+            if request is None:
+                continue
+            try:
+                step = self._step(request, output)
+            except _UnusableOutput as exc:
+                step = _failed(request, str(exc))
+                if output.finish_reason is None:
+                    broken.append(output.engine_id)
+            if step.finish_reason is not None:
+                self.remove(output.engine_id)
+            steps.append(step)
+        return steps, broken
+
+    def _step(self, request: _Open, output: Output) -> RequestStep:
+        if output.finish_reason is FinishReason.ERROR:
+            return _failed(request, output.error)
+        token_ids = np.array(output.token_ids, np.int32)
+        logprobs, top = _logprobs(request.num_logprobs, output.logprobs, len(token_ids))
+        prompt_logprobs = None
+        if not request.has_begun and len(token_ids) and request.num_prompt_logprobs is not None:
+            prompt_logprobs = _prompt_logprobs(request, output.prompt_logprobs)
+        rows_start = request.start + request.num_rows
+        rows = self._rows(request, output) if request.returns_rows else None
+        step = RequestStep(
+            key=request.key,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_logprobs=top,
+            prompt_logprobs=prompt_logprobs,
+            routed_experts=rows,
+            routed_experts_start=rows_start,
+            cached_tokens=None if request.has_begun else output.cached_tokens,
+            finish_reason=output.finish_reason,
+            # vLLM names the stop token also when it is one of the model's own end-of-sequence tokens.
+            stop_reason=output.stop_reason if output.stop_reason in request.stop_token_ids else None,
+        )
+        request.has_begun = True
+        request.num_tokens += len(token_ids)
+        request.num_rows += 0 if rows is None else len(rows)
+        return step
+
+    def _rows(self, request: _Open, output: Output) -> Rows:
+        routing = self._routing
+        if routing is None:
+            raise _UnusableOutput("the engine returned routing for a model that has none")
+        if output.routed_experts is None:
+            rows: Rows = np.empty((0, routing.num_layers, routing.top_k), DTYPES[routing.dtype])
+        else:
+            try:
+                rows = rows_as_wire(output.routed_experts, routing.dtype)
+            except ValueError as exc:
+                raise _UnusableOutput(f"the engine's routing is unusable: {exc}") from exc
+        if rows.shape[1:] != (routing.num_layers, routing.top_k):
+            raise _UnusableOutput(f"the engine's routing has the shape {rows.shape}")
+        num_rows = request.num_rows + len(rows)
+        num_tokens = request.num_tokens + len(output.token_ids)
+        expected = expected_rows(request.prompt_len, request.start, num_tokens)
+        is_complete = self._rows_with_tokens or output.finish_reason is not None
+        if num_rows > expected or (is_complete and num_rows != expected):
+            raise _UnusableOutput(
+                f"the engine returned {num_rows} rows of routing for {num_tokens} tokens after a prompt of "
+                f"{request.prompt_len} from {request.start}; {expected} belong to them"
+            )
+        return rows
+
+
+def _failed(request: _Open, error: str) -> RequestStep:
+    return RequestStep(
+        key=request.key,
+        token_ids=np.empty(0, np.int32),
+        logprobs=None if request.num_logprobs is None else np.empty(0, np.float32),
+        routed_experts_start=request.start + request.num_rows,
+        finish_reason=FinishReason.ERROR,
+        error=error,
+    )
+
+
+def _logprobs(
+    num_logprobs: int | None, table: LogprobTable | None, num_tokens: int
+) -> tuple[npt.NDArray[np.float32] | None, TopLogprobs | None]:
+    """The sampled tokens' log probabilities f4[k], and the `num_logprobs` best alternatives at each position."""
+    if num_logprobs is None:
+        return None, None
+    if num_tokens == 0:
+        return np.empty(0, np.float32), None
+    if table is None or len(table.logprobs) != num_tokens:
+        raise _UnusableOutput(f"the engine returned no log probabilities for {num_tokens} tokens")
+    return _split(table, num_logprobs)
+
+
+def _prompt_logprobs(request: _Open, table: LogprobTable | None) -> PromptLogprobs:
+    width = request.num_prompt_logprobs or 0
+    if request.prompt_len == 1:
+        # A prompt of one token has none; vLLM says nothing then.
+        return PromptLogprobs(start=1, logprobs_data=b"", top=TopLogprobs(width, b"", b"") if width else None)
+    if table is None or len(table.logprobs) != request.prompt_len - 1:
+        raise _UnusableOutput(f"the engine returned no log probabilities for a prompt of {request.prompt_len} tokens")
+    logprobs, top = _split(table, width)
+    return PromptLogprobs(start=1, logprobs_data=logprobs.astype("<f4", copy=False).tobytes(), top=top)
+
+
+def _split(table: LogprobTable, width: int) -> tuple[npt.NDArray[np.float32], TopLogprobs | None]:
+    used = table.logprobs[:, : width + 1]
+    if np.isnan(used).any():
+        # For example when parameters leave no token to sample: every logit is -inf.
+        raise _UnusableOutput("the engine computed NaN as a log probability")
+    if used.shape[1] <= width:
+        raise _UnusableOutput(f"the engine returned {used.shape[1] - 1} of {width} top log probabilities")
+    top = None
+    if width:
+        top = TopLogprobs(
+            width,
+            table.token_ids[:, 1 : width + 1].astype("<i4").tobytes(),
+            used[:, 1:].astype("<f4").tobytes(),
+        )
+    return np.ascontiguousarray(used[:, 0], np.float32), top

@@ -1,0 +1,154 @@
+"""From a `GenerateRequest` to vLLM's sampling parameters: refuse what vLLM would silently change."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from schemas.errors import InvalidRequest
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import vllm
+
+__all__ = ["extra_names", "refusal", "to_vllm"]
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this (sampling_params.py: __post_init__)."""
+
+NOT_EXTRA = {
+    "rollbus has a field of its own for it": {
+        *SamplingParams.__struct_fields__,
+        "_bad_words_token_ids",
+        "routed_experts_prompt_start",
+    },
+    "text is the frontend's business": {
+        "bad_words",
+        "detokenize",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+    },
+    "it decides in what form results come, which the adapter relies on": {
+        "flat_logprobs",
+        "logprob_token_ids",
+        "output_kind",
+        "skip_clone",
+        "stream_interval",
+    },
+    "vLLM computes it": {"_all_stop_token_ids", "_eos_token_id", "output_text_buffer_length"},
+}
+"""Fields of vLLM's `SamplingParams` that `sampling.extra` may not set, by reason."""
+
+
+def extra_names(model_config: Any) -> tuple[str, ...]:
+    """Names that `sampling.extra` may use with this engine."""
+    from vllm import SamplingParams as VllmSamplingParams
+
+    refused = set().union(*NOT_EXTRA.values())
+    if not getattr(model_config, "enable_trace_replay", False):
+        refused.add("trace_decode_token_ids")
+    return tuple(sorted(set(VllmSamplingParams.__struct_fields__) - refused))
+
+
+def to_vllm(request: GenerateRequest, *, max_model_len: int, returns_rows: bool) -> "vllm.SamplingParams":
+    """Translate how to sample.
+
+    Raises:
+        InvalidRequest: a value that vLLM refuses, or accepts and replaces by another.
+    """
+    from vllm import SamplingParams as VllmSamplingParams
+
+    sampling = request.sampling
+    _check_unchanged(request, max_model_len)
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": None if sampling.logit_bias is None else dict(sampling.logit_bias),
+        "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
+        # The rows of a prompt whose routing is declined need not be read and sent by the engine.
+        "routed_experts_prompt_start": request.routed_experts_prompt_start if returns_rows else request.prompt_len,
+        "detokenize": False,
+        # Made for one request: vLLM need not copy it before it fills in the rest.
+        "skip_clone": True,
+    }
+    if sampling.bad_words_token_ids:
+        # What vLLM makes of its `bad_words`; set directly, as there is no text here to tokenize.
+        fields["_bad_words_token_ids"] = [list(word) for word in sampling.bad_words_token_ids]
+    for name, value in (sampling.extra or {}).items():
+        fields[name] = _converted(VllmSamplingParams, name, value)
+    try:
+        return VllmSamplingParams(**fields)
+    except (_validation_error(), ValueError, TypeError) as exc:
+        raise refusal(exc, sampling) from exc
+
+
+def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
+    """Say in our words what vLLM found wrong with a request."""
+    parameter = getattr(exc, "parameter", None)
+    if parameter is None:
+        field = "sampling"
+    elif sampling.extra and parameter in sampling.extra:
+        field = f"sampling.extra.{parameter}"
+    elif parameter in GenerateRequest.__struct_fields__:
+        field = parameter
+    else:
+        field = f"sampling.{parameter}"
+    # str() of vLLM's error repeats the value, which may be a long list of token ids; its first argument does not.
+    problem = str(exc.args[0]) if exc.args else type(exc).__name__
+    return InvalidRequest(field=field, problem=f"was refused by vLLM: {problem}", allowed="what vLLM's message says")
+
+
+def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
+    """Refuse what vLLM would accept and then change."""
+    sampling = request.sampling
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            field="sampling.temperature",
+            problem=f"is {sampling.temperature:g}",
+            allowed=f"0 (greedy), or {MIN_TEMPERATURE:g} to 2 with vLLM",
+        )
+    room = max_model_len - request.prompt_len
+    for name, allowed in (
+        ("max_tokens", f"1 to {room}, or null for as many as fit"),
+        ("min_tokens", f"0 to {room}"),
+    ):
+        value = getattr(sampling, name)
+        if value is not None and value > room:
+            raise InvalidRequest(
+                field=f"sampling.{name}",
+                problem=f"is {value} after a prompt of {request.prompt_len} tokens",
+                allowed=f"{allowed}, as the model has {max_model_len} positions",
+            )
+
+
+def _converted(params_class: type, name: str, value: object) -> Any:
+    """Bring a value of JSON's types to the type of vLLM's field `name`."""
+    types = {field.name: field.type for field in msgspec.structs.fields(params_class)}
+    try:
+        return msgspec.convert(value, types[name])
+    except (msgspec.ValidationError, _validation_error(), ValueError, TypeError) as exc:
+        raise InvalidRequest(
+            field=f"sampling.extra.{name}", problem=f"cannot be used: {exc}", allowed="what vLLM takes for it"
+        ) from exc
+
+
+def _validation_error() -> type[Exception]:
+    from vllm.exceptions import VLLMValidationError
+
+    # Any, as far as a type checker can see into vLLM.
+    kind: type[Exception] = VLLMValidationError
+    return kind
