@@ -33,6 +33,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check names and range."""
+        check_subject_token("fleet", self.fleet)
         check_subject_token("worker_id", self.worker_id)
         check_name("model", self.model)
         check_int("weight_version", self.weight_version, 0, MAX_WEIGHT_VERSION)
