@@ -63,8 +63,6 @@ class WorkerState(enum.StrEnum):
     """The engine is loading or warming up; requests are not taken."""
     SERVING = "serving"
     """Requests are taken."""
-    DRAINING = "draining"
-    """No new requests are taken; open ones are finished."""
     FAILED = "failed"
     """The engine died; the process is about to exit."""
     STOPPED = "stopped"

@@ -29,7 +29,7 @@ async def test_open_requests_fail_and_the_fleet_comes_back(fleet: str) -> None:
         await server.kill()
         await server.restart()
         async with asyncio.timeout(30):
-            with pytest.raises(RequestFailed) as caught:  # noqa: PT012
+            with pytest.raises(RequestFailed) as caught:
                 async for _ in stream:
                     pass
             assert caught.value.code is ErrorCode.FRAMES_LOST

@@ -20,7 +20,7 @@ def endless() -> GenerateRequest:
 
 
 async def test_requests_of_a_killed_worker_fail_as_worker_lost(nats_url: str, fleet: str) -> None:
-    """kill -9 midway through a stream: the stream fails as `worker_lost`, may be retried, and the fleet is empty."""
+    """Kill -9 midway through a stream: the stream fails as `worker_lost`, may be retried, and the fleet is empty."""
     async with (
         bus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, engine_args=SLOW) as process,
@@ -75,7 +75,7 @@ async def test_a_stopped_process_ends_in_order(nats_url: str, fleet: str) -> Non
         stream = rb.generate(endless())
         await anext(stream)
         process.terminate()
-        with pytest.raises(RequestFailed) as caught:  # noqa: PT012
+        with pytest.raises(RequestFailed) as caught:
             async for _ in stream:
                 pass
 
