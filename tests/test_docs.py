@@ -19,7 +19,7 @@ def test_every_subject_is_documented() -> None:
 
 
 def test_every_worker_state_is_documented() -> None:
-    """docs/protocol.md explains each state that a worker may announce, and no other."""
+    """docs/protocol.md explains each state that a worker announces, and no other."""
     section = (ROOT / "docs" / "protocol.md").read_text().partition("## Presence")[2].partition("\n## ")[0]
 
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(WorkerState)
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(WorkerState) - {WorkerState.UNKNOWN}
