@@ -100,7 +100,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nats",
         metavar="URL",
-        default=os.environ.get("ROLLBUS_NATS", DEFAULT_NATS),
+        default=os.environ.get("ROLLBUS_NATS") or DEFAULT_NATS,
         help=f"address of the NATS server (default: $ROLLBUS_NATS or {DEFAULT_NATS})",
     )
     group.add_argument("--fleet", metavar="NAME", default="default", help="name of the fleet (default: %(default)s)")

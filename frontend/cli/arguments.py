@@ -1,9 +1,10 @@
-"""Kinds of argument values; each says what is wrong with a bad one."""
+"""Kinds of argument values; each says what is wrong with a bad one. And how an address is shown."""
 
 import argparse
 import json
+import re
 
-__all__ = ["json_object", "non_negative_int", "positive_float", "positive_int"]
+__all__ = ["json_object", "non_negative_int", "positive_float", "positive_int", "without_password"]
 
 
 def positive_int(text: str) -> int:
@@ -36,6 +37,11 @@ def json_object(text: str) -> str:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
     return text
+
+
+def without_password(url: str) -> str:
+    """A NATS address as it may be shown: user, password or token are left out."""
+    return re.sub(r"//.*@", "//", url)
 
 
 def _int(text: str, low: int) -> int:

@@ -3,12 +3,15 @@
 On a terminal, tables have borders and long work shows a bar; into pipes and files goes plain text of any width.
 """
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
-__all__ = ["note", "plain_table", "print_json", "print_table", "progress", "say", "waiting"]
+__all__ = ["note", "plain_table", "print_json", "print_table", "program", "progress", "say", "waiting"]
 
 
 def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
@@ -52,6 +55,14 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def program() -> str:
+    """How this program is called where the user is, for commands to copy."""
+    script = Path(sys.argv[0])
+    if script.name != "rollbus":
+        return "python -m frontend.cli"
+    return "rollbus" if shutil.which("rollbus") else os.path.relpath(script)
 
 
 @contextmanager

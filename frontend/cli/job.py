@@ -8,6 +8,7 @@ from pathlib import Path
 
 import bus
 from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers
+from frontend.cli.arguments import without_password
 from frontend.cli.console import progress
 from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.prompts import Defaults, InputSummary, Prompt, read_prompts
@@ -57,7 +58,7 @@ class Job:
             if not any(worker.state is WorkerState.SERVING for worker in workers):
                 others = ", ".join(f"{worker.worker} is {worker.state}" for worker in workers) or "none is there"
                 raise CommandFailed(
-                    f"no worker serves in fleet {fleet!r} at {nats_url} ({others}); "
+                    f"no worker serves in fleet {fleet!r} at {without_password(nats_url)} ({others}); "
                     "start one with `rollbus up` or `rollbus worker`",
                     ExitCode.NO_WORKERS,
                 )

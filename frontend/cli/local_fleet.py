@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ __all__ = ["TINY_MOE", "LocalFleet", "default_state_dir", "make_tiny_moe", "run_
 
 TINY_MOE = "tiny-moe"
 """Served name of the model that is made on the spot, and of its folder."""
+TINY_MOE_MARKER = "tiny_moe.json"
+"""The file in it that says how it was made."""
 ANY_PORT = -1
 
 
@@ -94,5 +97,13 @@ async def make_tiny_moe(state_dir: Path) -> Path:
     """
     folder = state_dir / TINY_MOE
     command = [*python_module("workers.engines.vllm.tiny_moe"), "--output", str(folder)]
-    await run_tool(ProcessSpec("making the tiny MoE", command, python_env()))
+    spec = ProcessSpec("making the tiny MoE", command, python_env())
+    try:
+        await run_tool(spec)
+    except CommandFailed:
+        if not await asyncio.to_thread((folder / TINY_MOE_MARKER).is_file):
+            raise
+        # It is one, but another release of rollbus made it in another way.
+        await asyncio.to_thread(shutil.rmtree, folder)
+        await run_tool(spec)
     return folder

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 import bus
 from bus import GenerateRequest, Generation
-from frontend.cli.console import note, print_json, print_table, progress, say, waiting
+from frontend.cli.console import note, print_json, print_table, program, progress, say, waiting
 from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.expert_counts import COLUMNS, count_experts, expert_rows
 from frontend.cli.local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
 from frontend.cli.prompts import Prompt
 from frontend.cli.results import first_error
 from frontend.tokenization import Tokenizer, load_tokenizer
-from schemas.presence import Capabilities, RoutedExpertsInfo
+from schemas.presence import RoutedExpertsInfo
 from schemas.rows import expected_rows
 
 __all__ = ["Tour"]
@@ -67,15 +67,23 @@ class Tour:
             with waiting("starting"):
                 url = await stack.enter_async_context(run_fleet(local, self._hear))
                 tokenizer = await asyncio.to_thread(load_tokenizer, model)
-                rb = await stack.enter_async_context(bus.connect(url, fleet=self.fleet))
-                known = (await rb.fleet.state()).workers[0].capabilities
+            self._say(f"      {url} ({_took(started)})")
+            await self.show(url, tokenizer)
+        if not self.as_json:
+            self._say(NEXT.format(program=program(), questions=_short_path(self.source)))
+        return ExitCode.OK
+
+    async def show(self, url: str, tokenizer: Tokenizer) -> None:
+        """Stream one answer, complete all prompts, and show their routing, on the fleet at `url`."""
+        async with bus.connect(url, fleet=self.fleet) as rb:
+            workers = (await rb.fleet.state()).workers
+            known = workers[0].capabilities if workers else None
             if known is None or known.routed_experts is None:
-                raise CommandFailed("the worker does not return routed experts")
-            self._say(f"      {url}, engine vLLM {known.engine_version}, {_described(known)} ({_took(started)})")
+                raise CommandFailed("no worker returns routed experts")
+            self._say(f"      vLLM {known.engine_version}, {_described(known.routed_experts)}")
             await self._stream_one(rb, tokenizer)
             generations, seconds = await self._complete_all(rb, tokenizer)
         self._summarize(generations, known.routed_experts, seconds)
-        return ExitCode.OK
 
     def _hear(self, worker: str, line: str) -> None:
         if self.is_verbose:
@@ -150,16 +158,18 @@ class Tour:
             f"  an even share would be {1 / routing.num_experts:.1%} for each of {routing.num_experts} experts:\n"
         )
         print_table(COLUMNS, expert_rows(counts), out=self._out)
-        self._say(NEXT.format(questions=_short_path(self.source)))
 
 
 NEXT = """
 What to try next
-  rollbus up                      the same fleet, until Ctrl-C; with --model DIR your own checkpoint
-  rollbus status                  from another terminal: the workers and how busy they are
-  rollbus generate --input {questions} --output answers.jsonl --routed-experts npz
-                                  the results in a file, their routing beside it in answers.npz
-  README.md                       the same from Python, in ten lines
+  {program} up
+      the same fleet, until Ctrl-C; with --model DIR your own checkpoint
+  {program} status
+      from another terminal: the workers and how busy they are
+  {program} generate --input {questions} --output answers.jsonl --routed-experts npz
+      results in a file, their routing beside it in answers.npz
+  README.md
+      the same from Python, in ten lines
 """
 
 
@@ -174,10 +184,7 @@ def _shortened(request: GenerateRequest) -> GenerateRequest:
     return replace(request, sampling=replace(request.sampling, max_tokens=NUM_STREAMED, n=1))
 
 
-def _described(known: Capabilities) -> str:
-    routing = known.routed_experts
-    if routing is None:
-        return "no experts"
+def _described(routing: RoutedExpertsInfo) -> str:
     return f"{routing.num_layers} layers of {routing.num_experts} experts, {routing.top_k} for each token"
 
 

@@ -36,13 +36,42 @@ def running_up(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], d
             stderr=stderr,
             text=True,
         )
-        try:
-            if process.stdout is None:
-                raise RuntimeError("no stdout")
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"rollbus up ended with {process.wait()}:\n{log.read_text()}")
-            yield process, json.loads(line)
-        finally:
-            process.terminate()
-            process.communicate()
+        with process:
+            try:
+                if process.stdout is None:
+                    raise RuntimeError("no stdout")
+                line = process.stdout.readline()
+                if not line:
+                    raise RuntimeError(f"rollbus up ended with {process.wait()}:\n{log.read_text()}")
+                yield process, json.loads(line)
+            finally:
+                process.terminate()
+
+
+def processes_with(*words: str) -> list[int]:
+    """The ids of the worker processes whose command lines have all of these words."""
+    listing = subprocess.run(
+        ["ps", "-ww", "-eo", "pid=,stat=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    found = []
+    for line in listing.splitlines():
+        pid, state, args = line.split(None, 2)
+        if "-m workers" in args and all(word in args for word in words) and not state.startswith("Z"):
+            found.append(int(pid))
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The ids of a process's children, their children, and so on."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listing.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    family = []
+    pending = [pid]
+    while pending:
+        found = children.get(pending.pop(), [])
+        family += found
+        pending += found
+    return family

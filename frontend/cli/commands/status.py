@@ -6,6 +6,7 @@ Exits with 5 when no worker answers.
 import argparse
 from typing import TYPE_CHECKING
 
+from frontend.cli.arguments import without_password
 from frontend.cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ async def _status(args: argparse.Namespace) -> int:
         print_table(COLUMNS, [worker_row(worker) for worker in state.workers])
     if not state.workers:
         raise CommandFailed(
-            f"no live workers in fleet {args.fleet!r} at {args.nats}; start some with `rollbus up` or `rollbus worker`",
+            f"no live workers in fleet {args.fleet!r} at {without_password(args.nats)}; "
+            "start some with `rollbus up` or `rollbus worker`",
             ExitCode.NO_WORKERS,
         )
     return ExitCode.OK

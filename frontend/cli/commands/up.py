@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from frontend.cli.arguments import positive_float, positive_int
+from frontend.cli.arguments import positive_float, positive_int, without_password
 from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.worker_options import add_worker_options, worker_flags
 
@@ -103,7 +103,7 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
 
 
 def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str) -> None:
-    from frontend.cli.console import print_json, say
+    from frontend.cli.console import print_json, program, say
 
     if args.json:
         print_json({"nats": url, "http": None, "workers": fleet.worker_ids})
@@ -111,8 +111,8 @@ def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str) -> None:
     where = f" --nats {url}" if urlsplit(url).port != DEFAULT_PORT else ""
     where += f" --fleet {args.fleet}" if args.fleet != "default" else ""
     say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving. From another terminal:")
-    say(f"    rollbus status{where}")
-    say(f"    rollbus generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}")
+    say(f"    {program()} status{where}")
+    say(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}")
     say("Ctrl-C stops everything.")
 
 
@@ -126,10 +126,11 @@ def nats_port(url: str) -> int:
     try:
         port = parts.port
     except ValueError as exc:
-        raise CommandFailed(f"--nats {url}: {exc}", ExitCode.USAGE) from exc
+        raise CommandFailed(f"--nats {without_password(url)}: {exc}", ExitCode.USAGE) from exc
     if parts.hostname not in LOOPBACK:
         raise CommandFailed(
-            f"--nats {url}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1", ExitCode.USAGE
+            f"--nats {without_password(url)}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1",
+            ExitCode.USAGE,
         )
     if not port:
         return -1

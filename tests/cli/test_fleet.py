@@ -1,0 +1,244 @@
+"""The commands together, over a real NATS server; the engine is the synthetic one, as it is not what is tested."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frontend.cli.exits import ExitCode
+from tests.cli.support import ENV, command, processes_with, rollbus, running_up
+from tests.support.processes import becomes_true
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a fleet of two workers that stays up for this module."""
+    log = tmp_path_factory.mktemp("up") / "log"
+    with running_up("--engine", "synthetic", "--workers", "2", log=log) as (_, info):
+        yield info["nats"]
+
+
+def write(path: Path, *lines: dict[str, object]) -> Path:
+    """Make an input."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> dict[int, dict[str, Any]]:
+    """The results of an output by index; each must be there once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    results = {line["index"]: line for line in lines}
+    assert len(results) == len(lines)
+    return results
+
+
+def generate(nats: str, path: Path, *args: str) -> tuple[int, dict[str, Any], str]:
+    """Run `rollbus generate --json` on `path`; returns exit code, report and stderr."""
+    output = path.with_name("out.jsonl")
+    done = rollbus("generate", "--input", str(path), "--output", str(output), "--json", *args, nats=nats)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_status_shows_the_workers(nats: str) -> None:
+    """One row for each worker; the same as JSON in one line."""
+    table, as_json = rollbus("status", nats=nats), rollbus("status", "--json", nats=nats)
+
+    assert (table.returncode, table.stderr) == (0, "")
+    assert [line.split()[:3] for line in table.stdout.splitlines()[1:]] == [
+        ["local-0", "synthetic", "serving"],
+        ["local-1", "synthetic", "serving"],
+    ]
+    [line] = as_json.stdout.splitlines()
+    assert [worker["worker"] for worker in json.loads(line)["workers"]] == ["local-0", "local-1"]
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
+    """No workers: exit code 5, at once, in one line that names fleet and server; nothing is sent."""
+    status = rollbus("status", "--fleet", "nobody", *json_option, nats=nats)
+    path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]})
+    code, _, stderr = generate(nats, path, "--fleet", "nobody")
+
+    assert (status.returncode, code) == (ExitCode.NO_WORKERS, ExitCode.NO_WORKERS)
+    for line in (status.stderr, stderr):
+        assert "'nobody'" in line
+        assert nats in line
+        assert line.count("\n") == 1
+    if json_option:
+        assert json.loads(status.stdout) == {"fleet": "nobody", "workers": []}
+
+
+def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
+    """Results have tokens, logprobs and rows by the row rule; the report counts them."""
+    prompts: list[dict[str, object]] = [
+        {"prompt_token_ids": list(range(1, i + 2)), "max_tokens": i % 7 + 1, "ignore_eos": True} for i in range(50)
+    ]
+    path = write(tmp_path / "in.jsonl", *prompts)
+
+    code, report, stderr = generate(nats, path, "--routed-experts", "npz", "--max-in-flight", "8")
+
+    assert (code, stderr) == (0, "")
+    assert (report["done"], report["failed"], report["tokens"]) == (50, 0, sum(i % 7 + 1 for i in range(50)))
+    results = read(tmp_path / "out.jsonl")
+    assert sorted(results) == list(range(50))
+    with np.load(report["npz"]) as arrays:
+        for i, line in results.items():
+            assert len(line["token_ids"]) == len(line["logprobs"]) == len(line["weight_versions"]) == i % 7 + 1
+            assert (line["prompt_len"], line["finish_reason"], line["attempts"]) == (i + 1, "length", 1)
+            described = line["routed_experts"]
+            rows = arrays[described["key"]]
+            assert list(rows.shape) == described["shape"] == [i + 1 + i % 7, 4, 4]
+            assert (rows.dtype, described["dtype"], described["start"]) == (np.uint8, "u1", 0)
+
+
+def test_options_apply_and_samples_are_siblings(nats: str, tmp_path: Path) -> None:
+    """Options fill in what a line does not say; n samples come as one line; no routing means none."""
+    path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 2})
+    options = ("--max-tokens", "3", "-n", "2", "--seed", "5", "--routed-experts", "none")
+
+    code, report, _ = generate(nats, path, *options)
+
+    results = read(tmp_path / "out.jsonl")
+    assert (code, report["tokens"], report["npz"]) == (0, 10, None)
+    assert [len(results[i]["token_ids"]) for i in (0, 1)] == [3, 2]
+    assert [len(results[i]["siblings"]) for i in (0, 1)] == [1, 1]
+    assert results[0]["routed_experts"] is None
+
+
+def test_failed_prompts_are_listed_and_retried(nats: str, tmp_path: Path) -> None:
+    """One bad prompt harms no other; the command ends with 1; the next run tries the failed one alone."""
+    path = write(
+        tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [2]}
+    )
+
+    first, second = generate(nats, path), generate(nats, path)
+
+    assert [(code, report["done"], report["failed"]) for code, report, _ in (first, second)] == [(1, 2, 1), (1, 0, 1)]
+    results = read(tmp_path / "out.jsonl")
+    assert sorted(results) == [0, 1, 2]
+    assert results[1]["error"]["code"] == "invalid_request"
+    assert results[1]["error"]["field"].startswith("prompt_token_ids")
+
+
+def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
+    """After SIGKILL in the middle, the same command finishes: every prompt once, every array there."""
+    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(1000)))
+    output = tmp_path / "out.jsonl"
+    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
+    process = subprocess.Popen(command("generate", *args), env={**ENV, "ROLLBUS_NATS": nats})
+    assert becomes_true(lambda: output.exists() and output.read_bytes().count(b"\n") > 100)
+    process.kill()
+    process.wait()
+    kept = output.read_bytes().count(b"\n")
+    assert kept < 1000
+
+    code, report, stderr = generate(nats, path, "--routed-experts", "npz")
+
+    assert (code, stderr) == (0, "")
+    assert (report["resumed"], report["done"]) == (kept, 1000 - kept)
+    results = read(output)
+    assert sorted(results) == list(range(1000))
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert len(arrays.files) == 1000
+        assert all(list(arrays[line["routed_experts"]["key"]].shape) == line["routed_experts"]["shape"] for line in
+                   list(results.values())[::50])  # fmt: skip
+    assert generate(nats, path, "--routed-experts", "npz")[1]["done"] == 0
+
+
+def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
+    """An interrupted run says so in one line, ends with 130, and leaves a complete .npz."""
+    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
+    output = tmp_path / "out.jsonl"
+    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
+    process = subprocess.Popen(
+        command("generate", *args), env={**ENV, "ROLLBUS_NATS": nats}, stderr=subprocess.PIPE, text=True
+    )
+    assert becomes_true(lambda: output.exists() and output.read_bytes().count(b"\n") > 10)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+
+    assert (process.returncode, stderr) == (130, "rollbus: interrupted\n")
+    results = read(output)
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert {int(key) for key in arrays} >= set(results)
+
+
+def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
+    """Text for a model that is in no folder here is a usage error that says what to pass."""
+    path = write(tmp_path / "in.jsonl", {"prompt": "hello"})
+
+    code, _, stderr = generate(nats, path)
+
+    assert code == ExitCode.USAGE
+    assert "--tokenizer DIR" in stderr
+
+
+def test_up_stops_in_order(tmp_path: Path) -> None:
+    """SIGTERM ends everything with 0; stdout has had one line of JSON, stderr the workers' logs."""
+    with running_up("--engine", "synthetic", log=tmp_path / "log") as (process, info):
+        assert (info["http"], info["workers"]) == (None, ["local-0"])
+        assert len(processes_with(info["nats"])) == 1
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+
+    assert process.returncode == 0
+    assert processes_with(info["nats"]) == []
+    log = (tmp_path / "log").read_text()
+    assert "[local-0] " in log
+    assert log.endswith("stopped\n")
+
+
+def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
+    """`rollbus worker` becomes the worker: it serves under its name, and ends with 0 when told to."""
+    worker = subprocess.Popen(
+        command("worker", "--engine", "synthetic", "--worker-id", "by-hand", "--served-model-name", "other"),
+        env={**ENV, "ROLLBUS_NATS": nats},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert becomes_true(lambda: "by-hand  other      serving" in rollbus("status", nats=nats).stdout)
+    finally:
+        worker.terminate()
+
+    assert worker.wait() == 0
+
+
+def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
+    """After SIGKILL of `rollbus up`, its workers end by themselves."""
+    with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
+        assert len(processes_with(info["nats"])) == 2
+        process.kill()
+
+        assert becomes_true(lambda: processes_with(info["nats"]) == [])
+
+
+def test_a_dead_worker_ends_up(tmp_path: Path) -> None:
+    """When a worker dies, everything stops, and the command ends with 1 and names the worker and how it ended."""
+    with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
+        victim = processes_with("--worker-id local-1", info["nats"])
+        os.kill(victim[0], signal.SIGKILL)
+        process.wait()
+
+    assert process.returncode == 1
+    assert processes_with(info["nats"]) == []
+    assert "rollbus: worker local-1 ended with exit code -9; its last lines:" in (tmp_path / "log").read_text()
+
+
+def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
+    """A worker that fails at its start is reported with its own words, and nothing is printed on stdout."""
+    done = rollbus(
+        "up", "--engine", "synthetic", "--engine-args", '{"speed": 9}', "--nats", "nats://127.0.0.1:0", "--json"
+    )
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "worker local-0 ended with exit code 2" in done.stderr
+    assert "speed" in done.stderr.splitlines()[-1]

@@ -1,0 +1,182 @@
+"""The commands on a real engine, which one `rollbus up` starts for all of these tests."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from frontend.cli.commands.demo import QUESTIONS
+from frontend.cli.exits import CommandFailed
+from frontend.cli.local_fleet import TINY_MOE, make_tiny_moe
+from frontend.cli.prompts import Defaults, read_prompts
+from frontend.cli.tour import Tour
+from frontend.tokenization import TokenizerUnavailable, load_tokenizer
+from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up
+from tests.support.processes import becomes_true, is_alive
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+
+class Up(NamedTuple):
+    """A running `rollbus up`."""
+
+    process: subprocess.Popen[str]
+    nats: str
+    model: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One worker with the tiny MoE, which is made for it."""
+    folder = tmp_path_factory.mktemp("up")
+    with running_up("--state-dir", str(folder), log=folder / "log") as (process, info):
+        assert (info["http"], info["workers"]) == (None, ["local-0"])
+        yield Up(process, info["nats"], folder / TINY_MOE, folder / "log")
+
+
+def test_status_tells_what_the_engine_can_do(up: Up) -> None:
+    """The worker serves the tiny MoE and says what its routing looks like."""
+    [worker] = json.loads(rollbus("status", "--json", nats=up.nats).stdout)["workers"]
+
+    assert (worker["model"], worker["state"], worker["model_path"]) == (TINY_MOE, "serving", str(up.model))
+    assert worker["capabilities"]["engine"] == "vllm"
+    assert worker["capabilities"]["routed_experts"] == {"num_layers": 4, "top_k": 4, "num_experts": 16, "dtype": "u1"}
+    assert "4 layers, top 4 of 16, u1" in rollbus("status", nats=up.nats).stdout
+
+
+def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
+    """Text is tokenized with the model's own tokenizer, found by itself; results are greedy ones of those tokens."""
+    output, by_ids = tmp_path / "text.jsonl", tmp_path / "ids.jsonl"
+    options = ("--max-tokens", "8", "--temperature", "0")
+    done = rollbus("generate", "--input", str(QUESTIONS[0]), "--output", str(output), *options, nats=up.nats)
+    assert (done.returncode, done.stderr) == (0, "")
+    results = read(output)
+    tokenizer = load_tokenizer(up.model)
+    prompts = list(read_prompts(QUESTIONS[0], Defaults()))
+    assert sorted(results) == [prompt.index for prompt in prompts]
+    with (tmp_path / "ids.in.jsonl").open("w") as file:
+        for prompt in prompts:
+            token_ids = tokenizer.encode(prompt.text or "")
+            assert results[prompt.index]["prompt_len"] == len(token_ids)
+            assert results[prompt.index]["text"] == tokenizer.decode(results[prompt.index]["token_ids"])
+            file.write(json.dumps({"prompt_token_ids": token_ids}) + "\n")
+
+    done = rollbus("generate", "--input", file.name, "--output", str(by_ids), *options, nats=up.nats)
+
+    assert done.returncode == 0
+    first = read(by_ids)[0]
+    assert "text" not in first
+    assert first["token_ids"] == results[0]["token_ids"]
+
+
+def test_prompts_fail_alone(up: Up, tmp_path: Path) -> None:
+    """What the tokenizer or the engine refuses is one error line each; samples and arrays of the others are whole."""
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines: list[dict[str, object]] = [
+        {"prompt": "Why?", "n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True},
+        {"prompt": "Why?", "routed_experts_prompt_start": 1000},
+        {"prompt_token_ids": [1] * 20_000},
+        {"prompt": "Why?", "max_tokens": 1, "routed_experts_prompt_start": 1},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz")
+    done = rollbus("generate", *args, nats=up.nats)
+
+    assert done.returncode == 1
+    results = read(output)
+    assert [results[i]["error"]["field"] for i in (1, 2)] == ["routed_experts_prompt_start", "prompt_token_ids"]
+    prompt_len = results[0]["prompt_len"]
+    with np.load(output.with_suffix(".npz")) as arrays:
+        assert arrays["0"].shape == arrays["0.1"].shape == (prompt_len + 4, 4, 4)
+        assert arrays["3"].shape == (prompt_len - 1, 4, 4)
+    assert results[0]["token_ids"] != results[0]["siblings"][0]["token_ids"]
+
+
+def test_the_readme_runs(up: Up) -> None:
+    """The lines of Python in README.md run as they stand, and print what they promise."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**ENV, "ROLLBUS_NATS": up.nats}, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^\(\d+, 4, 4\) (length|stop)$", done.stdout, re.MULTILINE)
+
+
+def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[str]) -> None:
+    """One answer appears token by token with its experts, all questions are completed, every layer has its row."""
+    prompts = list(read_prompts(QUESTIONS[0], Defaults(sampling={"max_tokens": 16})))
+    tour = Tour(
+        prompts=prompts,
+        source=QUESTIONS[0],
+        fleet="default",
+        state_dir=up.model.parent,
+        as_json=False,
+        is_verbose=False,
+    )
+
+    asyncio.run(tour.show(up.nats, load_tokenizer(up.model)))
+
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ +\d+  ['\"].*['\"] +-\d+\.\d{3} ( +\d+){4}$", out, re.MULTILINE)) in range(1, 17)
+    assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out)
+    assert f"all {len(prompts)}: " in out
+    assert re.findall(r"^(\d)  +\d+ \(\d+\.\d%\)", out, re.MULTILINE) == list("0123")
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """A wrong --tokenizer is an error that says which folder it was."""
+    with pytest.raises(TokenizerUnavailable, match="is not a folder"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(TokenizerUnavailable, match=f"no tokenizer in {tmp_path}"):
+        load_tokenizer(tmp_path)
+
+
+def test_nothing_is_left_when_up_is_killed(up: Up) -> None:
+    """After SIGKILL, the NATS server, the worker and the engine's own processes all end."""
+    family = descendants_of(up.process.pid)
+    assert len(family) >= 4  # nats-server and its guard, the worker, the engine core
+
+    up.process.kill()
+
+    for pid in family:
+        assert becomes_true(partial(is_dead, pid))
+
+
+async def test_a_tiny_moe_of_another_release_is_replaced(tmp_path: Path) -> None:
+    """What was made in another way is made anew; a folder that is something else is left alone and named."""
+    stale = tmp_path / "stale" / TINY_MOE / "tiny_moe.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("{}")
+    other = tmp_path / "other" / TINY_MOE / "thesis.txt"
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+
+    folder = await make_tiny_moe(tmp_path / "stale")
+    with pytest.raises(CommandFailed, match="is not the model asked for"):
+        await make_tiny_moe(tmp_path / "other")
+
+    assert (folder / "config.json").is_file()
+    assert stale.read_text() != "{}"
+    assert other.read_text() == "mine"
+
+
+def is_dead(pid: int) -> bool:
+    """Whether a process has ended."""
+    return not is_alive(pid)
+
+
+def read(path: Path) -> dict[int, dict[str, Any]]:
+    """The results of an output by index."""
+    return {line["index"]: line for line in map(json.loads, path.read_text().splitlines())}
