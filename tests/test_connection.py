@@ -1,11 +1,7 @@
-"""The connection to NATS: opening, errors that say what is wrong, outages, and nothing lost without a count."""
+"""The connection to NATS: opening, closing, errors that say what is wrong, and nothing dropped without a count."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,76 +9,14 @@ import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
-from bus import connection as connection_module
-from bus.connection import Connection, close_connection, open_connection, publish, subscribe
+from bus.connection import close_connection, open_connection, publish, subscribe
 from bus.embedded import EmbeddedServer
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError
+from tests.support.connections import count_tasks, opened
 from tests.support.nats_server import require_binary
 
 NOBODY = "nats://127.0.0.1:1"
 MEGABYTE = bytes(1024 * 1024)
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    url: str,
-    *,
-    on_disconnect: Callable[[], Awaitable[None]] | None = None,
-    on_reconnect: Callable[[], Awaitable[None]] | None = None,
-    on_error: Callable[[Exception], None] | None = None,
-) -> AsyncIterator[Connection]:
-    """Open a connection that is closed on leaving."""
-    connection = await open_connection(
-        url, name="test", on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
-    )
-    try:
-        yield connection
-    finally:
-        await close_connection(connection, timeout_s=0.1)
-
-
-@contextlib.asynccontextmanager
-async def stalled(
-    *,
-    on_disconnect: Callable[[], Awaitable[None]] | None = None,
-    on_reconnect: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncIterator[tuple[EmbeddedServer, Connection, asyncio.Task[None]]]:
-    """Provide a server that does not read, a connection, and a task that waits in `publish` for the server."""
-
-    async def flood() -> None:
-        while True:
-            await publish(connection, "flood", MEGABYTE)
-
-    require_binary()
-    async with (
-        EmbeddedServer() as server,
-        opened(server.url, on_disconnect=on_disconnect, on_reconnect=on_reconnect) as connection,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await subscribe(connection, "x", _ignore)
-        os.kill(server.pid, signal.SIGSTOP)
-        task = tasks.create_task(flood())
-        while connection.pending_data_size <= connection_module.PENDING_BYTES:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
-        yield server, connection, task
-        task.cancel()
-        os.kill(server.pid, signal.SIGCONT)
-
-
-def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    """Make a callback that sets `event`."""
-
-    async def callback() -> None:
-        event.set()
-
-    return callback
-
-
-async def count_tasks() -> int:
-    """Count the tasks besides this one, once those that were cancelled have ended."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-    return len(asyncio.all_tasks()) - 1
 
 
 async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) -> None:
@@ -194,6 +128,7 @@ async def test_a_server_that_says_nothing_is_given_up() -> None:
     assert await count_tasks() == 0
 
 
+@pytest.mark.slow
 async def test_a_late_server_is_waited_for() -> None:
     """The first connection is tried again until the server is there."""
     require_binary()
@@ -236,66 +171,6 @@ async def test_cancelling_an_attempt_leaves_nothing() -> None:
     assert await count_tasks() == 0
 
 
-async def test_an_outage_is_survived_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """After the server's crash and return, both callbacks were called, and subscriptions and buffered messages live."""
-    require_binary()
-    gone, back = asyncio.Event(), asyncio.Event()
-    received: asyncio.Queue[bytes] = asyncio.Queue(10)
-
-    async def receive(message: Msg) -> None:
-        received.put_nowait(message.data)
-
-    async with (
-        EmbeddedServer() as server,
-        opened(server.url, on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as connection,
-    ):
-        await subscribe(connection, "x", receive)
-        await connection.flush()
-        await server.kill()
-        await gone.wait()
-        await publish(connection, "x", b"published meanwhile")
-        await server.restart()
-        await back.wait()
-        counters = connection.counters()
-
-        assert await received.get() == b"published meanwhile"
-
-    assert (counters.disconnects, counters.reconnects) == (1, 1)
-    assert caplog.text.count("nats.disconnected") == 1
-
-
-@pytest.mark.slow
-async def test_a_failing_reconnect_callback_does_not_end_the_connection() -> None:
-    """A callback that fails with one of our errors is logged, and the next outage is survived too."""
-    require_binary()
-    calls: asyncio.Queue[None] = asyncio.Queue(10)
-
-    async def fail() -> None:
-        calls.put_nowait(None)
-        raise BusBroken("on purpose")
-
-    async with EmbeddedServer() as server, opened(server.url, on_reconnect=fail) as connection:
-        for _ in range(2):
-            await server.restart()
-            await calls.get()
-        await connection.flush()
-
-
-async def test_a_full_buffer_is_an_error() -> None:
-    """While the server is gone, publishing works up to the bound and then says so."""
-    require_binary()
-    gone = asyncio.Event()
-    async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
-        await server.kill()
-        await gone.wait()
-        while connection.pending_data_size + len(MEGABYTE) <= connection_module.PENDING_BYTES:
-            await publish(connection, "x", MEGABYTE)
-        with pytest.raises(BusBroken, match="no more can wait"):
-            await publish(connection, "x", MEGABYTE)
-
-        assert connection.pending_data_size <= connection_module.PENDING_BYTES
-
-
 async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
     """A message that is too large is this side's bug; a closed connection says that it is closed."""
     async with opened(nats_url) as connection:
@@ -326,11 +201,12 @@ async def test_dropped_messages_are_counted_and_told(
     nats_url: str, fleet: str, limits: tuple[int, int], kept: int
 ) -> None:
     """Messages beyond either limit of a subscription are dropped, each of them counted and told."""
-    release, done = asyncio.Event(), asyncio.Event()
+    taken, release, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
     handled: list[bytes] = []
     heard: list[Exception] = []
 
     async def block(message: Msg) -> None:
+        taken.set()
         await release.wait()
         handled.append(message.data)
         if len(handled) == 1 + kept:
@@ -339,8 +215,7 @@ async def test_dropped_messages_are_counted_and_told(
     async with opened(nats_url, on_error=heard.append) as connection:
         await subscribe(connection, f"{fleet}.x", block, max_pending_msgs=limits[0], max_pending_bytes=limits[1])
         await publish(connection, f"{fleet}.x", b"0" * 10)
-        await connection.flush()
-        await asyncio.sleep(0)  # the handler has the first
+        await taken.wait()
         for _ in range(10):
             await publish(connection, f"{fleet}.x", b"0" * 10)
         await connection.flush()
@@ -371,76 +246,6 @@ async def test_a_failing_handler_is_counted_and_told(
 
     assert connection.counters().handler_failures == len(heard) == 1
     assert "ValueError: on purpose" in caplog.text
-
-
-async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None:
-    """After a `flush` that was cancelled, messages still arrive."""
-    handled = asyncio.Event()
-
-    async def receive(_message: Msg) -> None:
-        handled.set()
-
-    async with opened(nats_url) as connection:
-        await subscribe(connection, f"{fleet}.x", receive)
-        async with asyncio.TaskGroup() as tasks:
-            flush = tasks.create_task(connection.flush())
-            await asyncio.sleep(0)
-            flush.cancel()
-        await publish(connection, f"{fleet}.x", b"")
-        await connection.flush()
-        async with asyncio.timeout(10):
-            await handled.wait()
-
-    assert flush.cancelled()
-
-
-async def test_a_waiting_publish_can_be_cancelled() -> None:
-    """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
-    async with stalled() as (_, _, task):
-        task.cancel()
-        await asyncio.wait([task], timeout=10)
-
-        assert task.cancelled()
-
-
-async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
-    """With unsent bytes and a server that does not read, closing ends after `timeout_s`; no task is left."""
-    async with stalled() as (_, connection, task):
-        task.cancel()
-        async with asyncio.timeout(10):
-            await close_connection(connection, timeout_s=0.01)
-
-        assert connection.is_closed
-
-    assert await count_tasks() == 0
-
-
-async def test_cancelling_a_close_leaves_nothing() -> None:
-    """A close that is cancelled while it waits for the server leaves no task."""
-    async with stalled() as (_, connection, task):
-        task.cancel()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await close_connection(connection, timeout_s=60.0)
-
-    assert await count_tasks() == 0
-
-
-@pytest.mark.slow
-async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that stops reading and answering is given up, though bytes for it are unsent; its return is noticed."""
-    monkeypatch.setattr(connection_module, "PING_INTERVAL_S", 0.02)
-    gone, back = asyncio.Event(), asyncio.Event()
-    async with (
-        stalled(on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as (server, connection, task),
-        asyncio.timeout(10),
-    ):
-        await gone.wait()
-        task.cancel()
-        os.kill(server.pid, signal.SIGCONT)
-        await back.wait()
-
-        assert connection.is_connected
 
 
 async def _ignore(_message: Msg) -> None:
