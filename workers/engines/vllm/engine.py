@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Reading = Literal["auto", "core", "generate"]
 
+SHUTDOWN_S = 30.0
+"""For the engine's processes to end in order, before they are killed; seconds on a busy machine."""
 CANCEL_AGAIN_S = 0.5
 """How often a cancelled start looks for processes that vLLM has started meanwhile."""
 WARM_UP_PROMPT_TOKENS = 32
@@ -41,6 +44,10 @@ RANDOM = SamplingParams(max_tokens=WARM_UP_TOKENS, repetition_penalty=1.1, logit
 WARM_UP_ROUNDS = ((GREEDY,), (SEEDED,), (RANDOM,), (RANDOM, RANDOM), (GREEDY, SEEDED, RANDOM))
 """Requests that run together. What vLLM compiles, it compiles when first used: for one row and for several, and for
 random sampling without seeds apart from all other (v1/sample/ops/topk_topp_sampler.py: compiled_random_sample)."""
+
+
+class _Unfit(EngineDead):
+    """The engine runs, but not with this way of reading from it."""
 
 
 class VllmEngine:
@@ -93,7 +100,6 @@ class VllmEngine:
             await _to_the_end(self._launch.run, on_cancel=self._launch.cancel)
             self._capabilities = describe_engine(self._launch.llm.vllm_config)
             await self._open(self._launch.llm)
-            await self._warm_up()
         except BaseException:
             await self._shut_down()
             raise
@@ -133,10 +139,8 @@ class VllmEngine:
         Raises:
             EngineDead: the engine died; every open request is lost.
         """
-        while True:
+        while not self._is_closed:
             steps = await self._next_steps()
-            if self._is_closed:
-                return
             if steps:
                 yield steps
 
@@ -150,33 +154,25 @@ class VllmEngine:
         await self._shut_down()
 
     async def _open(self, llm: "AsyncLLM") -> None:
-        """Choose how to read from the engine, and start to."""
+        """Choose how to read from the engine, by trying."""
         maker = RequestMaker(llm, await llm.get_supported_tasks())
-        feed: Feed
-        if self._read != "generate" and CoreFeed.fits(llm):
-            feed = CoreFeed(llm, maker)
-        elif self._read != "core":
-            feed = GenerateFeed(llm, maker)
-        else:
-            raise EngineDead(f"vLLM {self.capabilities.engine_version} does not let its step outputs be read")
+        if self._read != "generate":
+            try:
+                if not CoreFeed.fits(llm):
+                    raise _Unfit(f"vLLM {self.capabilities.engine_version} does not let its step outputs be read")
+                await self._use(CoreFeed(llm, maker))
+            except _Unfit as exc:
+                if self._read == "core":
+                    raise
+                logger.warning("engine.falls_back_to_generate reason=%s", exc)
+            else:
+                return
+        await self._use(GenerateFeed(llm, maker))
+
+    async def _use(self, feed: Feed) -> None:
+        """Read from `feed` and warm up, so that all is compiled and the row rule is seen to hold."""
         self._feed = await self._feeds.enter_async_context(feed)
         self._requests = OpenRequests(self.capabilities.routed_experts, rows_with_tokens=feed.rows_with_tokens)
-
-    async def _shut_down(self) -> None:
-        llm = self._launch.take()
-        try:
-            await self._feeds.aclose()
-        finally:
-            self._feed = None
-            if llm is not None:
-                reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
-                await _to_the_end(llm.shutdown)
-                if reader is not None:
-                    # vLLM's own task: cancelled by its shutdown, and gone when this returns.
-                    await asyncio.wait({reader})
-
-    async def _warm_up(self) -> None:
-        """Run requests of every kind, so that all is compiled, and prove that this engine keeps the row rule."""
         room = self.capabilities.max_model_len - WARM_UP_TOKENS
         prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % self.capabilities.vocab_size
         for together in WARM_UP_ROUNDS:
@@ -187,7 +183,20 @@ class VllmEngine:
             while len(self._requests):
                 for step in await self._next_steps():
                     if step.finish_reason is FinishReason.ERROR:
-                        raise EngineDead(f"a first request failed: {step.error}")
+                        raise _Unfit(f"a first request failed: {step.error}")
+
+    async def _shut_down(self) -> None:
+        llm = self._launch.take()
+        try:
+            await self._feeds.aclose()
+        finally:
+            self._feed = None
+            if llm is not None:
+                reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
+                await _to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
+                if reader is not None:
+                    # vLLM's own task: cancelled by its shutdown, and gone when this returns.
+                    await asyncio.wait({reader})
 
     async def _next_steps(self) -> list[RequestStep]:
         feed = self._running_feed()

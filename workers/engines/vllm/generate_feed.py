@@ -51,6 +51,9 @@ class GenerateFeed:
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(None, None, None)
+        if self._queue.empty():
+            # Someone may wait for outputs that will not come.
+            self._queue.put_nowait(EngineDead("the engine is closed"))
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
         """Hand a request to `AsyncLLM`; see `Feed.submit`."""

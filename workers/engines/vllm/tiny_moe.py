@@ -21,7 +21,7 @@ __all__ = ["VOCAB_SIZE", "Dtype", "make_tiny_moe"]
 
 Dtype = Literal["bfloat16", "float32"]
 
-RECIPE = 1
+RECIPE = 2
 """Rises when the same arguments make other files, so that a folder made before is not taken for the current one."""
 VOCAB_SIZE = 512
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -38,6 +38,9 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "intermediate_size": 256,
 }
+EMBEDDING_SCALE = 10.0
+"""Embeddings of size 1, as in trained models: else what a token is drowns in what the layers add, all tokens of a
+text look alike in the last ones, and a few experts get everything."""
 EXPERTS: dict[str, Any] = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
@@ -157,13 +160,14 @@ def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
 
     logging.disable_progress_bar()
     ids = {"eos_token_id": SPECIAL_TOKENS.index(TURN_END), "pad_token_id": SPECIAL_TOKENS.index(END_OF_TEXT)}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model: Any
         if dense:
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **ids, bos_token_id=None))
         else:
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, **ids, bos_token_id=None))
+        model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 

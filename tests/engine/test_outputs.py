@@ -1,0 +1,159 @@
+"""What the engine must not be trusted with, without an engine."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.chunk import FinishReason
+from schemas.presence import RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engine import RequestStep
+from workers.engines.vllm.outputs import LogprobTable, OpenRequests, Output
+
+ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
+
+
+def opened(*, rows_with_tokens: bool = True, start: int = 1, **sampling: Any) -> tuple[OpenRequests, str]:
+    """Open one request with a prompt of 4 tokens; returns its engine id too."""
+    requests = OpenRequests(ROUTING, rows_with_tokens=rows_with_tokens)
+    request = GenerateRequest(
+        prompt_token_ids=[1, 2, 3, 4],
+        routed_experts_prompt_start=start,
+        sampling=SamplingParams(**{"logprobs": None, **sampling}),
+    )
+    return requests, requests.add("key", request)
+
+
+def rows(count: int) -> Any:
+    """Return as many rows as `count`."""
+    return np.ones((count, 2, 2), np.uint8)
+
+
+def only(requests: OpenRequests, output: Output) -> RequestStep:
+    """Return the one step that `output` becomes."""
+    steps, _ = requests.read([output])
+    assert len(steps) == 1
+    return steps[0]
+
+
+def test_rows_are_counted_from_the_start() -> None:
+    """The first step has the prompt's rows from `start` on, each later one those of its tokens."""
+    requests, engine_id = opened(start=1)
+    first = only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3)))
+    second = only(requests, Output(engine_id=engine_id, token_ids=[8, 9], routed_experts=rows(2)))
+
+    assert (first.routed_experts_start, second.routed_experts_start) == (1, 4)
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
+    """Too few or too many rows never leave: the request fails, and the engine is told to stop it."""
+    requests, engine_id = opened(start=1)
+
+    steps, broken = requests.read([Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(count))])
+
+    assert broken == [engine_id]
+    assert steps[0].finish_reason is FinishReason.ERROR
+    assert steps[0].error is not None
+    assert f"{count} rows" in steps[0].error
+    assert len(requests) == 0
+
+
+def test_rows_at_the_end_are_checked_at_the_end() -> None:
+    """Where all rows come last, tokens may go ahead of them, and the total must still be right."""
+    requests, engine_id = opened(start=1, rows_with_tokens=False)
+    first = only(requests, Output(engine_id=engine_id, token_ids=[7]))
+    last = only(
+        requests,
+        Output(engine_id=engine_id, token_ids=[8], routed_experts=rows(4), finish_reason=FinishReason.LENGTH),
+    )
+    other, other_id = opened(start=1, rows_with_tokens=False)
+    lost = only(other, Output(engine_id=other_id, token_ids=[7], finish_reason=FinishReason.LENGTH))
+
+    assert first.routed_experts is not None
+    assert first.routed_experts.shape == (0, 2, 2)
+    assert (last.routed_experts_start, last.error) == (1, None)
+    assert lost.finish_reason is FinishReason.ERROR
+
+
+def test_expert_ids_that_do_not_fit_end_the_request() -> None:
+    """Expert ids are never narrowed."""
+    requests, engine_id = opened(start=1)
+    step = only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3).astype(np.int32) * 300))
+
+    assert step.finish_reason is FinishReason.ERROR
+
+
+def test_nan_never_leaves_and_minus_infinity_does() -> None:
+    """A log probability of NaN ends the request; -inf, a token that was cut off, is a value like others."""
+    requests, engine_id = opened(logprobs=1)
+    table = LogprobTable(np.array([[7, 8]], np.int32), np.array([[-0.0, -np.inf]], np.float32))
+    fine = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=table, routed_experts=rows(3)))
+    broken = LogprobTable(table.token_ids, np.array([[-1.0, np.nan]], np.float32))
+    failed = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=broken, routed_experts=rows(1)))
+
+    assert fine.top_logprobs is not None
+    assert fine.top_logprobs.logprobs.tolist() == [[-np.inf]]
+    assert failed.error is not None
+    assert "NaN" in failed.error
+    assert len(failed.token_ids) == 0
+
+
+def test_columns_of_others_in_the_batch_are_cut_off() -> None:
+    """A table is as wide as the batch's widest request; each gets the columns that it asked for."""
+    wide = LogprobTable(np.array([[7, 5, 6, 4]], np.int32), np.array([[-3.0, -0.5, -1.0, np.nan]], np.float32))
+    requests, engine_id = opened(logprobs=2)
+    two = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
+    requests, engine_id = opened(logprobs=0)
+    none = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
+
+    assert two.logprobs is not None
+    assert two.logprobs.tolist() == [-3.0]
+    assert two.top_logprobs is not None
+    assert two.top_logprobs.token_ids.tolist() == [[5, 6]]
+    assert none.top_logprobs is None
+
+
+def test_missing_logprobs_end_the_request() -> None:
+    """Tokens without the log probabilities that were asked for do not leave."""
+    requests, engine_id = opened(logprobs=0)
+
+    assert only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3))).error is not None
+
+
+def test_stop_reason_is_one_of_the_requests_own() -> None:
+    """An end-of-sequence token of the model, and a reason in words, are no stop reason."""
+    for given, expected in ((9, 9), (2, None), ("repetition_detected", None)):
+        requests, engine_id = opened(stop_token_ids=[9])
+        output = Output(
+            engine_id=engine_id,
+            token_ids=[9],
+            routed_experts=rows(3),
+            finish_reason=FinishReason.STOP,
+            stop_reason=given,
+        )
+
+        assert only(requests, output).stop_reason == expected
+
+
+def test_late_outputs_do_not_reach_a_key_that_came_again() -> None:
+    """After its end, outputs for a request are passed over, also when its key is in use again."""
+    requests, engine_id = opened()
+    only(requests, Output(engine_id=engine_id, finish_reason=FinishReason.ABORT))
+    again = requests.add("key", GenerateRequest(prompt_token_ids=[1]))
+
+    assert again != engine_id
+    assert requests.read([Output(engine_id=engine_id, token_ids=[5])]) == ([], [])
+    assert requests.engine_ids(["key", "unknown"]) == [again]
+
+
+def test_error_of_the_engine_ends_one_request() -> None:
+    """What the engine fails by itself needs no abort, and says why."""
+    requests, engine_id = opened()
+
+    steps, broken = requests.read([Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd")])
+
+    assert (steps[0].error, broken) == ("odd", [])

@@ -1,0 +1,186 @@
+"""Tokens, log probabilities and routing are those of the model, whatever else the engine is doing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from schemas.chunk import FinishReason
+from schemas.request import GenerateRequest
+from schemas.rows import Rows, expected_rows
+from schemas.sampling import SamplingParams
+from tests.engine.support import expert_sets, prompt, same_as_alone
+from tests.support.vllm_engine import Result, RunningEngine
+from workers.engines.vllm import feeds
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ORACLE_PROMPT = [int(i) for i in prompt(200, seed=1)]
+ORACLE_SAMPLING = {"max_tokens": 100, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}
+PREEMPTED = 3
+"""vLLM's EngineCoreEventType."""
+
+
+@pytest.fixture(scope="module")
+def oracle(moe: RunningEngine) -> Result:
+    """200 prompt tokens, 100 sampled ones."""
+    request = GenerateRequest(prompt_token_ids=ORACLE_PROMPT, sampling=SamplingParams(**ORACLE_SAMPLING))
+    return moe.generate(request)[0]
+
+
+def test_routing_and_logprobs_equal_hugging_face(oracle: Result, models: dict[str, Path]) -> None:
+    """In float32 every row has the experts that Hugging Face's model chooses, and logprobs agree to 1e-4."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.float32)
+    with torch.no_grad():
+        output = model(torch.tensor([ORACLE_PROMPT + oracle.token_ids]), output_router_logits=True)
+    experts = np.stack([logits.topk(4).indices.numpy() for logits in output.router_logits], axis=1)[:-1]
+    logprobs = output.logits[0].log_softmax(-1)[199:-1].numpy()
+
+    assert oracle.rows.shape == (299, 4, 4)
+    assert oracle.rows.dtype == np.uint8
+    assert np.array_equal(np.sort(oracle.rows, axis=-1), np.sort(experts, axis=-1))
+    assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
+
+
+def test_tokens_equal_a_direct_asyncllm(oracle: Result, models: dict[str, Path], tmp_path: Path) -> None:
+    """The same seed gives the same tokens, logprobs and routing as vLLM's own AsyncLLM without this adapter."""
+    output = tmp_path / "direct.json"
+    task = {"prompt": ORACLE_PROMPT, "sampling": ORACLE_SAMPLING, "output": str(output)}
+    subprocess.run(
+        [sys.executable, "-m", "tests.engine.direct_llm", str(models["moe"]), json.dumps(task)], check=True, timeout=200
+    )
+    direct = json.loads(output.read_text())
+
+    assert oracle.token_ids == direct["token_ids"]
+    assert np.abs(oracle.logprobs - direct["logprobs"]).max() < 1e-5
+    assert oracle.rows.tolist() == direct["routed_experts"]
+
+
+def test_64_concurrent_requests_equal_each_alone(moe: RunningEngine) -> None:
+    """Prefilled in chunks and with too little KV cache for all, each request gets what it gets by itself."""
+    rng = np.random.default_rng(5)
+    requests = [
+        GenerateRequest(
+            prompt_token_ids=prompt(int(length), seed=number),
+            sampling=SamplingParams(max_tokens=int(tokens), temperature=0.0, ignore_eos=True),
+            routed_experts_prompt_start=int(length) // 3 if number % 4 == 0 else 0,
+            cache_salt="together",
+        )
+        for number, (length, tokens) in enumerate(zip(rng.integers(1, 400, 64), rng.integers(1, 40, 64), strict=True))
+    ]
+
+    together = moe.generate(*requests)
+
+    for request, result in zip(requests, together, strict=True):
+        start = request.routed_experts_prompt_start
+        assert result.last.finish_reason is FinishReason.LENGTH
+        assert len(result.rows) == expected_rows(request.prompt_len, start, len(result.token_ids))
+        assert result.steps[0].routed_experts_start == start
+    same_as_alone(moe, requests, together)
+
+
+def test_preempted_requests_lose_and_repeat_no_rows(moe: RunningEngine, preemptions: list[str]) -> None:
+    """A request whose KV cache was taken away and computed again has each row once, and the right one."""
+    requests = [
+        GenerateRequest(
+            prompt_token_ids=prompt(90, seed=100 + number),
+            sampling=SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1),
+            cache_salt="crowded",
+        )
+        for number in range(12)
+    ]
+
+    together = moe.generate(*requests)
+
+    assert len(set(preemptions)) >= 3
+    for result in together:
+        assert len(result.token_ids) == 200
+        assert len(result.rows) == 289
+        prompt_logprobs = result.steps[0].prompt_logprobs
+        assert prompt_logprobs is not None
+        assert len(prompt_logprobs.logprobs) == 89
+    same_as_alone(moe, requests[-4:], together[-4:])
+
+
+@pytest.fixture
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the engine's ids of the requests that are preempted, as they are."""
+    seen: list[str] = []
+    read = feeds._output
+
+    def spy(output: Any) -> Any:
+        seen.extend(output.request_id for event in output.events or () if event.type == PREEMPTED)
+        return read(output)
+
+    monkeypatch.setattr(feeds, "_output", spy)
+    return seen
+
+
+def test_cached_prefix_has_its_rows(moe: RunningEngine) -> None:
+    """Rows of prompt tokens that were found in the prefix cache are returned, and are the ones computed before."""
+    request = GenerateRequest(
+        prompt_token_ids=prompt(150, seed=7),
+        sampling=SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
+        cache_salt="prefix",
+    )
+    first, second = moe.generate(request)[0], moe.generate(request)[0]
+
+    assert first.steps[0].cached_tokens == 0
+    assert second.steps[0].cached_tokens == 128
+    assert second.steps[1].cached_tokens is None
+    assert np.array_equal(expert_sets(first.rows), expert_sets(second.rows))
+
+
+def test_cache_salt_keeps_prefixes_apart(moe: RunningEngine) -> None:
+    """A prompt is found in the prefix cache only under the salt that it was computed with."""
+    sampling = SamplingParams(max_tokens=1)
+    ids = prompt(150, seed=8)
+    for salt in ("one", "two", None):
+        result = moe.generate(GenerateRequest(prompt_token_ids=ids, sampling=sampling, cache_salt=salt))[0]
+        assert result.steps[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize(("start", "max_tokens", "num_rows"), [(0, 1, 30), (20, 1, 10), (30, 1, 0), (30, 4, 3)])
+def test_start_drops_leading_rows(moe: RunningEngine, start: int, max_tokens: int, num_rows: int) -> None:
+    """Rows begin at `routed_experts_prompt_start`, up to none at all; those that are left do not change."""
+    ids = prompt(30, seed=9)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    whole = moe.generate(GenerateRequest(prompt_token_ids=ids, sampling=sampling))[0]
+    part = moe.generate(
+        GenerateRequest(prompt_token_ids=ids, sampling=sampling, routed_experts_prompt_start=start)
+    )[0]
+
+    assert part.rows.shape == (num_rows, 4, 4)
+    assert part.steps[0].routed_experts_start == start
+    assert np.array_equal(part.rows, whole.rows[start:])
+
+
+def test_routing_can_be_declined(moe: RunningEngine) -> None:
+    """A request that wants no routing gets none, and the same tokens."""
+    ids = prompt(30, seed=10)
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    with_rows, without = moe.generate(
+        GenerateRequest(prompt_token_ids=ids, sampling=sampling),
+        GenerateRequest(prompt_token_ids=ids, sampling=sampling, return_routed_experts=False),
+    )
+
+    assert all(step.routed_experts is None for step in without.steps)
+    assert without.token_ids == with_rows.token_ids
+
+
+def test_model_without_experts_has_no_routing(dense: RunningEngine) -> None:
+    """A dense model says that it returns no routing, and returns none."""
+    result = dense.generate(GenerateRequest(prompt_token_ids=prompt(30, seed=2), sampling=SamplingParams(max_tokens=4)))[0]
+
+    assert dense.engine.capabilities.routed_experts is None
+    assert len(result.token_ids) == 4 or result.last.finish_reason is FinishReason.STOP
+    assert all(step.routed_experts is None for step in result.steps)
