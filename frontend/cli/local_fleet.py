@@ -1,6 +1,7 @@
 """A whole fleet on this machine: NATS, workers, and a tiny model for who brings none."""
 
 import asyncio
+import importlib.util
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ from frontend.cli.processes import ProcessSpec, run_tool, run_workers
 from frontend.cli.worker_options import python_env, python_module
 from schemas.errors import NoWorkers
 
-__all__ = ["TINY_MOE", "LocalFleet", "default_state_dir", "make_tiny_moe", "run_fleet"]
+__all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet"]
 
 TINY_MOE = "tiny-moe"
 """Served name of the model that is made on the spot, and of its folder."""
@@ -81,6 +82,19 @@ async def _wait_until_serving(fleet: LocalFleet, url: str) -> None:
             await rb.fleet.wait_for_workers(fleet.num_workers, timeout_s=fleet.start_timeout_s)
         except NoWorkers as exc:
             raise CommandFailed(exc.message, ExitCode.TIMEOUT) from exc
+
+
+def check_vllm() -> None:
+    """Say what to install before anything is started without it.
+
+    Raises:
+        CommandFailed: vLLM is not there.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandFailed(
+            "vLLM is not installed: pip install 'rollbus[worker]' with a GPU; on a CPU run `make` in a checkout, "
+            "or see CONTRIBUTING.md"
+        )
 
 
 def default_state_dir() -> Path:

@@ -95,7 +95,7 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
         (["generate", "--input", __file__, "--output", "no-such-folder/o"], "its folder does not exist"),
         (["generate", "--input", __file__, "--output", __file__], "are the same file"),
         (["generate", "--input", __file__, "--output", "o.npz", "--routed-experts", "npz"], "is JSONL"),
-        (["demo", "--input", "no-such-file"], "no questions at no-such-file"),
+        (["demo", "--input", "no-such-file"], "no questions at "),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(
@@ -191,3 +191,14 @@ def test_workers_find_our_packages_and_not_those_of_the_folder(monkeypatch: pyte
     assert python_env()["PYTHONPATH"] == f"/theirs:{ROOT}"
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     assert python_env()["PYTHONPATH"] == f"{ROOT}:/theirs"
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_without_vllm_it_is_said_what_to_install(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A light install is told so before anything is started."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+
+    assert main([command, "--nats", "nats://127.0.0.1:0"]) == ExitCode.FAILED
+    assert capsys.readouterr().err.startswith("rollbus: vLLM is not installed: pip install ")

@@ -57,11 +57,11 @@ def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
     """Text is tokenized with the model's own tokenizer, found by itself; results are greedy ones of those tokens."""
     output, by_ids = tmp_path / "text.jsonl", tmp_path / "ids.jsonl"
     options = ("--max-tokens", "8", "--temperature", "0")
-    done = rollbus("generate", "--input", str(QUESTIONS[0]), "--output", str(output), *options, nats=up.nats)
+    done = rollbus("generate", "--input", str(QUESTIONS), "--output", str(output), *options, nats=up.nats)
     assert (done.returncode, done.stderr) == (0, "")
     results = read(output)
     tokenizer = load_tokenizer(up.model)
-    prompts = list(read_prompts(QUESTIONS[0], Defaults()))
+    prompts = list(read_prompts(QUESTIONS, Defaults()))
     assert sorted(results) == [prompt.index for prompt in prompts]
     with (tmp_path / "ids.in.jsonl").open("w") as file:
         for prompt in prompts:
@@ -116,10 +116,10 @@ def test_the_readme_runs(up: Up) -> None:
 
 def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[str]) -> None:
     """One answer appears token by token with its experts, all questions are completed, every layer has its row."""
-    prompts = list(read_prompts(QUESTIONS[0], Defaults(sampling={"max_tokens": 16})))
+    prompts = list(read_prompts(QUESTIONS, Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
         prompts=prompts,
-        source=QUESTIONS[0],
+        source=QUESTIONS,
         fleet="default",
         state_dir=up.model.parent,
         as_json=False,

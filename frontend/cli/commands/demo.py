@@ -14,9 +14,8 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "the tour: real questions through a real engine"
 
-FOLDER = Path(__file__).resolve().parents[3]
-QUESTIONS = (FOLDER / "examples" / "questions.jsonl", Path(__file__).resolve().parents[1] / "questions.jsonl")
-"""Where the questions are in a checkout, and where in an installed package."""
+QUESTIONS = Path(__file__).resolve().parents[1] / "questions.jsonl"
+"""In a checkout a link to examples/questions.jsonl, so that an installed package has them, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,16 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Give the tour."""
     from frontend.cli.app import run_async
-    from frontend.cli.local_fleet import default_state_dir
+    from frontend.cli.local_fleet import check_vllm, default_state_dir
     from frontend.cli.prompts import Defaults, read_prompts
     from frontend.cli.tour import Tour
 
-    path = args.input or next((path for path in QUESTIONS if path.is_file()), None)
-    if path is None or not path.is_file():
-        raise CommandFailed(f"no questions at {path or QUESTIONS[0]}; name some with --input FILE", ExitCode.USAGE)
+    path: Path = (args.input or QUESTIONS).resolve()
+    if not path.is_file():
+        raise CommandFailed(f"no questions at {path}; name some with --input FILE", ExitCode.USAGE)
     prompts = list(read_prompts(path, Defaults(sampling={"max_tokens": args.max_tokens})))
     if not prompts:
         raise CommandFailed(f"{path} holds no prompts", ExitCode.USAGE)
+    check_vllm()
     tour = Tour(
         prompts=prompts,
         source=path,

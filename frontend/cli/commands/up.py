@@ -50,12 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until told to stop."""
     from frontend.cli.app import run_async
+    from frontend.cli.local_fleet import check_vllm
 
     if args.http is not None:
         raise CommandFailed("--http: this version has no HTTP service", ExitCode.USAGE)
     if args.model is not None and not args.model.is_dir():
         raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
-    return run_async(_up(args, nats_port(args.nats)))
+    port = nats_port(args.nats)
+    if args.engine == "vllm":
+        check_vllm()
+    return run_async(_up(args, port))
 
 
 async def _up(args: argparse.Namespace, port: int) -> int:
