@@ -228,9 +228,9 @@ async def test_a_death_is_noticed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["raise SystemExit", "os._exit(1)"])
-def test_nothing_survives_the_end_of_python(ending: str) -> None:
+def test_nothing_survives_the_end_of_python(ending: str, tmp_path: Path) -> None:
     """However the Python process ends, its server and temporary folder go with it."""
-    with python_program(EMBED.format(body=ending)) as program:
+    with python_program(EMBED.format(body=ending), tmp_path) as program:
         pid, folder = read_line(program).split()
         program.wait()
 
@@ -239,9 +239,9 @@ def test_nothing_survives_the_end_of_python(ending: str) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_survives_the_killing_of_python() -> None:
+def test_nothing_survives_the_killing_of_python(tmp_path: Path) -> None:
     """When the Python process is killed, its server and temporary folder are gone."""
-    with python_program(EMBED.format(body="await asyncio.Event().wait()")) as program:
+    with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid, folder = read_line(program).split()
         program.kill()
 
@@ -250,7 +250,7 @@ def test_nothing_survives_the_killing_of_python() -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_does_not_keep_the_server() -> None:
+def test_a_forked_child_does_not_keep_the_server(tmp_path: Path) -> None:
     """When the Python process is killed and a forked child of it lives on, the server is gone all the same."""
     body = """
             if (child := os.fork()) == 0:
@@ -259,7 +259,7 @@ def test_a_forked_child_does_not_keep_the_server() -> None:
             print(child, flush=True)
             await asyncio.Event().wait()
     """
-    with python_program(EMBED.format(body=body)) as program:
+    with python_program(EMBED.format(body=body), tmp_path) as program:
         pid, child = read_line(program).split()[0], int(read_line(program))
         program.kill()
 
@@ -269,9 +269,9 @@ def test_a_forked_child_does_not_keep_the_server() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
-def test_nothing_survives_the_killing_of_the_guard() -> None:
+def test_nothing_survives_the_killing_of_the_guard(tmp_path: Path) -> None:
     """When both the Python process and the guard are killed, as `pkill python` does, the server is gone."""
-    with python_program(EMBED.format(body="await asyncio.Event().wait()")) as program:
+    with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid = int(read_line(program).split()[0])
         guard = parent_of(pid)
         os.kill(program.pid, signal.SIGSTOP)
@@ -283,7 +283,7 @@ def test_nothing_survives_the_killing_of_the_guard() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_does_not_reach_the_server() -> None:
+def test_ctrl_c_does_not_reach_the_server(tmp_path: Path) -> None:
     """After SIGINT to the whole process group, the server still serves, so that all can end in order."""
     body = """
             from bus.connection import close_connection, open_connection
@@ -296,7 +296,7 @@ def test_ctrl_c_does_not_reach_the_server() -> None:
             print("served", server.is_running, connection.counters().disconnects, flush=True)
             await close_connection(connection)
     """
-    with python_program(EMBED.format(body=body)) as program:
+    with python_program(EMBED.format(body=body), tmp_path) as program:
         pid = int(read_line(program).split()[0])
         assert read_line(program) == "ready"
         os.killpg(program.pid, signal.SIGINT)
