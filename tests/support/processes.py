@@ -15,15 +15,15 @@ DEADLINE_S = 20.0
 
 
 @contextlib.contextmanager
-def python_program(source: str, temporary: Path) -> Iterator[subprocess.Popen[str]]:
+def python_program(source: str, temporary: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run `source` in a new interpreter, in a session of its own; it is killed on leaving if it still runs.
 
-    Its temporary files go to the folder `temporary`.
+    Its temporary files go to the folder `temporary`, if given.
     """
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
