@@ -11,7 +11,7 @@ __all__ = ["COLUMNS", "count_experts", "expert_rows"]
 
 NUM_SHOWN = 3
 """Experts named at either end."""
-COLUMNS = ("layer", "most used experts", "least used experts", "never used")
+COLUMNS = ("layer", "most used experts", "least used experts", "unused")
 
 
 def count_experts(arrays: Iterable[Rows], num_layers: int, num_experts: int) -> npt.NDArray[np.int64]:
@@ -35,7 +35,7 @@ def expert_rows(counts: npt.NDArray[np.int64]) -> list[list[str]]:
     rows = []
     for layer, of_layer in enumerate(counts):
         order = np.argsort(-of_layer, kind="stable")
-        shares = [f"{expert} ({of_layer[expert] / max(of_layer.sum(), 1):.1%})" for expert in order]
+        shares = [f"{expert} ({of_layer[expert] / max(of_layer.sum(), 1):.0%})" for expert in order]
         unused = int((of_layer == 0).sum())
         rows.append([str(layer), ", ".join(shares[:NUM_SHOWN]), ", ".join(shares[-NUM_SHOWN:]), str(unused)])
     return rows

@@ -155,7 +155,7 @@ class Tour:
         )
         self._say(f"  all {len(arrays)}:     {num_rows} rows, {num_bytes} bytes; every answer has all of its rows")
         self._say(
-            f"  an even share would be {1 / routing.num_experts:.1%} for each of {routing.num_experts} experts:\n"
+            f"  an even share would be {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
         )
         print_table(COLUMNS, expert_rows(counts), out=self._out)
 

@@ -80,8 +80,8 @@ def test_experts_are_counted_by_layer() -> None:
 def test_the_most_and_the_least_used_experts_are_named() -> None:
     """Shares are of the layer's choices; experts that were never chosen are counted."""
     assert expert_rows(np.array([[6, 3, 1, 0], [0, 0, 0, 0]])) == [
-        ["0", "0 (60.0%), 1 (30.0%), 2 (10.0%)", "1 (30.0%), 2 (10.0%), 3 (0.0%)", "1"],
-        ["1", "0 (0.0%), 1 (0.0%), 2 (0.0%)", "1 (0.0%), 2 (0.0%), 3 (0.0%)", "4"],
+        ["0", "0 (60%), 1 (30%), 2 (10%)", "1 (30%), 2 (10%), 3 (0%)", "1"],
+        ["1", "0 (0%), 1 (0%), 2 (0%)", "1 (0%), 2 (0%), 3 (0%)", "4"],
     ]
 
 
