@@ -36,7 +36,7 @@ async def test_bad_command_lines(name: str) -> None:
 
 async def test_no_server_is_one_line() -> None:
     """Without a NATS server the process ends with 1 and says where it looked."""
-    async with worker_process("nats://127.0.0.1:1", "default") as process:
+    async with worker_process("nats://127.0.0.1:1", "default", stderr=PIPE) as process:
         _, stderr = await process.communicate()
 
     assert process.returncode == 1

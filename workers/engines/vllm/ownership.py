@@ -1,12 +1,10 @@
-"""The engine's processes end with the worker that started them, and keep their hands off its stdout."""
+"""The engine's processes end with the worker that started them, no sooner and no later, and leave its stdout alone."""
 
-import multiprocessing
 import os
+import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 __all__ = ["OwnedExecutor"]
@@ -25,27 +23,33 @@ class OwnedExecutor:
 
     def __init__(self, executor_class: Callable[..., Any]) -> None:
         self._executor_class = executor_class
+        self._owner_pid = os.getpid()
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return adopt, (self._executor_class,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, int]]:
+        return adopt, (self._executor_class, self._owner_pid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the executor in a forked process; a spawned one has the executor class itself."""
-        return adopt(self._executor_class)(*args, **kwargs)
+        return adopt(self._executor_class, self._owner_pid)(*args, **kwargs)
 
 
-def adopt(executor_class: Callable[..., Any]) -> Callable[..., Any]:
-    """Called in the engine core's process: bind its life to the parent's, send what it prints to stderr."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+def adopt(executor_class: Callable[..., Any], owner_pid: int) -> Callable[..., Any]:
+    """Called in the engine core's process: bind its life to the owner's, send what it prints to stderr."""
+    if os.getpid() != owner_pid:
         # The worker's stdout is for machines to read; libraries in the engine print to it as they please.
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        threading.Thread(target=_end_with, args=(parent,), name="end-with-parent", daemon=True).start()
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
     return executor_class
 
 
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
+def _end_with(owner_pid: int) -> None:
+    # Not `multiprocessing.parent_process()`: a spawned process does not know its parent yet when it unpickles this.
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([owner], [], [])
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)

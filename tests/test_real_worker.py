@@ -1,0 +1,171 @@
+"""A vLLM worker process behind the bus: what a trainer receives is what the model computed, alone or among many."""
+
+import asyncio
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bus
+from bus import GenerateRequest, Generation, InvalidRequest, RequestRejected, SamplingParams
+from tests.support.fleet import check_generation
+
+ENGINE_ARGS = '{"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}'
+START_TIMEOUT_S = 100.0
+TOLERANCE = 1e-4
+"""Between different kernels in float32."""
+
+
+@pytest.fixture(scope="module")
+def real_fleet(nats_url: str, tiny_moe_float32: Path) -> Iterator[str]:
+    """One vLLM worker process for all tests of this file; returns its fleet."""
+    fleet = f"real-{uuid.uuid4().hex[:8]}"
+    arguments = ["--nats", nats_url, "--fleet", fleet, "--model", str(tiny_moe_float32), "--engine-args", ENGINE_ARGS]
+    process = subprocess.Popen([sys.executable, "-m", "workers", *arguments, "--weight-version", "5"])
+    try:
+        asyncio.run(wait_for_worker(nats_url, fleet))
+        yield fleet
+    finally:
+        process.terminate()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+async def wait_for_worker(nats_url: str, fleet: str) -> None:
+    """Wait until a worker of `fleet` serves."""
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers(timeout_s=START_TIMEOUT_S)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    """Token ids without meaning, away from the special ones."""
+    return np.random.default_rng(seed).integers(10, 500, length)
+
+
+def greedy(length: int, max_tokens: int, seed: int = 0, **fields: object) -> GenerateRequest:
+    """A greedy request that does not end early."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=prompt(length, seed), sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def expert_sets(rows: np.ndarray | None) -> np.ndarray:
+    """Rows with the experts of each layer sorted: vLLM does not order them."""
+    assert rows is not None
+    return np.sort(rows, axis=-1)
+
+
+def assert_same(received: Generation, expected: Generation) -> None:
+    """Tokens and expert sets are equal, logprobs to the tolerance."""
+    np.testing.assert_array_equal(received.token_ids, expected.token_ids)
+    assert received.logprobs is not None
+    assert expected.logprobs is not None
+    np.testing.assert_allclose(received.logprobs, expected.logprobs, atol=TOLERANCE)
+    np.testing.assert_array_equal(expert_sets(received.routed_experts), expert_sets(expected.routed_experts))
+
+
+async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
+    """200 prompt and 100 sampled tokens: the experts of every row and layer, and the logprobs, are Hugging Face's."""
+    request = GenerateRequest(
+        prompt_token_ids=prompt(200), sampling=SamplingParams(max_tokens=100, seed=11, ignore_eos=True)
+    )
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        generation = await rb.complete(request)
+    check_generation(generation, request)
+    sequence = [*request.prompt_token_ids, *generation.token_ids]
+    experts, logprobs = hugging_face(tiny_moe_float32, [int(token) for token in sequence])
+
+    assert generation.routed_experts is not None
+    assert generation.routed_experts.shape == (299, 4, 4)
+    assert generation.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(expert_sets(generation.routed_experts), np.sort(experts[:299], axis=-1))
+    np.testing.assert_allclose(generation.logprobs, logprobs[199:], atol=TOLERANCE)
+
+
+def hugging_face(model_path: Path, sequence: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Run `sequence` through transformers' own implementation in float32.
+
+    Returns:
+        The experts of each position, [n, num_layers, top_k], and the log probability of each next token, f4[n - 1].
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _module, _input, output: chosen.append(output[-1]))
+    with torch.no_grad():
+        logits = model(torch.tensor([sequence])).logits[0]
+    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+    return torch.stack(chosen, 1).numpy(), logprobs.numpy()
+
+
+async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> None:
+    """64 requests of mixed lengths at once: all rows there, and each equals the same request run alone."""
+    requests = [
+        greedy(5 + 7 * i % 200, 1 + 5 * i % 60, seed=i, request_id=f"r{i}", routed_experts_prompt_start=i % 6)
+        for i in range(64)
+    ]
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        together = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=64)}
+        for request in requests:
+            check_generation(together[request.request_id], request)
+            assert_same(together[request.request_id], await rb.complete(request))
+            assert set(together[request.request_id].weight_versions) == {5}
+
+
+async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
+    """Every streamed chunk brings the rows of what its step computed: the prompt's first, then one for each token."""
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        chunks = [chunk async for chunk in rb.generate(greedy(40, 12))]
+    rows = [(c.routed_experts.start, c.routed_experts.shape[0]) for c in chunks if c.routed_experts is not None]
+
+    assert rows == [(0, 40), *((40 + i, 1) for i in range(11))]
+
+
+async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
+    """n=3 gives three samples with routing each; child i is what seed + i gives alone."""
+    sampling = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        first = await rb.complete(GenerateRequest(prompt_token_ids=prompt(30), sampling=sampling))
+        alone = await rb.complete(
+            GenerateRequest(
+                prompt_token_ids=prompt(30), sampling=SamplingParams(max_tokens=20, seed=5, ignore_eos=True)
+            )
+        )
+
+    assert len(first.siblings) == 2
+    assert_same(first.siblings[1], alone)
+    assert not np.array_equal(first.token_ids, alone.token_ids)
+
+
+async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
+    """A long prompt arrives whole with all of its routing."""
+    request = greedy(5000, 3)
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        check_generation(await rb.complete(request), request)
+
+
+async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) -> None:
+    """A request that the model cannot serve says what is allowed, while others run beside it."""
+    too_long = greedy(8192, 1, request_id="long")
+    no_token = GenerateRequest(prompt_token_ids=[600], request_id="vocabulary")
+    good = [greedy(10, 30, seed=i, request_id=f"good{i}") for i in range(8)]
+    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+        results = {g.request_id: g async for g in rb.complete_many([*good[:4], too_long, no_token, *good[4:]])}
+        with pytest.raises(InvalidRequest, match=r"prompt_token_ids has 8192 tokens; allowed: 1 to 8191"):
+            await rb.complete(too_long)
+        with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[0\] is 600; allowed: token ids from 0 to 511"):
+            await rb.complete(no_token)
+        with pytest.raises(RequestRejected, match="is unknown to vllm"):
+            await rb.complete(GenerateRequest(prompt_token_ids=[5], sampling=SamplingParams(extra={"nonsense": 1})))
+
+    assert {name for name, generation in results.items() if generation.error} == {"long", "vocabulary"}
+    for request in good:
+        check_generation(results[request.request_id], request)
