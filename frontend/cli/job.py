@@ -84,9 +84,7 @@ class Job:
                 ) from exc
 
     def _requests(self, advance: Callable[[], None]) -> Iterator[GenerateRequest]:
-        for prompt in read_prompts(self.input, self.defaults):
-            if prompt.index in self.results.finished:
-                continue
+        for prompt in read_prompts(self.input, self.defaults, skip=self.results.finished):
             try:
                 request = prompt.request(self._tokenizer)
             except InvalidRequest as exc:

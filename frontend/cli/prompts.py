@@ -4,7 +4,7 @@ A line holds `prompt` (text) or `prompt_token_ids`, any other field of `Generate
 `SamplingParams`, either beside them or under `sampling`. Blank lines are skipped but counted.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -74,8 +74,8 @@ class InputSummary:
     has_text: bool
 
 
-def read_prompts(path: Path, defaults: Defaults) -> Iterator[Prompt]:
-    """Read the prompts of a file one at a time.
+def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -> Iterator[Prompt]:
+    """Read the prompts of a file one at a time, but for those whose indexes are in `skip`.
 
     Raises:
         CommandFailed: a line is wrong; the message names it and the field.
@@ -86,7 +86,7 @@ def read_prompts(path: Path, defaults: Defaults) -> Iterator[Prompt]:
             try:
                 if len(raw) > MAX_LINE_BYTES:
                     raise InvalidRequest(field="the line", problem="is too long", allowed=f"{MAX_LINE_BYTES} bytes")
-                if raw.strip():
+                if index not in skip and raw.strip():
                     yield parse_prompt(index, raw, defaults)
             except InvalidRequest as exc:
                 raise CommandFailed(f"{path} line {index + 1}: {exc.message}", ExitCode.USAGE) from exc
