@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
@@ -99,7 +100,7 @@ class Client:
             await subscribe(self._nats, self._subjects.frames_to(self._client), self._exchange.receive)
             # The server knows both subscriptions before the first request can cause an answer.
             await self._nats.flush()
-            await self._fleet.reconnected()
+            await self._fleet.listen_anew()
         except BaseException:
             await close_connection(self._nats)
             raise
@@ -130,7 +131,7 @@ class Client:
 
     async def _on_reconnect(self) -> None:
         self._traffic.fail_all("the connection to NATS was lost meanwhile")
-        await self.fleet.reconnected()
+        await self.fleet.listen_anew()
 
     def _on_error(self, error: Exception) -> None:
         """Frames were dropped unread, a frame upset us, or the server has ended the connection for good."""
@@ -138,8 +139,12 @@ class Client:
 
     async def _watch_leases(self, nats: Connection, fleet: Fleet) -> None:
         while True:
+            before = time.monotonic()
             await asyncio.sleep(LEASE_CHECK_S)
-            if nats.is_connected:
+            if time.monotonic() - before > 2 * LEASE_CHECK_S:
+                # This loop was blocked: what workers said meanwhile has yet to be read.
+                await fleet.listen_anew()
+            elif nats.is_connected:
                 fleet.expire()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

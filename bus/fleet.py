@@ -118,8 +118,8 @@ class Fleet:
             self._on_gone(gone)
             self._changed.set()
 
-    async def reconnected(self) -> None:
-        """Start leases anew after our own connection was away, and ask who is there."""
+    async def listen_anew(self) -> None:
+        """Start leases anew, where we could not hear for a while, and ask who is there."""
         self._view.renew_all(time.monotonic())
         self._pinged_at = -PING_WAIT_S
         await self._ping()

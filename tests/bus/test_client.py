@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
@@ -23,9 +24,10 @@ from schemas.errors import (
     RequestTimeout,
 )
 from tests.support.fleet import check_generation, synthetic_worker
+from tests.support.worker_process import worker_process
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from workers.worker import LEASE_S, Worker
 
 E = TypeVar("E", bound=Exception)
 
@@ -362,3 +364,18 @@ async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str) -> None
         assert worker.bad_messages >= 6
         assert rb.stats().bad_messages == 6
         assert rb.fleet.bad_messages == 6
+
+
+async def test_a_blocked_event_loop_loses_no_worker(nats_url: str, fleet: str) -> None:
+    """A trainer that blocks its event loop for longer than a lease keeps its workers and its requests."""
+    async with (
+        bus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, engine_args={"step_s": 0.01}),
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(greedy(max_tokens=100))
+        await anext(stream)
+        time.sleep(LEASE_S + 1)  # noqa: ASYNC251
+        chunks = [chunk async for chunk in stream]
+
+    assert chunks[-1].finish_reason == "length"
