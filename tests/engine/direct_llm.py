@@ -8,11 +8,10 @@ from typing import Any
 
 from workers.engines.vllm.launch import set_environment
 
-set_environment(sys.argv[1], "WARNING")
 
-
-async def generate(model: str, task: dict[str, Any]) -> None:
-    """Generate what `task` says and write it where it says."""
+async def generate(model: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Generate what `task` says."""
+    set_environment(model, None)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,13 +36,13 @@ async def generate(model: str, task: dict[str, Any]) -> None:
     if final is None:
         raise SystemExit("no output")
     tokens = list(final.token_ids)
-    result = {
+    return {
         "token_ids": tokens,
         "logprobs": [position[token].logprob for position, token in zip(final.logprobs, tokens, strict=True)],
         "routed_experts": final.routed_experts.tolist(),
     }
-    Path(task["output"]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    asyncio.run(generate(sys.argv[1], json.loads(sys.argv[2])))
+    task = json.loads(sys.argv[2])
+    Path(task["output"]).write_text(json.dumps(asyncio.run(generate(sys.argv[1], task))))

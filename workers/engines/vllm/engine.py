@@ -58,7 +58,7 @@ class VllmEngine:
         engine_args: fields of vLLM's `AsyncEngineArgs`; unknown ones make `start` fail.
         read: `core` reads the engine core's step outputs, `generate` goes through `AsyncLLM.generate`; `auto` takes
             the first where this release of vLLM allows it.
-        log_level: of vLLM's own logs, which go to stderr.
+        log_level: of vLLM's own logs, which go to stderr; None: the environment's `VLLM_LOGGING_LEVEL`, else warnings.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class VllmEngine:
         *,
         engine_args: Mapping[str, Any] | None = None,
         read: Reading = "auto",
-        log_level: str = "WARNING",
+        log_level: str | None = None,
     ) -> None:
         self._launch = Launch(str(model), dict(engine_args or {}), log_level)
         self._read: Reading = read

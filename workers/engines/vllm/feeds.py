@@ -8,6 +8,8 @@ It relies on vLLM's inner interface, so it is used where a release is found to f
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
+
 from schemas.chunk import FinishReason
 from schemas.errors import EngineDead
 from schemas.request import GenerateRequest
@@ -84,8 +86,7 @@ class RequestMaker:
         """The prompt as vLLM takes it: token ids, and the salt of its prefix-cache entries."""
         from vllm.inputs.engine import tokens_input
 
-        ids = request.prompt_token_ids
-        return tokens_input([int(i) for i in ids], cache_salt=request.cache_salt)
+        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=request.cache_salt)
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
         """What else goes with a request."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import EngineDead
-from workers.engines.vllm.ownership import OwnedExecutor
+from workers.engines.vllm.ownership import OwnedExecutor, kill
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -33,10 +33,10 @@ class Launch:
     Args:
         model: folder of the checkpoint, or whatever else vLLM takes.
         engine_args: fields of vLLM's `AsyncEngineArgs`.
-        log_level: of vLLM's own logs, which go to stderr.
+        log_level: of vLLM's own logs, which go to stderr; None: `VLLM_LOGGING_LEVEL`, else warnings.
     """
 
-    def __init__(self, model: str, engine_args: Mapping[str, Any], log_level: str) -> None:
+    def __init__(self, model: str, engine_args: Mapping[str, Any], log_level: str | None) -> None:
         self._model = model
         self._engine_args = engine_args
         self._log_level = log_level
@@ -81,7 +81,7 @@ class Launch:
         others = self._other_children
         if others is not None:
             for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
+                kill(process)
 
     @property
     def llm(self) -> "AsyncLLM":
@@ -100,11 +100,13 @@ class Launch:
             raise EngineDead("the engine was closed while it started")
 
 
-def set_environment(model: str, log_level: str) -> None:
+def set_environment(model: str, log_level: str | None) -> None:
     """Set what vLLM reads from the environment, here and in its processes; only before vllm is first imported."""
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    os.environ["VLLM_LOGGING_LEVEL"] = log_level
+    if log_level is not None:
+        os.environ["VLLM_LOGGING_LEVEL"] = log_level
     defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         # Torch's C++ warnings about the machine's memory layout.
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -5,9 +5,10 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-__all__ = ["OwnedExecutor"]
+__all__ = ["OwnedExecutor", "kill"]
 
 GRACE_S = 10.0
 """For an orphaned engine core to take its own children down, before it is killed."""
@@ -34,12 +35,30 @@ class OwnedExecutor:
 
 
 def adopt(executor_class: Callable[..., Any], owner_pid: int) -> Callable[..., Any]:
-    """Called in the engine core's process: bind its life to the owner's, send what it prints to stderr."""
+    """Called in the engine core's process: bind its life to the owner's, not to its terminal and its stdout."""
     if os.getpid() != owner_pid:
+        # A Ctrl-C is for the worker, which ends its requests first; the engine would stop under its hands. And all
+        # that the engine core starts is in its group.
+        os.setpgrp()
         # The worker's stdout is for machines to read; libraries in the engine print to it as they please.
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
     return executor_class
+
+
+def kill(process: BaseProcess) -> None:
+    """Kill the engine core's process with all that it has started: they are in a process group of their own."""
+    pid = process.pid
+    if pid is None:
+        return
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            # Not adopted yet: still in the worker's group, and without children.
+            process.kill()
+    except ProcessLookupError:
+        return
 
 
 def _end_with(owner_pid: int) -> None:

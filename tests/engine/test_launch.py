@@ -1,0 +1,90 @@
+"""What keeps an engine from starting is said, and nothing of it stays behind."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from schemas.errors import EngineDead
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm import launch as launch_module
+from workers.engines.vllm.ownership import OwnedExecutor
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def engine_processes() -> set[int]:
+    """Return the ids of this process's children that belong to an engine."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "message"),
+    [
+        ({"max_modl_len": 5}, r"'max_modl_len' is unknown to vLLM; did you mean 'max_model_len'\?"),
+        ({"model": "elsewhere"}, "'model': the model is given by itself"),
+        ({"logprobs_mode": "raw_logits"}, "allowed: processed_logprobs, raw_logprobs"),
+        ({"max_model_len": "long"}, "max_model_len"),
+    ],
+)
+async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args: dict[str, Any], message: str) -> None:
+    """An engine argument that vLLM does not take stops the start before any process is started."""
+    before = engine_processes()
+    engine = VllmEngine(models["dense"], engine_args=engine_args)
+
+    with pytest.raises(EngineDead, match=message):
+        await engine.start()
+    with pytest.raises(EngineDead):
+        _ = engine.capabilities
+    assert engine_processes() == before
+
+
+async def test_missing_model_is_said(tmp_path: Path) -> None:
+    """A model that is not there stops the start; closing afterwards, twice, is fine."""
+    engine = VllmEngine(tmp_path / "nothing")
+
+    with pytest.raises(EngineDead, match="nothing"):
+        await engine.start()
+    await engine.close()
+    await engine.close()
+
+
+async def test_failure_in_the_engines_process_leaves_none(models: dict[str, Path]) -> None:
+    """An engine core that fails while it loads makes the start fail, and no process stays."""
+    before = engine_processes()
+    # A model without experts cannot return their routing; vLLM finds out when it has loaded the model.
+    engine = VllmEngine(models["dense"], engine_args={"enable_return_routed_experts": True})
+
+    with pytest.raises(EngineDead, match="did not start"):
+        await engine.start()
+    assert engine_processes() == before
+
+
+async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is cancelled while the engine core comes up ends with it gone."""
+    before = engine_processes()
+    loop = asyncio.get_running_loop()
+    is_coming_up = asyncio.Event()
+
+    class Told(OwnedExecutor):
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, int]]:
+            loop.call_soon_threadsafe(is_coming_up.set)
+            return super().__reduce__()
+
+    monkeypatch.setattr(launch_module, "OwnedExecutor", Told)
+    engine = VllmEngine(models["dense"])
+
+    async with asyncio.TaskGroup() as group:
+        start = group.create_task(engine.start())
+        await is_coming_up.wait()
+        start.cancel()
+
+    assert start.cancelled()
+    assert engine_processes() == before
+    assert not multiprocessing.active_children() or before
+    await engine.close()

@@ -1,0 +1,276 @@
+"""Every sampling parameter reaches vLLM, or is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from schemas.chunk import FinishReason
+from schemas.errors import InvalidRequest
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.engine.support import prompt
+from tests.support.vllm_engine import Result, RunningEngine
+from workers.engines.vllm.params import to_vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+EOS = 2
+PROMPT = prompt(40, seed=20)
+
+
+def run(engine: RunningEngine, **sampling: Any) -> Result:
+    """Generate greedily with `sampling`, up to 6 tokens unless it says otherwise."""
+    params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, **sampling})
+    return engine.generate(GenerateRequest(prompt_token_ids=PROMPT, sampling=params))[0]
+
+
+@pytest.mark.usefixtures("engines")
+def test_every_field_is_handed_over() -> None:
+    """Each field of `SamplingParams` arrives under vLLM's name for it, unchanged."""
+    values: dict[str, Any] = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 11,
+        "min_p": 0.1,
+        "seed": 5,
+        "stop_token_ids": [8, 9],
+        "ignore_eos": True,
+        "logprobs": 3,
+        "prompt_logprobs": 4,
+        "n": 1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {4: -2.5},
+        "allowed_token_ids": [4, 5],
+        "bad_words_token_ids": [[6], [7, 8]],
+        "extra": {"skip_reading_prefix_cache": True},
+    }
+    request = GenerateRequest(prompt_token_ids=PROMPT, routed_experts_prompt_start=3, sampling=SamplingParams(**values))
+
+    params = to_vllm(request, max_model_len=512, returns_rows=True)
+
+    assert set(values) == set(SamplingParams.__struct_fields__)
+    del values["extra"]
+    assert {name: getattr(params, name) for name in values} == values
+    assert params.skip_reading_prefix_cache is True
+    assert params.routed_experts_prompt_start == 3
+    assert params.detokenize is False
+    assert to_vllm(request, max_model_len=512, returns_rows=False).routed_experts_prompt_start == len(PROMPT)
+
+
+def test_bad_words_are_not_generated(moe: RunningEngine) -> None:
+    """A banned token gives way to the next best, and of a banned sequence only its last token does."""
+    free = run(moe, logprobs=2)
+    top = free.steps[0].top_logprobs
+    assert top is not None
+    first, second = (int(i) for i in top.token_ids[0])
+
+    single = run(moe, bad_words_token_ids=[[first]], max_tokens=1)
+    pair = run(moe, bad_words_token_ids=[free.token_ids[:2]])
+
+    assert free.token_ids[0] == first
+    assert single.token_ids == [second]
+    assert pair.token_ids[0] == first
+    assert pair.token_ids[1] != free.token_ids[1]
+
+
+def test_bias_and_allowed_tokens_decide(moe: RunningEngine) -> None:
+    """`logit_bias` makes a token win, `allowed_token_ids` leaves only its own."""
+    allowed = [5, 50, 500]
+
+    assert run(moe, logit_bias={77: 100.0}).token_ids == [77] * 6
+    assert set(run(moe, allowed_token_ids=allowed, temperature=1.0, max_tokens=30).token_ids) <= set(allowed)
+
+
+def test_stop_token_ends_the_request_and_is_delivered(moe: RunningEngine) -> None:
+    """A stop token is the last one and the stop reason; `min_tokens` holds it back."""
+    free = run(moe).token_ids
+    stop = free[2]
+
+    stopped = run(moe, stop_token_ids=[stop])
+    held = run(moe, stop_token_ids=[stop], min_tokens=5)
+
+    assert stopped.token_ids == free[: free.index(stop) + 1]
+    assert (stopped.last.finish_reason, stopped.last.stop_reason) == (FinishReason.STOP, stop)
+    assert len(stopped.rows) == len(PROMPT) + len(stopped.token_ids) - 1
+    assert stop not in held.token_ids[:5]
+
+
+def test_end_of_sequence_ends_unless_ignored(moe: RunningEngine) -> None:
+    """The model's own end-of-sequence token ends a request, without a stop reason; `ignore_eos` goes on."""
+    ended = run(moe, logit_bias={EOS: 100.0})
+    ignored = run(moe, logit_bias={EOS: 100.0}, ignore_eos=True)
+
+    assert ended.token_ids == [EOS]
+    assert (ended.last.finish_reason, ended.last.stop_reason) == (FinishReason.STOP, None)
+    assert ignored.token_ids == [EOS] * 6
+    assert ignored.last.finish_reason is FinishReason.LENGTH
+
+
+def test_no_max_tokens_fills_the_context(moe: RunningEngine) -> None:
+    """`max_tokens=None` goes up to the model's last position, and exactly that many may be asked for."""
+    ids = prompt(500, seed=21)
+    results = moe.generate(
+        *(
+            GenerateRequest(prompt_token_ids=ids, sampling=SamplingParams(max_tokens=most, ignore_eos=True))
+            for most in (None, 12)
+        )
+    )
+
+    for result in results:
+        assert len(result.token_ids) == 12
+        assert len(result.rows) == 511
+        assert result.last.finish_reason is FinishReason.LENGTH
+
+
+def test_seed_makes_sampling_repeatable(moe: RunningEngine) -> None:
+    """Equal seeds give equal tokens, other seeds others."""
+    first, again, other = (run(moe, temperature=1.0, seed=seed, max_tokens=20).token_ids for seed in (1, 1, 2))
+
+    assert first == again
+    assert first != other
+
+
+def test_each_gets_the_alternatives_it_asked_for(moe: RunningEngine) -> None:
+    """In one batch, every request gets its own number of alternatives, best first; greedy is the best one."""
+    widths = (None, 0, 1, 5, 20)
+    results = moe.generate(
+        *(
+            GenerateRequest(
+                prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=4, temperature=0.0, logprobs=width)
+            )
+            for width in widths
+        )
+    )
+
+    for width, result in zip(widths, results, strict=True):
+        for step in result.steps:
+            assert (step.logprobs is None) == (width is None)
+            assert (step.top_logprobs is None) == (not width)
+            if width:
+                assert step.top_logprobs is not None
+                assert step.top_logprobs.logprobs.shape == (1, width)
+                assert np.all(np.diff(step.top_logprobs.logprobs) <= 0)
+                assert step.logprobs is not None
+                assert step.top_logprobs.logprobs[0, 0] == step.logprobs[0]
+                assert step.top_logprobs.token_ids[0, 0] == step.token_ids[0]
+
+
+def test_logprobs_are_those_of_the_sampler(moe: RunningEngine) -> None:
+    """Log probabilities are what sampling used: after temperature, and -inf for what `top_k` cut off."""
+    result = run(moe, temperature=0.5, top_k=3, logprobs=5, seed=3, max_tokens=8)
+    for step in result.steps:
+        assert step.top_logprobs is not None
+        top = step.top_logprobs.logprobs[0]
+        assert np.isclose(np.exp(top[:3]).sum(), 1.0, atol=1e-5)
+        assert np.all(top[3:] == -np.inf)
+
+
+def test_prompt_logprobs_equal_hugging_face(moe: RunningEngine, models: dict[str, Path]) -> None:
+    """Prompt log probabilities are those of positions 1 to Lp - 1, with the alternatives asked for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.float32)
+    ids = prompt(300, seed=22)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids.tolist()])).logits[0].log_softmax(-1).numpy()
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
+    result = moe.generate(GenerateRequest(prompt_token_ids=ids, sampling=params))[0]
+    first = result.steps[0].prompt_logprobs
+
+    assert first is not None
+    assert result.steps[1].prompt_logprobs is None
+    assert first.start == 1
+    assert np.abs(first.logprobs - expected[np.arange(299), ids[1:]]).max() < 1e-4
+    assert first.top is not None
+    assert np.array_equal(first.top.token_ids[:, 0], expected[:299].argmax(-1))
+    assert first.top.logprobs.shape == (299, 3)
+
+
+def test_prompt_of_one_token_has_no_prompt_logprobs(moe: RunningEngine) -> None:
+    """A prompt of one token is answered like others; it has no log probabilities, and says so by an empty list."""
+    params = SamplingParams(max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    result = moe.generate(GenerateRequest(prompt_token_ids=[7], sampling=params))[0]
+    first = result.steps[0].prompt_logprobs
+
+    assert len(result.rows) == 3
+    assert first is not None
+    assert len(first.logprobs) == 0
+
+
+def test_request_without_a_possible_token_fails_alone(moe: RunningEngine) -> None:
+    """Where every token is forbidden the sampler computes NaN: that request fails, the one beside it does not."""
+    impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], temperature=0.0)
+    failed, fine = moe.generate(
+        GenerateRequest(prompt_token_ids=PROMPT, sampling=impossible),
+        GenerateRequest(prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=6, temperature=0.0)),
+    )
+
+    assert failed.last.finish_reason is FinishReason.ERROR
+    assert failed.last.error is not None
+    assert "NaN" in failed.last.error
+    assert fine.token_ids == run(moe).token_ids
+
+
+def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
+    """`sampling.extra` sets vLLM's own parameters, nested ones too."""
+    detection = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 3}
+    repeated = run(moe, logit_bias={77: 100.0}, extra={"repetition_detection": detection})
+    numbers = run(moe, extra={"structured_outputs": {"regex": "[0-9]{3}"}}, ignore_eos=False)
+
+    assert "repetition_detection" in moe.engine.capabilities.extra
+    assert repeated.token_ids == [77] * 3
+    assert (repeated.last.finish_reason, repeated.last.stop_reason) == (FinishReason.REPETITION, None)
+    assert numbers.last.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("sampling.temperature", {"temperature": 0.005}),
+        ("sampling.max_tokens", {"max_tokens": 473}),
+        ("sampling.min_tokens", {"max_tokens": None, "min_tokens": 473}),
+        ("sampling.stop_token_ids", {"stop_token_ids": [512]}),
+        ("sampling.allowed_token_ids", {"allowed_token_ids": [512]}),
+        ("sampling.logit_bias", {"logit_bias": {512: 1.0}}),
+        ("sampling.logprobs", {"logprobs": 21}),
+        ("sampling.prompt_logprobs", {"prompt_logprobs": 21}),
+        ("sampling.extra.thinking_token_budget", {"extra": {"thinking_token_budget": "many"}}),
+        ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {}}}),
+        ("sampling", {"extra": {"thinking_token_budget": 5}}),
+        ("sampling", {"extra": {"structured_outputs": {"regex": "("}}}),
+    ],
+)
+def test_refused_by_name_and_harms_no_other(moe: RunningEngine, field: str, change: dict[str, Any]) -> None:
+    """What vLLM refuses, or would change by itself, is refused with the field's name; the engine goes on."""
+    with pytest.raises(InvalidRequest) as caught:
+        run(moe, **change)
+
+    assert caught.value.field == field
+    assert run(moe, max_tokens=1).last.finish_reason is not None
+
+
+def test_prompt_that_fills_the_context_is_refused(moe: RunningEngine) -> None:
+    """A prompt that leaves no position to generate is refused."""
+    with pytest.raises(InvalidRequest):
+        moe.generate(GenerateRequest(prompt_token_ids=prompt(512, seed=1), sampling=SamplingParams(max_tokens=None)))
+
+
+def test_priority_trace_and_session_are_accepted(moe: RunningEngine) -> None:
+    """Fields that do not concern sampling do not disturb."""
+    request = GenerateRequest(
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(max_tokens=6, temperature=0.0),
+        priority=-3,
+        session_id="turn",
+        traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    )
+
+    assert moe.generate(request)[0].token_ids == moe.generate(replace(request, traceparent=None))[0].token_ids

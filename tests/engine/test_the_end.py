@@ -1,0 +1,108 @@
+"""What happens when processes are killed. These tests kill the engines that the others share, so they come last."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from schemas.errors import EngineDead
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.engine.support import prompt
+from tests.support.vllm_engine import RunningEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=80), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
+GONE_WITHIN_S = 60.0
+
+
+def engine_core(running: RunningEngine) -> psutil.Process:
+    """Return the process of the engine core."""
+    llm = running.engine._launch.llm
+    return psutil.Process(llm.engine_core.resources.engine_manager.processes[0].pid)
+
+
+async def read_on(running: RunningEngine) -> None:
+    """Read steps for ever."""
+    while True:
+        await running.next()
+
+
+async def until_dead(running: RunningEngine) -> None:
+    """Read until the engine is dead; then expect it to refuse requests, and aborts to do no harm."""
+    try:
+        with pytest.raises(EngineDead):
+            await read_on(running)
+        with pytest.raises(EngineDead):
+            await running.add(LONG)
+        await running.engine.abort(["any"])
+    finally:
+        await running.engine.close()
+
+
+def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
+    """When the engine core is killed under way, `steps` and `add` raise `EngineDead`, and its own child goes too."""
+    core = engine_core(dense)
+    workers = core.children(recursive=True)
+
+    async def scenario() -> None:
+        await dense.add(LONG)
+        await dense.next()
+        core.kill()
+        await until_dead(dense)
+
+    dense.call(scenario())
+
+    assert workers
+    assert psutil.wait_procs(workers, timeout=GONE_WITHIN_S)[1] == []
+
+
+def test_killed_model_process_is_told(moe: RunningEngine) -> None:
+    """When the process that holds the model is killed, the engine core ends and says so."""
+    core = engine_core(moe)
+
+    async def scenario() -> None:
+        await moe.add(LONG)
+        await moe.next()
+        for worker in core.children(recursive=True):
+            worker.kill()
+        await until_dead(moe)
+
+    moe.call(scenario())
+
+    assert psutil.wait_procs([core], timeout=GONE_WITHIN_S)[1] == []
+
+
+def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine) -> None:
+    """The death of an engine without requests is noticed as well."""
+
+    async def scenario() -> None:
+        engine_core(fallback).kill()
+        await until_dead(fallback)
+
+    fallback.call(scenario())
+
+
+def test_engine_goes_when_its_owner_is_killed_and_stays_off_stdout(models: dict[str, Path]) -> None:
+    """The engine's processes end when their owner is killed, not by its Ctrl-C; stdout has the owner's words only."""
+    command = [sys.executable, "-m", "tests.engine.owner", str(models["dense"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        try:
+            line = owner.stdout.readline()
+            children = [psutil.Process(pid) for pid in json.loads(line)]
+            groups = {child.name(): os.getpgid(child.pid) for child in children}
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+        rest = owner.stdout.read()
+
+    assert len(children) >= 2
+    assert any(group != os.getpgid(0) for group in groups.values())
+    assert rest == ""
+    assert psutil.wait_procs(children, timeout=GONE_WITHIN_S)[1] == []
