@@ -30,6 +30,7 @@ def engine_processes() -> set[int]:
         ({"model": "elsewhere"}, "'model': the model is given by itself"),
         ({"logprobs_mode": "raw_logits"}, "allowed: processed_logprobs, raw_logprobs"),
         ({"max_model_len": "long"}, "max_model_len"),
+        ({"block_size": 16}, "'block_size' is 16; allowed on a CPU: multiples of 32"),
     ],
 )
 async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args: dict[str, Any], message: str) -> None:

@@ -55,11 +55,11 @@ class Launch:
             EngineDead: it did not start, or `cancel` was called; the message says why.
         """
         set_environment(self._model, self._log_level)
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor import Executor
-
-        self._check_wanted()
         try:
+            from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.executor import Executor
+
+            self._check_wanted()
             args = engine_arguments(self._model, self._engine_args)
             config = args.create_engine_config()
             self._check_wanted()
@@ -68,10 +68,15 @@ class Launch:
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
         except EngineDead:
             raise
+        except ImportError as exc:
+            raise EngineDead(f"vLLM cannot be imported ({exc}); it comes with rollbus[worker]") from exc
         except Exception as exc:
             self._check_wanted()
             # Whatever vLLM, torch or a broken checkpoint throws at start-up means the same to the worker.
-            raise EngineDead(f"vLLM did not start with {self._model}: {type(exc).__name__}: {exc}") from exc
+            message = (
+                f"vLLM did not start with {self._model}: {type(exc).__name__}: {exc} (its log on stderr says more)"
+            )
+            raise EngineDead(message) from exc
         finally:
             self._other_children = None
 
@@ -140,9 +145,13 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     chosen = {"model": model} | {name: value for name, value in defaults.items() if name in known} | dict(given)
     args = AsyncEngineArgs(**chosen)
+    # The model's configuration alone, before any weights are loaded.
+    model_config = args.create_model_config()
     if "enable_return_routed_experts" not in given:
-        # From the model's configuration alone, before any weights are loaded.
-        args.enable_return_routed_experts = bool(args.create_model_config().get_num_experts())
+        args.enable_return_routed_experts = bool(model_config.get_num_experts())
+    block_size = given.get("block_size")
+    if current_platform.is_cpu() and isinstance(block_size, int) and block_size % 32 and not model_config.use_mla:
+        raise EngineDead(f"engine argument 'block_size' is {block_size}; allowed on a CPU: multiples of 32")
     return args
 
 
