@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -105,12 +106,13 @@ class RunningEngine:
 
 @contextlib.contextmanager
 def running_engines(make: Callable[[], Sequence[VllmEngine]]) -> Iterator[list[RunningEngine]]:
-    """Start engines side by side on an event loop in a thread, and close them."""
+    """Start engines side by side on an event loop in a thread, and close them: no task and no process is left."""
     loop_started = threading.Event()
     state: dict[str, Any] = {}
 
     async def serve() -> None:
         state["loop"] = asyncio.get_running_loop()
+        state["main"] = asyncio.current_task()
         state["stop"] = asyncio.Event()
         loop_started.set()
         await state["stop"].wait()
@@ -127,10 +129,11 @@ def running_engines(make: Callable[[], Sequence[VllmEngine]]) -> Iterator[list[R
                 group.create_task(engine.start())
         return [RunningEngine(engine) for engine in engines]
 
-    async def close() -> None:
+    async def close() -> list[str]:
         async with asyncio.TaskGroup() as group:
             for engine in state.get("engines", ()):
                 group.create_task(engine.close())
+        return [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task(), state["main"]}]
 
     thread = threading.Thread(target=run, name="engines")
     thread.start()
@@ -143,6 +146,8 @@ def running_engines(make: Callable[[], Sequence[VllmEngine]]) -> Iterator[list[R
             running = asyncio.run_coroutine_threadsafe(start(), loop).result()
         yield running
     finally:
-        asyncio.run_coroutine_threadsafe(close(), loop).result()
+        tasks_left = asyncio.run_coroutine_threadsafe(close(), loop).result()
         loop.call_soon_threadsafe(state["stop"].set)
         thread.join()
+    assert tasks_left == []
+    assert [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")] == []
