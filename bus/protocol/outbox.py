@@ -33,22 +33,26 @@ class Outbox:
     def seal(self) -> list[bytes]:
         """Encode all that was collected, as few frames as fit; empty when there is nothing."""
         frames: list[bytes] = []
-        batch: list[Chunk] = []
-        size = sum(CHUNK_OVERHEAD_BYTES + len(key.request_id) for key in self._admitted)
-        for chunk in self._chunks:
-            chunk_size = chunk_bytes(chunk)
-            if batch and size + chunk_size > self._max_frame_bytes:
-                frames.append(self._frame(batch))
-                batch, size = [], 0
-            batch.append(chunk)
-            size += chunk_size
-        if batch or self._admitted:
-            frames.append(self._frame(batch))
-        self._chunks = []
+        admitted: list[RequestKey] = []
+        chunks: list[Chunk] = []
+        size = 0
+        items: list[RequestKey | Chunk] = [*self._admitted, *self._chunks]
+        for item in items:
+            item_bytes = chunk_bytes(item) if isinstance(item, Chunk) else CHUNK_OVERHEAD_BYTES + len(item.request_id)
+            if size and size + item_bytes > self._max_frame_bytes:
+                frames.append(self._frame(admitted, chunks))
+                admitted, chunks, size = [], [], 0
+            if isinstance(item, Chunk):
+                chunks.append(item)
+            else:
+                admitted.append(item)
+            size += item_bytes
+        if size:
+            frames.append(self._frame(admitted, chunks))
+        self._admitted, self._chunks = [], []
         return frames
 
-    def _frame(self, chunks: list[Chunk]) -> bytes:
-        frame = Frame(WIRE_VERSION, self._incarnation, self._number, self._admitted, chunks)
+    def _frame(self, admitted: list[RequestKey], chunks: list[Chunk]) -> bytes:
+        frame = Frame(WIRE_VERSION, self._incarnation, self._number, admitted, chunks)
         self._number += 1
-        self._admitted = []
         return encode(frame)
