@@ -2,8 +2,8 @@
 
 An engine is shaped by steps: it takes requests one at a time and hands over what one step produced for
 all of them. The worker above owns identity, admission and transport; the engine owns scheduling and sampling.
-Every request that `add` accepted ends with exactly one `RequestStep` that has `finish_reason` or `error` set,
-unless the engine dies, which `steps` reports by raising `EngineDead`.
+Every request that `add` accepted ends with exactly one `RequestStep` that has `finish_reason` set, unless
+the engine dies, which `steps` reports by raising `EngineDead`.
 """
 
 from collections.abc import AsyncIterator, Sequence

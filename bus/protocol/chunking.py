@@ -68,8 +68,17 @@ class ChunkWriter:
         """Chunk what one step added: large prompt logprobs and rows go ahead in parts, the tokens come last.
 
         Raises:
-            LocalProtocolError: the step's arrays contradict each other or the row rule.
+            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was written.
         """
+        before = self._num_chunks, self._num_tokens, self._num_rows
+        try:
+            return self._write(step, weight_version)
+        except (LocalProtocolError, ValueError) as exc:
+            # `fail` goes on from the last chunk that was sent.
+            self._num_chunks, self._num_tokens, self._num_rows = before
+            raise LocalProtocolError(str(exc)) from exc
+
+    def _write(self, step: RequestStep, weight_version: int) -> list[Chunk]:
         ahead = list(_prompt_parts(step.prompt_logprobs, self._part_bytes))
         prompt_logprobs = ahead.pop() if len(ahead) == 1 else None
         rows = list(self._row_parts(step))
@@ -179,7 +188,8 @@ def _prompt_parts(prompt_logprobs: PromptLogprobs | None, part_bytes: int) -> It
     top = prompt_logprobs.top
     width = 0 if top is None else top.width
     per_part = max(part_bytes // (4 + 8 * width), 1)
-    for first in range(0, len(prompt_logprobs.logprobs_data) // 4, per_part):
+    # Without a value, as for a prompt of one token, still one part: the receiver learns that there are none.
+    for first in range(0, max(len(prompt_logprobs.logprobs_data) // 4, 1), per_part):
         past = first + per_part
         yield PromptLogprobs(
             start=prompt_logprobs.start + first,

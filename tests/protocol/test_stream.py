@@ -1,7 +1,7 @@
 """Chunking and assembly are inverse, whatever the steps, the split and the sizes; and no fault passes for a result."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -249,6 +249,19 @@ def test_prompt_logprobs_are_split_and_joined() -> None:
     np.testing.assert_array_equal(arrays["prompt_top_token_ids"], np.arange(200).reshape(100, 2))
 
 
+def test_the_logprobs_of_a_prompt_of_one_token_are_an_empty_array() -> None:
+    """Asked for, prompt logprobs are an array also where there is none to give, with its width."""
+    scenario = simple()
+    scenario.steps[0].prompt_logprobs = PromptLogprobs(1, b"", TopLogprobs(2, b"", b""))
+    assembly = Assembly(scenario.request, keep=True)
+    for chunk in chunks_of(scenario):
+        assembly.add(chunk)
+    arrays = assembly.arrays()
+
+    assert arrays["prompt_logprobs"].shape == (0,)
+    assert arrays["prompt_top_token_ids"].shape == (0, 2)
+
+
 def test_changed_routing_is_refused() -> None:
     """A stream whose layers, top-k, dtype or position change midway is refused."""
     scenario = simple()
@@ -264,3 +277,38 @@ def test_changed_routing_is_refused() -> None:
     (wrong,) = writer.write(second, 1)
     with pytest.raises(RemoteProtocolError, match="routing changed"):
         assembly.add(wrong)
+
+
+def broken_steps() -> dict[str, RequestStep]:
+    """Second steps of `simple` that no engine should make, by what is wrong with them."""
+    good = RequestStep(
+        key="k",
+        token_ids=np.array([6], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        routed_experts=np.array([[[3]]], np.uint8),
+        routed_experts_start=2,
+        finish_reason=FinishReason.LENGTH,
+    )
+    return {
+        "no rows": replace(good, routed_experts=None),
+        "rows elsewhere": replace(good, routed_experts_start=1),
+        "too few logprobs": replace(good, logprobs=np.zeros(0, np.float32)),
+        "an error and no word of it": replace(good, finish_reason=FinishReason.ERROR),
+    }
+
+
+@pytest.mark.parametrize("name", broken_steps())
+def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
+    """A step that cannot be written leaves no trace: the error that follows is the next chunk, with true totals."""
+    scenario = simple()
+    writer = writer_for(scenario)
+    assembly = Assembly(scenario.request, keep=True)
+    for chunk in writer.write(scenario.steps[0], 1):
+        assembly.add(chunk)
+    with pytest.raises(LocalProtocolError):
+        writer.write(broken_steps()[name], 1)
+    assembly.add(writer.fail(ChunkError(ErrorCode.PROTOCOL_ERROR, name), 1))
+
+    assert assembly.end is not None
+    assert assembly.end.error is not None
+    assert assembly.end.error.message == name
