@@ -21,7 +21,7 @@ from nats.aio.transport import TcpTransport
 
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
-__all__ = ["Connection", "ConnectionStats", "close_connection", "open_connection", "publish", "subscribe"]
+__all__ = ["Connection", "ConnectionStats", "close_connection", "drain", "open_connection", "publish", "subscribe"]
 
 logger = logging.getLogger(__name__)
 
@@ -328,6 +328,21 @@ async def subscribe(
         )
     except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
         raise BusClosed("the connection to NATS is closed") from error
+
+
+async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """End `subscription` once its handler has seen every message that the server had sent for it.
+
+    Args:
+        timeout_s: for the server to answer; after that, and while the connection is down, messages may be unseen.
+    """
+    if not nats.is_connected:
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await subscription.drain()  # type: ignore[no-untyped-call]
+    except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
+        logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
 
 
 def _parse_url(url: str) -> str:

@@ -10,8 +10,9 @@ import time
 import uuid
 
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
-from bus.connection import Connection, close_connection, open_connection, publish, subscribe
+from bus.connection import Connection, close_connection, drain, open_connection, publish, subscribe
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.messages import (
@@ -59,6 +60,8 @@ class Worker:
         self._death: EngineDead | None = None
         self._nats: Connection
         self._streams: Streams
+        # Set once the engine runs.
+        self._requests: Subscription | None = None
         self._stopping = asyncio.Event()
         self._announce = asyncio.Event()
         self._to_send = asyncio.Event()
@@ -112,8 +115,10 @@ class Worker:
                     task.cancel()
             await self._say_goodbye()
         finally:
-            await self._engine.close()
-            await close_connection(self._nats)
+            try:
+                await self._engine.close()
+            finally:
+                await close_connection(self._nats)
         if self._death is not None:
             raise self._death
         if self._nats.lost is not None:
@@ -124,10 +129,10 @@ class Worker:
         try:
             await self._engine.start()
             await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
-            await subscribe(
+            self._requests = await subscribe(
                 self._nats, self._subjects.requests_for(self._config.model), self._on_request, queue="workers"
             )
-            await self._nats.flush()
+            # The announcement follows the subscriptions on the same connection: who reads it is heard here.
             self._set_state(WorkerState.SERVING)
             async for steps in self._engine.steps():
                 self._abort(self._streams.take(steps))
@@ -182,6 +187,9 @@ class Worker:
         self._to_send.set()
         try:
             await self._engine.add(name, request)
+            if name not in self._streams:
+                # Given up while the engine took it on, and an abort was ignored: the engine did not know it yet.
+                self._abort([name])
         except RequestError as exc:
             self._fail(name, exc)
         except EngineDead:
@@ -288,10 +296,16 @@ class Worker:
 
     async def _say_goodbye(self) -> None:
         """End what is open, tell everyone, and see the last bytes off."""
+        code, reason = ErrorCode.WORKER_STOPPED, "the worker was stopped"
         if self._death is not None:
-            self._streams.fail_all(ErrorCode.ENGINE_DEAD, f"the engine died: {self._death}")
-        else:
-            self._streams.fail_all(ErrorCode.WORKER_STOPPED, "the worker was stopped")
+            code, reason = ErrorCode.ENGINE_DEAD, f"the engine died: {self._death}"
+        # From here on requests go to other workers: closing the engine takes time, and nobody would answer them here.
+        if self._requests is not None:
+            await drain(self._nats, self._requests)
+        while not self._intake.empty():
+            _, envelope = self._intake.get_nowait()
+            self._reject(envelope, RequestError(code=code, message=reason))
+        self._streams.fail_all(code, reason)
         await self._flush_frames()
         self._set_state(WorkerState.STOPPED if self._death is None else WorkerState.FAILED)
         await self._publish_presence()
