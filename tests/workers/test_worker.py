@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 import bus
 from bus import GenerateRequest, SamplingParams
 from bus.embedded import EmbeddedServer
+from bus.protocol.step import RequestStep
 from schemas.errors import ErrorCode, RequestFailed
 from tests.support.connections import count_tasks
 from tests.support.fleet import check_generation, synthetic_worker
@@ -18,11 +19,11 @@ from workers.worker import Worker
 
 
 class GatedEngine(SyntheticEngine):
-    """Starts, takes on and closes only while the gate of that name is open; tells when it waits there."""
+    """Starts, steps, takes on and closes only while the gate of that name is open; tells when it waits there."""
 
     def __init__(self, *closed: str, config: SyntheticConfig | None = None) -> None:
         super().__init__(config)
-        self.gates = {name: asyncio.Event() for name in ("start", "add", "close")}
+        self.gates = {name: asyncio.Event() for name in ("start", "steps", "add", "close")}
         self.reached = {name: asyncio.Event() for name in self.gates}
         for name in self.gates.keys() - set(closed):
             self.gates[name].set()
@@ -35,6 +36,12 @@ class GatedEngine(SyntheticEngine):
         """Wait, then start."""
         await self._pass("start")
         await super().start()
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Wait, then go on as ever."""
+        await self._pass("steps")
+        async for steps in super().steps():
+            yield steps
 
     async def add(self, key: str, request: GenerateRequest) -> None:
         """Wait, then take on."""
@@ -136,10 +143,10 @@ async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> N
     async with EmbeddedServer() as server, running(server.url, fleet, engine), asyncio.timeout(30):
         await engine.reached["start"].wait()
         async with bus.connect(server.url, fleet=fleet) as rb:
-            await server.kill()
+            # In this order what the worker sends then is lost on its way.
             engine.gates["start"].set()
-            while (await rb.fleet.state()).workers:
-                pass
+            await server.kill()
+            await engine.reached["steps"].wait()
             await server.restart()
             await rb.fleet.wait_for_workers(timeout_s=8)
             check_generation(await rb.complete(greedy(2)), greedy(2))
