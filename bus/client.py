@@ -15,30 +15,40 @@ from bus.exchange import ClientStats, Exchange
 from bus.fleet import Fleet
 from bus.generation import Generation
 from bus.subjects import Subjects
-from schemas.checks import check_subject_token
+from schemas.checks import check_float, check_subject_token
 from schemas.chunk import Chunk
-from schemas.errors import BusClosed, NoWorkers, RequestError
-from schemas.limits import DEFAULT_MAX_IN_FLIGHT
+from schemas.errors import BusBroken, BusClosed, NoWorkers, RequestError
+from schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
 from schemas.request import GenerateRequest
 
 __all__ = ["Client", "ClientStats", "connect"]
 
+DEFAULT_WORKER_GRACE_S = 60.0
+"""Enough for a supervisor to bring a worker with a small model back."""
 LEASE_CHECK_S = 0.5
 """How often leases are looked at: a tenth of a lease."""
 
 
-def connect(url: str | None = None, *, fleet: str = "default", client: str | None = None) -> "Client":
+def connect(
+    url: str | None = None,
+    *,
+    fleet: str = "default",
+    client: str | None = None,
+    worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
+) -> "Client":
     """A client of a fleet, to be entered with `async with`.
 
     Args:
         url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
         fleet: whose workers serve the requests.
         client: this client's name in subjects, unique among live clients; None: drawn at random.
+        worker_grace_s: seconds that a request whose worker was lost may wait for another to come up.
 
     Raises:
-        InvalidRequest: a name that cannot stand in a subject.
+        InvalidRequest: a name that cannot stand in a subject, or a negative time.
     """
-    return Client(url or os.environ.get("ROLLBUS_NATS") or "nats://127.0.0.1:4222", fleet=fleet, client=client)
+    url = url or os.environ.get("ROLLBUS_NATS") or "nats://127.0.0.1:4222"
+    return Client(url, fleet=fleet, client=client, worker_grace_s=worker_grace_s)
 
 
 class Client:
@@ -48,11 +58,12 @@ class Client:
     for nobody, and closes the connection.
     """
 
-    def __init__(self, url: str, *, fleet: str = "default", client: str | None = None) -> None:
+    def __init__(self, url: str, *, fleet: str, client: str | None, worker_grace_s: float) -> None:
         self._url = url
+        self._worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._subjects = Subjects(fleet)
         self._client = check_subject_token("client", client or f"c-{uuid.uuid4().hex[:12]}")
-        self._tasks = asyncio.TaskGroup()
+        self._tasks: asyncio.TaskGroup
         self._background: list[asyncio.Task[None]] = []
         # Set while connected.
         self._nats: Connection | None = None
@@ -90,24 +101,27 @@ class Client:
 
     async def __aenter__(self) -> Self:
         """Connect, listen, and ask who is there."""
-        self._nats = await open_connection(
+        if self._nats is not None:
+            raise BusClosed("this client is entered already")
+        nats = await open_connection(
             self._url, name=f"rollbus client {self._client}", on_reconnect=self._on_reconnect, on_error=self._on_error
         )
+        exchange = Exchange(nats, self._subjects, self._client, worker_grace_s=self._worker_grace_s)
+        fleet = Fleet(nats, self._subjects, exchange.worker_gone)
         try:
-            self._exchange = Exchange(self._nats, self._subjects, self._client)
-            self._fleet = Fleet(self._nats, self._subjects, self._exchange.worker_gone)
-            await subscribe(self._nats, self._subjects.presences, self._fleet.receive)
-            await subscribe(self._nats, self._subjects.frames_to(self._client), self._exchange.receive)
-            # The server knows both subscriptions before the first request can cause an answer.
-            await self._nats.flush()
-            await self._fleet.listen_anew()
+            await subscribe(nats, self._subjects.presences, fleet.receive)
+            await subscribe(nats, self._subjects.frames_to(self._client), exchange.receive)
+            # In order on one connection: the server knows both subscriptions before any request can cause an answer.
+            await fleet.listen_anew()
         except BaseException:
-            await close_connection(self._nats)
+            await close_connection(nats)
             raise
-        await self._tasks.__aenter__()
+        self._nats, self._exchange, self._fleet = nats, exchange, fleet
+        self._tasks = await asyncio.TaskGroup().__aenter__()
         self._background = [
-            self._tasks.create_task(self._exchange.send_aborts(), name="client.aborts"),
-            self._tasks.create_task(self._watch_leases(self._nats, self._fleet), name="client.leases"),
+            self._tasks.create_task(exchange.send_aborts(), name="client.aborts"),
+            self._tasks.create_task(exchange.republish(fleet), name="client.republish"),
+            self._tasks.create_task(self._watch(nats, fleet, exchange), name="client.watch"),
         ]
         return self
 
@@ -130,14 +144,21 @@ class Client:
             await close_connection(nats)
 
     async def _on_reconnect(self) -> None:
-        self._traffic.fail_all("the connection to NATS was lost meanwhile")
-        await self.fleet.listen_anew()
+        if self._exchange is not None:
+            self._exchange.lose_all("the connection to NATS was lost meanwhile")
+            await self.fleet.listen_anew()
 
     def _on_error(self, error: Exception) -> None:
-        """Frames were dropped unread, a frame upset us, or the server has ended the connection for good."""
-        self._traffic.fail_all(f"frames were lost: {error}")
+        if self._exchange is None:
+            return
+        if isinstance(error, BusBroken):
+            self._exchange.fail_all(str(error))
+        else:
+            # Frames were dropped unread, or one upset us.
+            self._exchange.lose_all(f"frames were lost: {error}")
 
-    async def _watch_leases(self, nats: Connection, fleet: Fleet) -> None:
+    async def _watch(self, nats: Connection, fleet: Fleet, exchange: Exchange) -> None:
+        """Look at leases, and at what nobody has admitted."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(LEASE_CHECK_S)
@@ -146,6 +167,7 @@ class Client:
                 await fleet.listen_anew()
             elif nats.is_connected:
                 fleet.expire()
+                exchange.lose_unadmitted()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`, those of n > 1 samples interleaved and told apart by `child`.
@@ -224,10 +246,11 @@ class Client:
     async def _start(self, request: GenerateRequest, ended: asyncio.Queue[Call]) -> Call:
         """Open a call that ends in `ended`, also when it is refused; only `NoWorkers` is raised."""
         try:
-            return await self._traffic.open(request, self.fleet, streams=False, on_end=ended.put_nowait)
+            call = await self._traffic.open(request, self.fleet, streams=False)
         except NoWorkers:
             raise
         except RequestError as exc:
-            refused = Call(request, streams=False, on_end=ended.put_nowait)
-            refused.fail(exc)
-            return refused
+            call = Call(request, streams=False)
+            call.fail(exc)
+        call.when_ended(ended.put_nowait)
+        return call

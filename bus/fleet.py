@@ -92,6 +92,15 @@ class Fleet:
             raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=f"one of {', '.join(served)}")
         raise NoWorkers(message=f"no live worker serves {model or 'any model'}" + self._others(model))
 
+    def is_served(self, model: str) -> bool:
+        """Some live worker takes requests for `model`."""
+        return bool(self._view.serving(model))
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until a worker comes, goes or changes its state, at most `timeout_s` seconds."""
+        self._changed.clear()
+        await self._wait(self._changed.is_set, timeout_s)
+
     def _others(self, model: str | None) -> str:
         others = [p for p in self._view.workers(model) if p not in self._view.serving(model)]
         return f" ({', '.join(f'{p.worker} is {p.state}' for p in others)})" if others else ""

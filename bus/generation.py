@@ -51,7 +51,9 @@ class Generation:
     cached_tokens: int | None = None
     """Prompt tokens that the engine found in its prefix cache."""
     attempts: int = 1
-    """How often the request was published."""
+    """How often the request was published: once, and once more for each worker that was lost on the way."""
+    exact: bool = True
+    """What came is what an undisturbed run could have given; see `bus.protocol.stream`."""
     worker_ids: tuple[str, ...] = ()
     """The workers that served it, in order."""
     siblings: tuple["Generation", ...] = ()

@@ -57,6 +57,7 @@ class ErrorCode(enum.StrEnum):
     ENGINE_ERROR = "engine_error"
     ENGINE_DEAD = "engine_dead"
     CLIENT_CLOSED = "client_closed"
+    POISON_REQUEST = "poison_request"
     UNKNOWN = "unknown"
 
     @classmethod
@@ -95,6 +96,7 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed this request alone", "worker", True, True),
     ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
     ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request had ended", "client", True, True),
+    ErrorCode.POISON_REQUEST: ErrorFacts("engines died of it; it is not tried again", "client", False, True),
     ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
 }
 

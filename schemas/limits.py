@@ -6,10 +6,12 @@ __all__ = [
     "DEFAULT_MAX_IN_FLIGHT",
     "DEFAULT_TIMEOUT_S",
     "MAX_ALLOWED_TOKEN_IDS",
+    "MAX_ATTEMPTS",
     "MAX_BAD_WORDS",
     "MAX_CACHE_SALT_CHARS",
     "MAX_CHUNKS_PER_FRAME",
     "MAX_CHUNK_TOKENS",
+    "MAX_ENGINE_DEATHS",
     "MAX_ERROR_CHARS",
     "MAX_EXPERTS",
     "MAX_EXTRA_BYTES",
@@ -59,6 +61,10 @@ MAX_LOGIT_BIAS: Final = 4096
 """Entries; a bias over the whole vocabulary belongs into `allowed_token_ids`."""
 MAX_BAD_WORDS: Final = 4096
 """Token sequences that must not be generated, and tokens in each."""
+MAX_ATTEMPTS: Final = 16
+"""Publications of one request: whoever loses more workers than that has another problem."""
+MAX_ENGINE_DEATHS: Final = 2
+"""Engines that may die while they serve a request: one may be chance, of the second the request is suspected."""
 MAX_EXTRA_FIELDS: Final = 64
 """Engine-specific parameters of one request."""
 MAX_EXTRA_BYTES: Final = 65_536

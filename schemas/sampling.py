@@ -65,10 +65,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 force_setattr(self, name, value)
 
     @property
-    def is_stateless(self) -> bool:
-        """What comes next depends on the tokens so far and nothing else, so that a resumed request is exact."""
+    def is_continuable(self) -> bool:
+        """Going on from prompt and tokens gives what one undisturbed run could have given.
+
+        Not so where the sampler has a state of its own: a seeded generator, or what was generated so far, which
+        penalties and bad words look at. Greedy sampling goes on to the same tokens, unseeded sampling to a sample of
+        the same distribution.
+        """
         return (
-            self.temperature == 0.0
+            (self.temperature == 0.0 or self.seed is None)
             and self.repetition_penalty == 1.0
             and self.presence_penalty == 0.0
             and self.frequency_penalty == 0.0

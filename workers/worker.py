@@ -304,7 +304,8 @@ class Worker:
             await drain(self._nats, self._requests)
         while not self._intake.empty():
             _, envelope = self._intake.get_nowait()
-            self._reject(envelope, RequestError(code=code, message=reason))
+            # Not of the engine's death, even where it died: what it never saw did not kill it.
+            self._reject(envelope, RequestError(code=ErrorCode.WORKER_STOPPED, message=reason))
         self._streams.fail_all(code, reason)
         await self._flush_frames()
         self._set_state(WorkerState.STOPPED if self._death is None else WorkerState.FAILED)

@@ -13,7 +13,10 @@ class Gone:
 
     worker: str
     incarnation: str
+    model: str
     reason: str
+    is_final: bool = True
+    """The worker itself is gone; False: it lives on as another incarnation."""
 
 
 class FleetView:
@@ -32,17 +35,21 @@ class FleetView:
         previous = self._seen.get(presence.worker)
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
             self._forget(presence.worker)
-            return Gone(presence.worker, presence.incarnation, f"it is {presence.state}")
+            return Gone(presence.worker, presence.incarnation, presence.model, f"it is {presence.state}")
         self._seen[presence.worker] = presence
         self._expires[presence.worker] = now + presence.lease_s
         if previous is not None and previous.incarnation != presence.incarnation:
-            return Gone(previous.worker, previous.incarnation, "it came back as a new incarnation")
+            reason = "it came back as a new incarnation"
+            return Gone(previous.worker, previous.incarnation, previous.model, reason, is_final=False)
         return None
 
     def expire(self, now: float) -> list[Gone]:
         """Drop the workers whose lease has run out and name them."""
         late = [worker for worker, expires in self._expires.items() if expires <= now]
-        gone = [Gone(worker, self._seen[worker].incarnation, "its lease expired") for worker in late]
+        gone = [
+            Gone(worker, self._seen[worker].incarnation, self._seen[worker].model, "its lease expired")
+            for worker in late
+        ]
         for worker in late:
             self._forget(worker)
         return gone

@@ -15,6 +15,7 @@ from bus import GenerateRequest, SamplingParams
 from bus.subjects import Subjects
 from schemas.chunk import Chunk
 from schemas.errors import (
+    BusClosed,
     EngineDead,
     ErrorCode,
     InvalidRequest,
@@ -276,11 +277,11 @@ async def test_an_id_that_was_given_up_can_be_used_again_at_once(nats_url: str, 
 
 
 async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
-    """When the engine dies every open request fails with `engine_dead`, and the worker ends with that error."""
+    """When the only engine dies every open request fails with `engine_dead`, and the worker ends with that error."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     engine = SyntheticEngine(config)
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model="m"), engine)
-    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+    async with bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(expect(EngineDead, worker.run()))
         await rb.fleet.wait_for_workers()
         failing = [
@@ -312,9 +313,9 @@ async def expect(kind: type[E], awaitable: Awaitable[object]) -> E:
 
 
 async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
-    """Open requests of a worker that is stopped fail as `worker_stopped`, which may be retried; then it is gone."""
+    """Where no other comes up, open requests of a worker that is stopped fail as `worker_stopped`; then it is gone."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb:
         async with synthetic_worker(nats_url, fleet, config=config) as (worker, _):
             await rb.fleet.wait_for_workers()
             with pytest.raises(RequestFailed, match="worker was stopped") as caught:  # noqa: PT012
@@ -379,3 +380,29 @@ async def test_a_blocked_event_loop_loses_no_worker(nats_url: str, fleet: str) -
         chunks = [chunk async for chunk in stream]
 
     assert chunks[-1].finish_reason == "length"
+
+
+async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
+    """Entering a client that is entered already is refused, and harms it not."""
+    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        with pytest.raises(BusClosed, match="entered already"):
+            await rb.__aenter__()
+        await rb.fleet.wait_for_workers()
+        assert (await rb.complete(greedy())).finish_reason == "length"
+
+
+async def test_a_deadline_frees_the_engine_while_nobody_reads(nats_url: str, fleet: str) -> None:
+    """A stream that is not read is aborted at its deadline all the same."""
+    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    async with (
+        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(greedy(max_tokens=1_000_000, timeout_s=0.2))
+        await anext(stream)
+        async with asyncio.timeout(10):
+            while "running=0 waiting=0" not in repr(engine):
+                await rb.complete(greedy(max_tokens=1))
+        with pytest.raises(RequestTimeout):
+            await exhaust(stream)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bus.protocol.assembly import Assembly
 from bus.protocol.chunking import ChunkWriter, chunk_bytes
 from bus.protocol.step import RequestStep
+from bus.protocol.stream import Stream
 from schemas.chunk import Chunk, ChunkError, FinishReason, PromptLogprobs, TopLogprobs
 from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
@@ -90,6 +91,11 @@ def writer_for(scenario: Scenario, part_bytes: int = 2**20) -> ChunkWriter:
     )
 
 
+def stream_of(scenario: Scenario) -> Stream:
+    """A stream as a client makes it for `complete`."""
+    return Stream(scenario.request, child=0, attempt=0, keep=True)
+
+
 def chunks_of(scenario: Scenario, part_bytes: int = 2**20) -> list[Chunk]:
     """All chunks of a scenario."""
     writer = writer_for(scenario, part_bytes)
@@ -99,13 +105,13 @@ def chunks_of(scenario: Scenario, part_bytes: int = 2**20) -> list[Chunk]:
 @given(scenarios(), st.integers(1, 200))
 def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, part_bytes: int) -> None:
     """Any split into steps and parts gives back the tokens, logprobs, versions and rows, in order and complete."""
-    assembly = Assembly(scenario.request, keep=True)
-    for chunk in chunks_of(scenario, part_bytes):
-        assembly.add(chunk)
-    arrays = assembly.arrays()
+    stream = stream_of(scenario)
+    delivered = [chunk for part in chunks_of(scenario, part_bytes) for chunk in stream.add(part)]
+    arrays = stream.arrays()
 
-    assert assembly.end is not None
-    assert assembly.end.cached_tokens == 3
+    assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
+    assert stream.end is not None
+    assert stream.end.cached_tokens == 3
     np.testing.assert_array_equal(arrays["token_ids"], scenario.tokens)
     np.testing.assert_array_equal(arrays["logprobs"], scenario.logprobs)
     np.testing.assert_array_equal(arrays["weight_versions"], np.full(len(scenario.tokens), 7))
@@ -141,7 +147,7 @@ def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObjec
         broken = [*chunks[: at + 1], chunks[at], *chunks[at + 1 :]]
     else:
         broken = [*chunks[:at], *chunks[at:][::-1]]
-    assembly = Assembly(scenario.request, keep=True)
+    assembly = Assembly(scenario.request)
     try:
         for chunk in broken:
             assembly.add(chunk)
@@ -176,16 +182,31 @@ def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
         chunks_of(scenario)
 
 
+def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
+    """A request that the engine fails before it gave all rows ends with the engine's error, not with one about rows."""
+    scenario = simple()
+    writer = writer_for(scenario)
+    scenario.steps[0].routed_experts = None
+    writer.write(scenario.steps[0], 1)
+    step = RequestStep(
+        key="k", token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ERROR, error="out of numbers"
+    )
+    (chunk,) = writer.write(step, 1)
+
+    assert chunk.error is not None
+    assert (chunk.error.code, chunk.error.message) == (ErrorCode.ENGINE_ERROR, "out of numbers")
+
+
 def test_an_abort_before_the_first_token_has_no_rows() -> None:
     """Zero tokens are a valid result: their routing is an array of zero rows with the model's shape."""
     scenario = simple()
     step = RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)
+    stream = stream_of(scenario)
     (chunk,) = writer_for(scenario).write(step, 1)
-    assembly = Assembly(scenario.request, keep=True)
-    assembly.add(chunk)
+    stream.add(chunk)
 
-    assert assembly.arrays()["routed_experts"].shape == (0, 1, 1)
-    assert len(assembly.arrays()["token_ids"]) == 0
+    assert stream.arrays()["routed_experts"].shape == (0, 1, 1)
+    assert len(stream.arrays()["token_ids"]) == 0
 
 
 def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
@@ -212,7 +233,7 @@ def test_a_failure_ends_the_stream_with_its_totals() -> None:
     """An error after some chunks is terminal, carries what came, and is accepted by the receiver."""
     scenario = simple()
     writer = writer_for(scenario)
-    assembly = Assembly(scenario.request, keep=True)
+    assembly = Assembly(scenario.request)
     for chunk in writer.write(scenario.steps[0], 1):
         assembly.add(chunk)
     assembly.add(writer.fail(ChunkError(ErrorCode.WORKER_STOPPED, "stopped"), 1))
@@ -220,53 +241,62 @@ def test_a_failure_ends_the_stream_with_its_totals() -> None:
     assert assembly.end is not None
     assert assembly.end.error is not None
     assert assembly.end.error.code is ErrorCode.WORKER_STOPPED
-    assert list(assembly.arrays()["token_ids"]) == [5]
+    assert assembly.end.num_tokens == 1
 
 
 def test_missing_logprobs_are_loud() -> None:
     """Tokens without the logprobs that were asked for are refused, never filled in."""
     scenario = simple()
     scenario.steps[0].logprobs = None
-    assembly = Assembly(scenario.request, keep=True)
+    assembly = Assembly(scenario.request)
     with pytest.raises(RemoteProtocolError, match="logprobs=0 was asked for"):
         assembly.add(chunks_of(scenario)[0])
 
 
-def test_prompt_logprobs_are_split_and_joined() -> None:
-    """Prompt logprobs larger than a part go ahead in several chunks and come out as one array."""
-    scenario = simple()
-    values = np.arange(100, dtype="<f4")
-    tops = TopLogprobs(2, np.arange(200, dtype="<i4").tobytes(), np.arange(200, dtype="<f4").tobytes())
-    scenario.steps[0].prompt_logprobs = PromptLogprobs(1, values.tobytes(), tops)
+def with_prompt_logprobs(prompt_len: int) -> Scenario:
+    """A prompt whose logprobs and two best alternatives were asked for, one token, no routing."""
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    request = GenerateRequest(prompt_token_ids=[1] * prompt_len, sampling=sampling)
+    tokens, logprobs = np.array([5], np.int32), np.zeros(1, np.float32)
+    values = np.arange(prompt_len - 1, dtype="<f4")
+    tops = np.arange(2 * (prompt_len - 1))
+    (step,) = steps_of([1], tokens, logprobs, None, 0)
+    step.prompt_logprobs = PromptLogprobs(
+        1, values.tobytes(), TopLogprobs(2, tops.astype("<i4").tobytes(), tops.astype("<f4").tobytes())
+    )
+    return Scenario(request, None, [step], tokens, logprobs, None)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 101])
+def test_prompt_logprobs_are_split_and_joined(prompt_len: int) -> None:
+    """Prompt logprobs larger than a part go ahead in several chunks and come out as one array, also an empty one."""
+    scenario = with_prompt_logprobs(prompt_len)
+    stream = stream_of(scenario)
     chunks = chunks_of(scenario, 64)
-    assembly = Assembly(scenario.request, keep=True)
     for chunk in chunks:
-        assembly.add(chunk)
-    arrays = assembly.arrays()
+        stream.add(chunk)
+    arrays = stream.arrays()
 
-    assert len(chunks) > 10
-    np.testing.assert_array_equal(arrays["prompt_logprobs"], values)
-    np.testing.assert_array_equal(arrays["prompt_top_token_ids"], np.arange(200).reshape(100, 2))
+    assert (len(chunks) > 10) == (prompt_len == 101)
+    np.testing.assert_array_equal(arrays["prompt_logprobs"], np.arange(prompt_len - 1))
+    np.testing.assert_array_equal(
+        arrays["prompt_top_token_ids"], np.arange(2 * (prompt_len - 1)).reshape(prompt_len - 1, 2)
+    )
 
 
-def test_the_logprobs_of_a_prompt_of_one_token_are_an_empty_array() -> None:
-    """Asked for, prompt logprobs are an array also where there is none to give, with its width."""
-    scenario = simple()
-    scenario.steps[0].prompt_logprobs = PromptLogprobs(1, b"", TopLogprobs(2, b"", b""))
-    assembly = Assembly(scenario.request, keep=True)
-    for chunk in chunks_of(scenario):
-        assembly.add(chunk)
-    arrays = assembly.arrays()
-
-    assert arrays["prompt_logprobs"].shape == (0,)
-    assert arrays["prompt_top_token_ids"].shape == (0, 2)
+def test_missing_prompt_logprobs_are_loud() -> None:
+    """A result without the prompt logprobs that were asked for is refused."""
+    scenario = with_prompt_logprobs(5)
+    scenario.steps[0].prompt_logprobs = None
+    with pytest.raises(RemoteProtocolError, match="0 of 4 prompt logprobs"):
+        stream_of(scenario).add(chunks_of(scenario)[0])
 
 
 def test_changed_routing_is_refused() -> None:
     """A stream whose layers, top-k, dtype or position change midway is refused."""
     scenario = simple()
     chunks = chunks_of(scenario)
-    assembly = Assembly(scenario.request, keep=True)
+    assembly = Assembly(scenario.request)
     assembly.add(chunks[0])
     wide = RoutedExpertsInfo(num_layers=2, top_k=1, num_experts=4, dtype="u1")
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=wide, start=0, part_bytes=1000)
@@ -302,7 +332,7 @@ def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
     """A step that cannot be written leaves no trace: the error that follows is the next chunk, with true totals."""
     scenario = simple()
     writer = writer_for(scenario)
-    assembly = Assembly(scenario.request, keep=True)
+    assembly = Assembly(scenario.request)
     for chunk in writer.write(scenario.steps[0], 1):
         assembly.add(chunk)
     with pytest.raises(LocalProtocolError):

@@ -46,7 +46,7 @@ def test_a_request_for_one_sample_is_its_own_child() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "stateless"),
+    ("params", "continuable"),
     [
         (SamplingParams(temperature=0), True),
         (SamplingParams(temperature=-0.0), True),
@@ -54,9 +54,11 @@ def test_a_request_for_one_sample_is_its_own_child() -> None:
         (SamplingParams(temperature=0, logit_bias={5: 1.0}, allowed_token_ids=[5, 6]), True),
         (SamplingParams(temperature=0, bad_words_token_ids=[]), True),
         (SamplingParams(temperature=0, extra={}), True),
-        (SamplingParams(), False),
+        (SamplingParams(), True),
         (SamplingParams(seed=5), False),
-        (SamplingParams(temperature=1e-9), False),
+        (SamplingParams(temperature=1e-9, seed=5), False),
+        (SamplingParams(temperature=0, seed=5), True),
+        (SamplingParams(repetition_penalty=1.1), False),
         (SamplingParams(temperature=0, repetition_penalty=1.1), False),
         (SamplingParams(temperature=0, presence_penalty=0.1), False),
         (SamplingParams(temperature=0, frequency_penalty=-0.1), False),
@@ -64,9 +66,9 @@ def test_a_request_for_one_sample_is_its_own_child() -> None:
         (SamplingParams(temperature=0, extra={"a": 1}), False),
     ],
 )
-def test_stateless_means_that_only_the_tokens_so_far_count(params: SamplingParams, stateless: bool) -> None:
-    """Random numbers, penalties, bad words and what an engine adds depend on more than the tokens so far."""
-    assert params.is_stateless is stateless
+def test_what_can_be_continued_has_no_state_besides_its_tokens(params: SamplingParams, continuable: bool) -> None:
+    """Seeded generators, penalties, bad words and what an engine adds depend on more than the tokens so far."""
+    assert params.is_continuable is continuable
 
 
 def test_request_ids_are_drawn_at_random() -> None:

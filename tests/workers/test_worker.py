@@ -77,7 +77,10 @@ def greedy(max_tokens: int, **fields: object) -> GenerateRequest:
 async def test_requests_that_wait_are_told_of_the_stop(nats_url: str, fleet: str) -> None:
     """Requests that wait behind another for the engine fail as `worker_stopped` at once, not at their deadline."""
     engine = GatedEngine("add")
-    async with bus.connect(nats_url, fleet=fleet) as rb, running(nats_url, fleet, engine) as (worker, _):
+    async with (
+        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
+        running(nats_url, fleet, engine) as (worker, _),
+    ):
         await rb.fleet.wait_for_workers()
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
             waiting = [tasks.create_task(failure(rb, greedy(1))) for _ in range(10)]
@@ -98,7 +101,7 @@ async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, 
     """While a stopped worker still closes its engine, every request goes to the worker that is left."""
     engine = GatedEngine("close")
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
+        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         synthetic_worker(nats_url, fleet),
         running(nats_url, fleet, engine) as (worker, _),
     ):
@@ -117,11 +120,11 @@ async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(fleet:
     async with (
         EmbeddedServer() as server,
         running(server.url, fleet, engine) as (worker, _),
-        bus.connect(server.url, fleet=fleet) as rb,
+        bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb,
     ):
         await rb.fleet.wait_for_workers()
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
-            failing = tasks.create_task(failure(rb, greedy(1_000_000)))
+            completing = tasks.create_task(rb.complete(greedy(1_000_000)))
             await engine.reached["add"].wait()
             life = worker.presence().incarnation
             await server.kill()
@@ -131,10 +134,10 @@ async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(fleet:
             engine.gates["add"].set()
             # Requests are taken on in order, so that the first answer comes after the one given up was.
             await rb.complete(greedy(1))
+            # Its next attempt, which the client asked for when it was back.
+            completing.cancel()
             while "running=0 waiting=0" not in repr(engine):
                 await rb.complete(greedy(1))
-
-    assert failing.result() is ErrorCode.FRAMES_LOST
 
 
 async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> None:
@@ -142,7 +145,7 @@ async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> N
     engine = GatedEngine("start")
     async with EmbeddedServer() as server, running(server.url, fleet, engine), asyncio.timeout(30):
         await engine.reached["start"].wait()
-        async with bus.connect(server.url, fleet=fleet) as rb:
+        async with bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb:
             # In this order what the worker sends then is lost on its way.
             engine.gates["start"].set()
             await server.kill()

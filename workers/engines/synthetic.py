@@ -248,7 +248,7 @@ class SyntheticEngine:
         """64 bits that decide the next token: of the context alone when sampling is stateless."""
         sampling = running.request.sampling
         state = running.context + _mix_one(self._config.seed)
-        if not sampling.is_stateless:
+        if sampling.temperature > 0 or not sampling.is_continuable:
             seed = sampling.seed if sampling.seed is not None else zlib.crc32(running.key.encode())
             state += _mix_one(seed + 1) + MULTIPLIER * (len(running.generated) + 1) + sum(running.generated)
         return _mix_one(state)

@@ -1,0 +1,199 @@
+"""One child of a request across its attempts: what was delivered stays, what was lost is made again.
+
+Invariant: what leaves here is one stream, whatever happened underneath: chunks numbered from 0 without a gap, no token
+twice and none lost, each with its rows, and one terminal chunk whose totals are those of the whole.
+
+A chunk is delivered only with its rows. Rows and prompt logprobs that came ahead of their tokens are held back until
+the tokens are there, so that an attempt can be given up between any two chunks and only whole steps remain.
+"""
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from bus.protocol.assembly import Assembly
+from bus.protocol.joining import join_chunks
+from schemas.chunk import Chunk, End, FinishReason
+from schemas.limits import MAX_SEED
+from schemas.request import GenerateRequest
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """One child's chunks, from the first attempt to the last.
+
+    Args:
+        request: the child's, with `sampling.n` 1.
+        child: which of n samples.
+        attempt: number of the first attempt: above 0 when chunks of an earlier call of the same id may be on their way.
+        keep: hold the chunks for `arrays`, and start over where going on would not be exact; False for callers that
+            take chunks one by one and cannot give them back.
+    """
+
+    def __init__(self, request: GenerateRequest, *, child: int, attempt: int, keep: bool) -> None:
+        self._request = request
+        self._child = child
+        self._keep = keep
+        self._first_attempt = attempt
+        self._assembly = Assembly(request)
+        # Of the current attempt, waiting for the tokens that they belong to.
+        self._held: list[Chunk] = []
+        self._kept: list[Chunk] = []
+        # The tokens delivered; the next attempt's prompt ends with them.
+        self._token_ids: list[npt.NDArray[np.int32]] = []
+        self._num_chunks = 0
+        self._num_tokens = 0
+        self._num_rows = 0
+        self._weight_version = 0
+        self.attempt = attempt
+        """Number of the current attempt; chunks of others are not for this stream."""
+        self.is_exact = True
+        """What was delivered is what an undisturbed run could have given."""
+        self.end: End | None = None
+        """Of the whole stream; None while it is open."""
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        state = "open" if self.end is None else self.end.finish_reason
+        return f"<Stream {state} attempt={self.attempt} tokens={self._num_tokens} rows={self._num_rows}>"
+
+    @property
+    def request_id(self) -> str:
+        """Of the caller's request; the same for every attempt."""
+        return self._request.request_id
+
+    @property
+    def num_attempts(self) -> int:
+        """How often the request was published."""
+        return self.attempt - self._first_attempt + 1
+
+    @property
+    def start(self) -> int:
+        """Absolute position of the first row."""
+        return self._request.routed_experts_prompt_start
+
+    def add(self, chunk: Chunk) -> list[Chunk]:
+        """Take the current attempt's next chunk; returns what may be delivered now, numbered for the caller.
+
+        Raises:
+            RemoteProtocolError: it is not the next one, or contradicts what came before; nothing was taken.
+        """
+        self._assembly.add(chunk)
+        self._held.append(chunk)
+        if not chunk.num_tokens and chunk.end is None:
+            return []
+        held, self._held = self._held, []
+        return [self._deliver(held_chunk) for held_chunk in held]
+
+    def _deliver(self, chunk: Chunk) -> Chunk:
+        self._num_tokens += chunk.num_tokens
+        self._num_rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
+        self._weight_version = chunk.weight_version
+        if chunk.num_tokens:
+            self._token_ids.append(chunk.token_ids)
+        if chunk.end is not None:
+            self.end = self._whole(chunk.end)
+        if self.num_attempts > 1:
+            chunk = replace(chunk, chunk_index=self._num_chunks, end=self.end)
+        self._num_chunks += 1
+        if self._keep:
+            self._kept.append(chunk)
+        return chunk
+
+    def _whole(self, end: End) -> End:
+        """The end of an attempt as that of the stream."""
+        if self.num_attempts == 1:
+            return end
+        return replace(
+            end,
+            num_tokens=self._num_tokens,
+            num_rows=self._num_rows,
+            # What the last attempt found in the cache were mostly the tokens of the attempts before.
+            cached_tokens=None,
+            routed_experts_start=None if end.routed_experts_start is None else self.start,
+        )
+
+    def next_attempt(self) -> GenerateRequest | Chunk:
+        """Give up the current attempt; returns the request to publish for the next, or the terminal chunk.
+
+        Tokens that were delivered are not generated again, where going on from them gives what an undisturbed run
+        could have given. Elsewhere (`SamplingParams.is_continuable`) a kept stream starts over, and one whose chunks
+        were handed out goes on with another seed and is no longer exact.
+        """
+        self._held = []
+        self.attempt += 1
+        request = self._request
+        if self._num_tokens and self._keep and not request.sampling.is_continuable:
+            self._start_over()
+        if not self._num_tokens:
+            self._assembly = Assembly(request)
+            return request
+        reason = self._reached()
+        if reason is not None:
+            return self._finish(*reason)
+        request = self._continuation()
+        self._assembly = Assembly(request)
+        return request
+
+    def _start_over(self) -> None:
+        self._kept, self._token_ids = [], []
+        self._num_chunks = self._num_tokens = self._num_rows = 0
+
+    def _continuation(self) -> GenerateRequest:
+        sampling, num_tokens = self._request.sampling, self._num_tokens
+        if not sampling.is_continuable:
+            self.is_exact = False
+        return replace(
+            self._request,
+            prompt_token_ids=np.concatenate([np.asarray(self._request.prompt_token_ids), *self._token_ids]),
+            # The boundary row: there are rows for all positions but the last token's, whose the next attempt computes.
+            routed_experts_prompt_start=self.start + self._num_rows,
+            sampling=replace(
+                sampling,
+                max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
+                min_tokens=max(sampling.min_tokens - num_tokens, 0),
+                prompt_logprobs=None,
+                # The state of the first seed's generator is lost; the same seed would repeat the first tokens' noise.
+                seed=None if sampling.seed is None else derived_seed(sampling.seed, num_tokens),
+            ),
+        )
+
+    def _reached(self) -> tuple[FinishReason, int | None] | None:
+        """Why the tokens delivered are all there will be, where their terminal chunk was lost; None: more will come."""
+        sampling = self._request.sampling
+        last = int(self._token_ids[-1][-1])
+        if last in sampling.stop_token_ids and self._num_tokens > sampling.min_tokens:
+            return FinishReason.STOP, last
+        return (FinishReason.LENGTH, None) if self._num_tokens == sampling.max_tokens else None
+
+    def _finish(self, reason: FinishReason, stop_reason: int | None) -> Chunk:
+        return self._deliver(
+            Chunk(
+                request_id=self._request.request_id,
+                attempt=self.attempt,
+                child=self._child,
+                chunk_index=self._num_chunks,
+                weight_version=self._weight_version,
+                end=End(
+                    finish_reason=reason,
+                    num_tokens=self._num_tokens,
+                    num_rows=self._num_rows,
+                    stop_reason=stop_reason,
+                    routed_experts_start=self.start if self._num_rows else None,
+                ),
+            )
+        )
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of a `Generation` by their field names; needs `keep`."""
+        return join_chunks(self._kept)
+
+
+def derived_seed(seed: int, num_tokens: int) -> int:
+    """Another seed for what comes after `num_tokens` tokens: the same for the same two, else unrelated."""
+    digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

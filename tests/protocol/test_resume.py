@@ -1,0 +1,182 @@
+"""A stream whose worker is lost, at any point and any number of times, ends as an undisturbed one does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.protocol.chunking import ChunkWriter
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk, FinishReason
+from schemas.messages import RequestKey
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
+
+
+async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int) -> AsyncIterator[Chunk]:
+    """The chunks of one attempt on an engine of its own."""
+    engine = SyntheticEngine(CONFIG)
+    await engine.add("k", request)
+    writer = ChunkWriter(
+        RequestKey(request.request_id, attempt, 0),
+        prompt_len=request.prompt_len,
+        routing=engine.capabilities.routed_experts,
+        start=request.routed_experts_prompt_start,
+        part_bytes=part_bytes,
+    )
+    async for steps in engine.steps():
+        for step in steps:
+            for chunk in writer.write(step, attempt):
+                yield chunk
+            if step.finish_reason is not None:
+                return
+
+
+async def run(
+    request: GenerateRequest, losses: list[int], *, keep: bool, part_bytes: int = 64
+) -> tuple[Stream, list[Chunk]]:
+    """Run a request to its end, losing the i-th attempt after `losses[i]` chunks."""
+    stream = Stream(request, child=0, attempt=0, keep=keep)
+    delivered: list[Chunk] = []
+    remaining = [*losses]
+    current: GenerateRequest | Chunk = request
+    while stream.end is None and isinstance(current, GenerateRequest):
+        limit = remaining.pop(0) if remaining else None
+        count = 0
+        async for chunk in attempt_chunks(current, stream.attempt, part_bytes):
+            if count == limit:
+                break
+            delivered += stream.add(chunk)
+            count += 1
+        if stream.end is None:
+            current = stream.next_attempt()
+            if isinstance(current, Chunk):
+                delivered.append(current)
+    return stream, delivered
+
+
+@st.composite
+def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
+    """Any request whose sampling can, or cannot, go on from its tokens."""
+    prompt_len = draw(st.integers(1, 12))
+    max_tokens = draw(st.integers(1, 12))
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        temperature=0 if continuable else 1,
+        seed=draw(st.integers(0, 5)),
+        stop_token_ids=draw(st.lists(st.integers(0, 49), max_size=8)),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, 0, 1])),
+    )
+    return GenerateRequest(
+        prompt_token_ids=draw(st.lists(st.integers(0, 49), min_size=prompt_len, max_size=prompt_len)),
+        sampling=sampling,
+        routed_experts_prompt_start=draw(st.integers(0, prompt_len)),
+        return_routed_experts=draw(st.sampled_from([None, True])),
+    )
+
+
+losses = st.lists(st.integers(0, 14), max_size=5)
+
+
+def assert_same(stream: Stream, expected: Stream) -> None:
+    """All arrays and the end are equal, byte for byte."""
+    assert stream.end is not None
+    assert expected.end is not None
+    assert stream.end.finish_reason == expected.end.finish_reason
+    assert stream.end.stop_reason == expected.end.stop_reason
+    got, wanted = stream.arrays(), expected.arrays()
+    for name, array in wanted.items():
+        if name == "weight_versions":
+            # Attempts are told apart by it here.
+            assert len(got[name]) == len(array)
+        elif array is None:
+            assert got[name] is None
+        else:
+            assert got[name].dtype == array.dtype
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+@given(requests(continuable=True), losses)
+@settings(max_examples=300)
+def test_a_greedy_request_ends_as_if_nothing_had_happened(request: GenerateRequest, losses: list[int]) -> None:
+    """Tokens, logprobs, rows and prompt logprobs equal the undisturbed run's; nothing delivered is made again."""
+    expected, _ = asyncio.run(run(request, [], keep=True))
+    stream, delivered = asyncio.run(run(request, losses, keep=True))
+
+    assert_same(stream, expected)
+    assert stream.is_exact
+    versions = stream.arrays()["weight_versions"]
+    assert list(versions) == sorted(versions)
+    assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
+
+
+@given(requests(continuable=False), losses)
+@settings(max_examples=150)
+def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, losses: list[int]) -> None:
+    """What the caller has not seen yet is made again from zero, and equals the undisturbed run."""
+    expected, _ = asyncio.run(run(request, [], keep=True))
+    stream, _ = asyncio.run(run(request, losses, keep=True))
+
+    assert_same(stream, expected)
+    assert stream.is_exact
+
+
+@given(requests(continuable=False), losses)
+@settings(max_examples=150)
+def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(request: GenerateRequest, losses: list[int]) -> None:
+    """Chunks that were handed out stand; totals and the row rule hold for the whole, whatever the seed gives then."""
+    stream, delivered = asyncio.run(run(request, losses, keep=False))
+    num_tokens = sum(chunk.num_tokens for chunk in delivered)
+    num_rows = sum(0 if chunk.routed_experts is None else chunk.routed_experts.shape[0] for chunk in delivered)
+
+    assert stream.end is not None
+    assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
+    assert [chunk.is_terminal for chunk in delivered] == [False] * (len(delivered) - 1) + [True]
+    assert delivered[-1].end is not None
+    assert (delivered[-1].end.num_tokens, delivered[-1].end.num_rows) == (num_tokens, num_rows)
+    assert num_rows == request.prompt_len - request.routed_experts_prompt_start + num_tokens - 1
+    resumed_midway = stream.num_attempts > 1 and any(chunk.attempt < stream.attempt for chunk in delivered)
+    assert stream.is_exact or resumed_midway
+
+
+def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
+    """Where the tokens delivered are all there will be, no engine is asked again."""
+    request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1, temperature=0))
+    stream = Stream(request, child=0, attempt=0, keep=True)
+    token = Chunk(
+        request_id=request.request_id,
+        attempt=0,
+        child=0,
+        chunk_index=0,
+        weight_version=4,
+        token_ids_data=b"\x05\0\0\0",
+        logprobs_data=b"\0\0\0\0",
+    )
+    stream.add(token)
+    last = stream.next_attempt()
+
+    assert isinstance(last, Chunk)
+    assert stream.end is last.end
+    assert last.finish_reason is FinishReason.LENGTH
+    assert (last.chunk_index, last.weight_version) == (1, 4)
+
+
+@pytest.mark.parametrize("lost_after", [0, 1, 2, 3, 4])
+async def test_rows_that_came_ahead_of_their_tokens_are_not_delivered_without_them(lost_after: int) -> None:
+    """A prompt's rows in several parts: given up among them, the attempt leaves nothing behind."""
+    request = GenerateRequest(prompt_token_ids=range(20), sampling=SamplingParams(max_tokens=2, temperature=0))
+    stream, delivered = await run(request, [lost_after], keep=False, part_bytes=50)
+    expected, _ = await run(request, [], keep=True)
+
+    rows = [chunk.routed_experts.numpy() for chunk in delivered if chunk.routed_experts is not None]
+    np.testing.assert_array_equal(np.concatenate(rows), expected.arrays()["routed_experts"])
+    assert stream.num_attempts == 2

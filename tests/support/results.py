@@ -1,0 +1,25 @@
+"""Comparing what vLLM gave twice: in float32 tokens and expert sets are equal, logprobs to a tolerance."""
+
+import numpy as np
+
+from bus import Generation
+
+__all__ = ["TOLERANCE", "assert_same", "expert_sets"]
+
+TOLERANCE = 1e-4
+"""Of logprobs, between different kernels and batches in float32."""
+
+
+def expert_sets(rows: np.ndarray | None) -> np.ndarray:
+    """Rows with the experts of each layer sorted: vLLM does not order them."""
+    assert rows is not None
+    return np.sort(rows, axis=-1)
+
+
+def assert_same(received: Generation, expected: Generation) -> None:
+    """Tokens and expert sets are equal, logprobs to the tolerance."""
+    np.testing.assert_array_equal(received.token_ids, expected.token_ids)
+    assert received.logprobs is not None
+    assert expected.logprobs is not None
+    np.testing.assert_allclose(received.logprobs, expected.logprobs, atol=TOLERANCE)
+    np.testing.assert_array_equal(expert_sets(received.routed_experts), expert_sets(expected.routed_experts))
