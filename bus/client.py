@@ -23,8 +23,8 @@ from schemas.request import GenerateRequest
 
 __all__ = ["Client", "ClientStats", "connect"]
 
-DEFAULT_WORKER_GRACE_S = 60.0
-"""Enough for a supervisor to bring a worker with a small model back."""
+DEFAULT_WORKER_GRACE_S = 15.0
+"""Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
 LEASE_CHECK_S = 0.5
 """How often leases are looked at: a tenth of a lease."""
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints its command, the machine and what it measured. Run from a checkout, not installed."""
