@@ -1,7 +1,6 @@
 """Client and worker over a real NATS server, on the synthetic engine."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
@@ -22,7 +21,6 @@ from schemas.errors import (
     NoWorkers,
     RequestFailed,
     RequestRejected,
-    RequestTimeout,
 )
 from tests.support.fleet import check_generation, synthetic_worker
 from tests.support.worker_process import worker_process
@@ -212,70 +210,6 @@ async def test_routing_larger_than_a_message_is_split(nats_url: str, fleet: str)
     assert generation.routed_experts.max() == 299
 
 
-async def test_leaving_the_stream_aborts_in_the_engine(nats_url: str, fleet: str) -> None:
-    """A caller that stops reading has its request stopped where it runs, and the next request is served."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=1_000_000))) as stream:
-            async for chunk in stream:
-                if chunk.chunk_index == 3:
-                    break
-        async with asyncio.timeout(10):
-            # Each answer comes after one more engine step.
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
-        assert "calls=0" in repr(rb)
-
-
-async def test_a_deadline_ends_the_request(nats_url: str, fleet: str) -> None:
-    """A request that outlasts its `timeout_s` fails with `timeout` and is aborted in the engine."""
-    config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        with pytest.raises(RequestTimeout, match=r"not finished within 0.2 s") as caught:
-            await rb.complete(greedy(max_tokens=1_000_000, timeout_s=0.2))
-        assert caught.value.stage == "generation"
-        async with asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
-
-
-async def test_a_live_id_is_not_taken_twice(nats_url: str, fleet: str) -> None:
-    """A second request of a live id is refused, the first goes on, and later the id is free again."""
-    async with (
-        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.001)),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=50, request_id="same"))) as stream:
-            first = await anext(stream)
-            with pytest.raises(RequestRejected, match="live request of this id"):
-                await rb.complete(greedy(request_id="same"))
-            rest = [chunk async for chunk in stream]
-        assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 50
-        assert (await rb.complete(greedy(request_id="same"))).finish_reason == "length"
-
-
-async def test_an_id_that_was_given_up_can_be_used_again_at_once(nats_url: str, fleet: str) -> None:
-    """A request abandoned midway and sent again under its id gets its own chunks, never those of the first."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
-        expected = await rb.complete(greedy(max_tokens=20))
-        for _ in range(20):
-            async with contextlib.aclosing(rb.generate(greedy(max_tokens=1_000_000, request_id="same"))) as stream:
-                await anext(stream)
-            again = await rb.complete(greedy(max_tokens=20, request_id="same"))
-            np.testing.assert_array_equal(again.token_ids, expected.token_ids)
-
-
 async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
     """When the only engine dies every open request fails with `engine_dead`, and the worker ends with that error."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
@@ -327,24 +261,6 @@ async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
             await rb.complete(greedy())
 
 
-async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
-    """After close no task of the client runs, and what it had open is aborted in the engine."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with synthetic_worker(nats_url, fleet, config=config) as (_, engine):
-        async with bus.connect(nats_url, fleet=fleet) as rb:
-            await rb.fleet.wait_for_workers()
-        before = asyncio.all_tasks()
-        async with bus.connect(nats_url, fleet=fleet) as rb:
-            stream = rb.generate(greedy(max_tokens=1_000_000))
-            await anext(stream)
-        assert asyncio.all_tasks() == before
-        async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
-        with pytest.raises(RequestFailed, match="client was closed"):
-            await anext(stream)
-
-
 async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str) -> None:
     """Bytes that are no message, on any subject, harm neither worker nor client."""
     subjects = Subjects(fleet)
@@ -389,20 +305,3 @@ async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
             await rb.__aenter__()
         await rb.fleet.wait_for_workers()
         assert (await rb.complete(greedy())).finish_reason == "length"
-
-
-async def test_a_deadline_frees_the_engine_while_nobody_reads(nats_url: str, fleet: str) -> None:
-    """A stream that is not read is aborted at its deadline all the same."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        stream = rb.generate(greedy(max_tokens=1_000_000, timeout_s=0.2))
-        await anext(stream)
-        async with asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
-        with pytest.raises(RequestTimeout):
-            await exhaust(stream)

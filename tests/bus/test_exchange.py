@@ -77,11 +77,16 @@ async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWork
     async def take_link(message: Msg) -> None:
         worker.links.put_nowait(decode_link_message(message.data))
 
+    async def answer_ping(_message: Msg) -> None:
+        await worker.announce()
+
     try:
+        await subscribe(nats, worker.subjects.ping, answer_ping)
         await subscribe(nats, worker.subjects.requests_for("m"), take_request)
         await subscribe(nats, worker.subjects.links_to("hand"), take_link)
+        # The server knows them before the client asks who is there.
+        await nats.flush()
         async with bus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.timeout(30):
-            await worker.announce()
             await rb.fleet.wait_for_workers()
             yield worker, rb
     finally:
