@@ -15,6 +15,8 @@ from bus import GenerateRequest, InvalidRequest, RequestRejected, SamplingParams
 from tests.support.fleet import check_generation
 from tests.support.results import TOLERANCE, assert_same, expert_sets
 
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
 ENGINE_ARGS = '{"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}'
 START_TIMEOUT_S = 100.0
 

@@ -23,6 +23,8 @@ TINY_MOE = "tiny-moe"
 TINY_MOE_MARKER = "tiny_moe.json"
 """The file in it that says how it was made."""
 ANY_PORT = -1
+CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+"""Which cores an engine on CPUs computes on. Left to itself each of several takes the first ones, all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,19 @@ class LocalFleet:
         """How to start one of the workers."""
         model = () if self.model is None else ("--model", str(self.model))
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
-        return ProcessSpec(worker_id, [*python_module("workers"), *names, *model, *self.worker_flags], python_env())
+        env = python_env()
+        cores = core_share(self.worker_ids.index(worker_id), self.num_workers, sorted(os.sched_getaffinity(0)))
+        if cores:
+            env.setdefault(CORES_VARIABLE, cores)
+        return ProcessSpec(worker_id, [*python_module("workers"), *names, *model, *self.worker_flags], env)
+
+
+def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
+    """The cores of one of several workers as a comma-separated list; empty when there is nothing to share out."""
+    if num_workers == 1 or num_workers > len(cores):
+        return ""
+    first, past = (len(cores) * i // num_workers for i in (index, index + 1))
+    return ",".join(str(core) for core in cores[first:past])
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from frontend.cli.exits import CommandFailed, cause_of
+from frontend.cli.local_fleet import core_share
 from frontend.cli.processes import ProcessSpec, WorkerDied, run_tool, run_workers
 from tests.support.processes import becomes_true, is_alive, python_program
 
@@ -135,3 +136,17 @@ async def test_a_line_without_an_end_does_not_fill_memory() -> None:
         await heard.is_enough.wait()
 
     assert max(len(line) for _, line in heard.lines) <= 2 * 65536
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "cores", "expected"),
+    [
+        (1, [0, 1, 2, 3], [""]),
+        (2, [0, 1], ["0", "1"]),
+        (2, [2, 3, 5, 7, 9], ["2,3", "5,7,9"]),
+        (3, [0, 1], ["", "", ""]),
+    ],
+)
+def test_workers_share_the_cores(num_workers: int, cores: list[int], expected: list[str]) -> None:
+    """Several engines on one machine compute on cores of their own, where there are enough; one takes what it likes."""
+    assert [core_share(index, num_workers, cores) for index in range(num_workers)] == expected

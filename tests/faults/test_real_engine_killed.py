@@ -14,6 +14,8 @@ from tests.support.fleet import check_generation
 from tests.support.results import assert_same
 from tests.support.worker_process import worker_process
 
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
 START_TIMEOUT_S = 110.0
 ENGINE_ARGS = {"dtype": "float32", "max_model_len": 8192}
 

@@ -11,6 +11,8 @@ from bus.embedded import EmbeddedServer
 from tests.support.fleet import check_generation, synthetic_worker
 from workers.engines.synthetic import SyntheticConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("away_s", [0, 3])
 async def test_every_request_completes(fleet: str, away_s: float) -> None:

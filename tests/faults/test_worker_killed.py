@@ -11,6 +11,8 @@ from schemas.errors import ErrorCode, NoWorkers, RequestFailed
 from tests.support.fleet import check_generation
 from tests.support.worker_process import worker_process
 
+pytestmark = pytest.mark.slow
+
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 

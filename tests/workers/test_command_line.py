@@ -10,6 +10,8 @@ import pytest
 import bus
 from tests.support.worker_process import worker_process
 
+pytestmark = pytest.mark.slow
+
 BAD_COMMAND_LINES = {
     "no model": (["--engine", "vllm"], "--model is needed"),
     "engine": (["--engine", "other"], "invalid choice: 'other'"),
