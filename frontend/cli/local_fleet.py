@@ -52,7 +52,8 @@ class LocalFleet:
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
         env = python_env()
         cores = core_share(self.worker_ids.index(worker_id), self.num_workers, sorted(os.sched_getaffinity(0)))
-        if cores:
+        # One list is for one process; an engine that spreads over several shares out its cores itself.
+        if cores and not any("parallel_size" in flag for flag in self.worker_flags):
             env.setdefault(CORES_VARIABLE, cores)
         return ProcessSpec(worker_id, [*python_module("workers"), *names, *model, *self.worker_flags], env)
 
