@@ -16,7 +16,7 @@ from typing import Final
 
 from frontend.cli.exits import CommandFailed
 
-__all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "run_tool", "run_workers"]
+__all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "Workers", "run_tool", "run_workers"]
 
 STOP_S: Final = 30.0
 """From SIGTERM to SIGKILL: engines take a few seconds to end their own processes."""
@@ -28,6 +28,16 @@ MAX_LOG_LINE_BYTES: Final = 64 * 1024
 
 class WorkerDied(CommandFailed):
     """A worker ended that nobody had told to."""
+
+
+@dataclass(slots=True)
+class Workers:
+    """Workers that run."""
+
+    can_lose_some: bool = False
+    """While others live, one that ends by itself is only reported; else it ends all of them."""
+    living: int = 0
+    """How many run now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,11 @@ class ProcessSpec:
 @asynccontextmanager
 async def run_workers(
     specs: Sequence[ProcessSpec], on_line: Callable[[str, str], None], *, stop_s: float = STOP_S
-) -> AsyncIterator[None]:
-    """Run workers while the body runs; when it ends, or one of them, all are stopped.
+) -> AsyncIterator[Workers]:
+    """Run workers while the body runs; when it ends, all are stopped.
+
+    So they are when one of them ends by itself, unless the body has set `can_lose_some` and another lives: then
+    `on_line` hears of it.
 
     Args:
         specs: their commands; `--parent-pipe FD` is added to each.
@@ -53,6 +66,7 @@ async def run_workers(
     Raises:
         ExceptionGroup: of `WorkerDied`, when a worker ends by itself, and of what the body raises.
     """
+    workers = Workers()
     watches: dict[asyncio.Task[None], _Process] = {}
     read_end, write_end = os.pipe()
     try:
@@ -60,8 +74,10 @@ async def run_workers(
             try:
                 for spec in specs:
                     worker = await _Process.start(spec, on_line, "--parent-pipe", str(read_end), pass_fds=(read_end,))
-                    watches[tasks.create_task(_watch(spec.name, worker), name=f"watch {spec.name}")] = worker
-                yield
+                    workers.living += 1
+                    watch = _watch(spec.name, worker, workers, on_line)
+                    watches[tasks.create_task(watch, name=f"watch {spec.name}")] = worker
+                yield workers
             finally:
                 await _stop(watches, stop_s)
     finally:
@@ -190,11 +206,17 @@ class _Output:
         self._on_line(line)
 
 
-async def _watch(name: str, worker: _Process) -> None:
+async def _watch(name: str, worker: _Process, workers: Workers, on_line: Callable[[str, str], None]) -> None:
     exit_code = await worker.wait()
-    if not worker.is_stopping:
-        last = "".join(f"\n  {line}" for line in worker.tail)
-        raise WorkerDied(f"worker {name} ended with exit code {exit_code}; its last lines:{last or ' none'}")
+    workers.living -= 1
+    if worker.is_stopping:
+        return
+    what = f"ended with exit code {exit_code}"
+    if workers.can_lose_some and workers.living:
+        on_line(name, f"{what}; workers left: {workers.living}")
+        return
+    last = "".join(f"\n  {line}" for line in worker.tail)
+    raise WorkerDied(f"worker {name} {what}; its last lines:{last or ' none'}")
 
 
 async def _stop(watches: Mapping[asyncio.Task[None], _Process], stop_s: float) -> None:

@@ -221,16 +221,22 @@ def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
         assert becomes_true(lambda: processes_with(info["nats"]) == [])
 
 
-def test_a_dead_worker_ends_up(tmp_path: Path) -> None:
-    """When a worker dies, everything stops, and the command ends with 1 and names the worker and how it ended."""
+def test_up_goes_on_with_the_workers_that_are_left(tmp_path: Path) -> None:
+    """A worker that dies is reported and the others go on; with the last one everything ends, with 1 and its words."""
     with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
-        victim = processes_with("--worker-id local-1", info["nats"])
-        os.kill(victim[0], signal.SIGKILL)
+        os.kill(processes_with("--worker-id local-1", info["nats"])[0], signal.SIGKILL)
+        log = tmp_path / "log"
+        assert becomes_true(lambda: "[local-1] ended with exit code -9; workers left: 1" in log.read_text())
+        assert process.poll() is None
+        status = rollbus("status", "--json", nats=info["nats"])
+        assert "local-0" in status.stdout
+
+        os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGKILL)
         process.wait()
 
     assert process.returncode == 1
     assert processes_with(info["nats"]) == []
-    assert "rollbus: worker local-1 ended with exit code -9; its last lines:" in (tmp_path / "log").read_text()
+    assert "rollbus: worker local-0 ended with exit code -9; its last lines:" in log.read_text()
 
 
 def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
