@@ -1,9 +1,9 @@
-"""Tokens a second through the bus alone: the synthetic engine in a process of its own, one token a step, with logprobs.
+"""Tokens a second from the synthetic engine in a process of its own to a client, one token a step, with routing.
 
     python -m bench.transport [--concurrency 64 256] [--tokens 128] [--rounds 5]
 
-Prints one line for each concurrency: the median of the rounds, and their range. There is no peer in this run: the
-figures are for comparing versions of rollbus on one machine.
+Prints one line for each concurrency: the median of the rounds, and their range. The synthetic engine's own work is in
+it, and there is no peer in this run: the figures compare versions of rollbus on one machine.
 """
 
 import argparse

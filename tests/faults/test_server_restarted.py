@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("away_s", [0, 3])
 async def test_every_request_completes(fleet: str, away_s: float) -> None:
     """A server killed under load and restarted, at once or after a while: every request ends as if undisturbed."""
-    sampling = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-    requests = [GenerateRequest(prompt_token_ids=[i, 2, 3], sampling=sampling) for i in range(20)]
+    # Of different lengths, so that most are under way when the first has ended.
+    requests = [request(i, 1000 - 40 * i) for i in range(20)]
     async with (
         EmbeddedServer() as server,
         synthetic_worker(server.url, fleet, config=SyntheticConfig(step_s=0.001)) as (worker, engine),
@@ -42,10 +42,20 @@ async def test_every_request_completes(fleet: str, away_s: float) -> None:
         first = await anext(results)
         await server.kill()
         await server.restart()
-        for generation in [first, *[generation async for generation in results]]:
-            request = next(request for request in requests if request.request_id == generation.request_id)
-            check_generation(generation, request)
-            np.testing.assert_array_equal(generation.token_ids, expected[request.request_id].token_ids)
+        generations = {generation.request_id: generation async for generation in results}
+        assert len(generations) == 19
+        # One more where the client is back before the worker is.
+        assert {generation.attempts for generation in generations.values()} <= {2, 3}
+        for original in requests:
+            generation = generations.get(original.request_id, first)
+            check_generation(generation, original)
+            np.testing.assert_array_equal(generation.token_ids, expected[original.request_id].token_ids)
 
     assert worker.presence().incarnation != first_life
     assert "running=0 waiting=0" in repr(engine)
+
+
+def request(prompt: int, max_tokens: int) -> GenerateRequest:
+    """A greedy request of exactly `max_tokens`."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=[prompt, 2, 3], sampling=sampling)
