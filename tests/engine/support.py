@@ -1,29 +1,21 @@
 """What several tests of the engine need."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from schemas.request import GenerateRequest
+from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
-__all__ = ["expert_sets", "prompt", "same_as_alone"]
-
-TOLERANCE = 1e-4
-"""Of log probabilities in float32: kernels differ between prefill and decode, and between batches."""
+__all__ = ["TOLERANCE", "expert_sets", "prompt", "same_as_alone"]
 
 
 def prompt(length: int, *, seed: int) -> npt.NDArray[np.int64]:
     """Return random token ids, none of them special."""
     return np.random.default_rng(seed).integers(3, 512, length)
-
-
-def expert_sets(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return rows with the experts of each layer in order of their ids: vLLM's order within a layer means nothing."""
-    return np.sort(rows, axis=-1)
 
 
 def same_as_alone(engine: RunningEngine, requests: Sequence[GenerateRequest], results: Sequence[Result]) -> None:

@@ -1,6 +1,9 @@
 """Comparing what vLLM gave twice: in float32 tokens and expert sets are equal, logprobs to a tolerance."""
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from bus import Generation
 
@@ -10,7 +13,7 @@ TOLERANCE = 1e-4
 """Of logprobs, between different kernels and batches in float32."""
 
 
-def expert_sets(rows: np.ndarray | None) -> np.ndarray:
+def expert_sets(rows: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
     """Rows with the experts of each layer sorted: vLLM does not order them."""
     assert rows is not None
     return np.sort(rows, axis=-1)
