@@ -38,7 +38,7 @@ HEARTBEAT_S = 1.0
 LEASE_S = 5.0
 """Five heartbeats: a busy machine may delay a few, and a dead worker is still noticed soon."""
 MAX_WAITING = 4096
-"""Requests between the connection and the engine; past it they are refused with `queue_full`."""
+"""Requests beyond those that the engine runs at once; past it they are refused with `queue_full`."""
 
 
 class Worker:
@@ -153,7 +153,8 @@ class Worker:
         except RemoteProtocolError as exc:
             self._count_bad(message, exc)
             return
-        if self._intake.full():
+        waiting = self._intake.qsize() + len(self._streams) - self._engine.capabilities.max_num_seqs
+        if waiting >= MAX_WAITING or self._intake.full():
             self._reject(
                 envelope,
                 RequestRejected(code=ErrorCode.QUEUE_FULL, message=f"{MAX_WAITING} requests wait at this worker"),

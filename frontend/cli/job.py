@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bus
-from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers
+from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
 from frontend.cli.arguments import without_password
 from frontend.cli.console import progress
 from frontend.cli.exits import CommandFailed, ExitCode
@@ -25,6 +25,10 @@ class Counts:
 
     done: int = 0
     failed: int = 0
+    first_error: str | None = None
+    """Why the first of them failed."""
+    retryable: int = 0
+    """How many of them may succeed when sent again."""
     tokens: int = 0
     seconds: float = 0.0
 
@@ -88,8 +92,7 @@ class Job:
             try:
                 request = prompt.request(self._tokenizer)
             except InvalidRequest as exc:
-                self.results.append(error_line(prompt, exc))
-                self.counts.failed += 1
+                self._take_error(prompt, exc)
                 advance()
                 continue
             self._in_flight[prompt.request_id] = prompt
@@ -99,12 +102,17 @@ class Job:
         prompt = self._in_flight.pop(generation.request_id)
         error = first_error(generation)
         if error is not None:
-            self.results.append(error_line(prompt, error))
-            self.counts.failed += 1
+            self._take_error(prompt, error)
             return
         self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
         self.counts.done += 1
         self.counts.tokens += sum(len(sample.token_ids) for sample in (generation, *generation.siblings))
+
+    def _take_error(self, prompt: Prompt, error: RequestError) -> None:
+        self.results.append(error_line(prompt, error))
+        self.counts.failed += 1
+        self.counts.retryable += error.retryable
+        self.counts.first_error = self.counts.first_error or f"line {prompt.index + 1}: {error.message}"
 
     def _find_tokenizer(self, workers: tuple[WorkerPresence, ...]) -> Path | None:
         """The folder that was named, or that of the model which the workers on this machine serve."""

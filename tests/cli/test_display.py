@@ -92,6 +92,8 @@ def test_a_run_is_summed_up_in_one_line() -> None:
         "resumed": 0,
         "done": 5,
         "failed": 0,
+        "first_error": None,
+        "retryable": 0,
         "tokens": 80,
         "seconds": 0.5,
         "output": "o",
@@ -99,6 +101,8 @@ def test_a_run_is_summed_up_in_one_line() -> None:
     }
 
     assert describe(report) == "5 of 5 prompts done; 80 tokens in 0.5 s: o"
-    assert describe({**report, "resumed": 2, "done": 2, "failed": 1, "npz": "o.npz"}) == (
-        "2 of 5 prompts done, 2 were done before, 1 failed (run again to retry them); 80 tokens in 0.5 s: o, o.npz"
+    failed = {"resumed": 2, "done": 2, "failed": 2, "first_error": "line 4: no token", "retryable": 1}
+    assert describe({**report, **failed, "npz": "o.npz"}) == (
+        "2 of 5 prompts done, 2 were done before, 2 failed (the first, line 4: no token), run again to retry 1 of them; "
+        "80 tokens in 0.5 s: o, o.npz"
     )

@@ -165,3 +165,21 @@ async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str)
         task.cancel()
 
     assert await count_tasks() == before
+
+
+async def test_a_full_worker_says_so(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what the engine runs and what may wait, requests are refused as `queue_full`; the others finish."""
+    monkeypatch.setattr("workers.worker.MAX_WAITING", 3)
+    config = SyntheticConfig(max_num_seqs=1, step_s=0.001)
+    async with (
+        bus.connect(nats_url, fleet=fleet) as rb,
+        synthetic_worker(nats_url, fleet, config=config) as (worker, _),
+    ):
+        await rb.fleet.wait_for_workers()
+        errors = []
+        async for generation in rb.complete_many(greedy(200) for _ in range(30)):
+            assert worker.presence().in_flight <= 4
+            errors.append(generation.error)
+
+    assert {error.code for error in errors if error is not None} == {ErrorCode.QUEUE_FULL}
+    assert 1 <= errors.count(None) <= 4

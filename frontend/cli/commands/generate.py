@@ -127,7 +127,9 @@ def describe(report: Mapping[str, object]) -> str:
     if report["resumed"]:
         text += f", {report['resumed']} were done before"
     if report["failed"]:
-        text += f", {report['failed']} failed (run again to retry them)"
+        text += f", {report['failed']} failed (the first, {report['first_error']})"
+    if report["retryable"]:
+        text += f", run again to retry {report['retryable']} of them"
     if report["tokens"]:
         text += f"; {report['tokens']} tokens in {report['seconds']} s"
     places = [str(report[name]) for name in ("output", "npz") if report[name] is not None]

@@ -3,7 +3,8 @@
 Without --model, the workers serve a tiny mixture-of-experts model that is made on the spot. The NATS server listens
 where --nats says; by default at port 4222, or at a free port if that one is taken. The workers' logs are on stderr.
 
-When a worker or the NATS server ends by itself, everything is stopped and the command ends with 1.
+A worker that ends by itself is reported, and the others go on; with the last one, or the NATS server, everything is
+stopped and the command ends with 1.
 """
 
 import argparse
