@@ -103,6 +103,6 @@ def test_a_run_is_summed_up_in_one_line() -> None:
     assert describe(report) == "5 of 5 prompts done; 80 tokens in 0.5 s: o"
     failed = {"resumed": 2, "done": 2, "failed": 2, "first_error": "line 4: no token", "retryable": 1}
     assert describe({**report, **failed, "npz": "o.npz"}) == (
-        "2 of 5 prompts done, 2 were done before, 2 failed (the first, line 4: no token), run again to retry 1 of them; "
-        "80 tokens in 0.5 s: o, o.npz"
+        "2 of 5 prompts done, 2 were done before, 2 failed (the first, line 4: no token), "
+        "run again to retry 1 of them; 80 tokens in 0.5 s: o, o.npz"
     )
