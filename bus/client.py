@@ -162,10 +162,13 @@ class Client:
         while True:
             before = time.monotonic()
             await asyncio.sleep(LEASE_CHECK_S)
+            if not nats.is_connected:
+                # Lease clocks stand still: nobody could be heard.
+                continue
             if time.monotonic() - before > 2 * LEASE_CHECK_S:
                 # This loop was blocked: what workers said meanwhile has yet to be read.
                 await fleet.listen_anew()
-            elif nats.is_connected:
+            else:
                 fleet.expire()
                 exchange.lose_unadmitted()
 
