@@ -1,7 +1,6 @@
 """The client that trainers use: requests in, chunks or finished generations out."""
 
 import asyncio
-import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
@@ -10,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from bus.calls import Call
-from bus.connection import Connection, close_connection, open_connection, subscribe
+from bus.connection import Connection, close_connection, default_url, open_connection, subscribe
 from bus.exchange import ClientStats, Exchange
 from bus.fleet import Fleet
 from bus.generation import Generation
@@ -47,8 +46,7 @@ def connect(
     Raises:
         InvalidRequest: a name that cannot stand in a subject, or a negative time.
     """
-    url = url or os.environ.get("ROLLBUS_NATS") or "nats://127.0.0.1:4222"
-    return Client(url, fleet=fleet, client=client, worker_grace_s=worker_grace_s)
+    return Client(url or default_url(), fleet=fleet, client=client, worker_grace_s=worker_grace_s)
 
 
 class Client:

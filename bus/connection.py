@@ -7,6 +7,7 @@ unsent, `close()` and the reaction to a lost connection wait for a server that d
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,7 +22,16 @@ from nats.aio.transport import TcpTransport
 
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
-__all__ = ["Connection", "ConnectionStats", "close_connection", "drain", "open_connection", "publish", "subscribe"]
+__all__ = [
+    "Connection",
+    "ConnectionStats",
+    "close_connection",
+    "default_url",
+    "drain",
+    "open_connection",
+    "publish",
+    "subscribe",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +243,11 @@ class Connection(Client):
         if self.is_connected:
             self._abort()
         await super()._process_op_err(e)
+
+
+def default_url() -> str:
+    """Where a program looks for NATS that was not told: `$ROLLBUS_NATS`, else this machine."""
+    return os.environ.get("ROLLBUS_NATS") or f"nats://127.0.0.1:{DEFAULT_PORT}"
 
 
 async def open_connection(

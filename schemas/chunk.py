@@ -16,7 +16,7 @@ from msgspec.structs import force_setattr
 
 from schemas import limits
 from schemas.errors import ErrorCode, LocalProtocolError
-from schemas.rows import DTYPES, RowDtype, Rows
+from schemas.rows import DTYPES, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
     # What is sent may be a view of an engine's array.
@@ -99,10 +99,9 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
             ValueError: rows of another dtype, dimension or memory order.
         """
         num_rows, layers, top_k = rows.shape
-        dtype: RowDtype = "u1" if rows.dtype == DTYPES["u1"] else "<u2"
-        if rows.dtype != DTYPES[dtype] or not rows.flags.c_contiguous:
+        if rows.dtype not in DTYPES.values() or not rows.flags.c_contiguous:
             raise ValueError(f"rows are {rows.dtype}; allowed: u1 or <u2, C-contiguous")
-        return cls(start, (num_rows, layers, top_k), dtype, rows.reshape(-1).view(np.uint8).data)
+        return cls(start, (num_rows, layers, top_k), dtype_of(rows), rows.reshape(-1).view(np.uint8).data)
 
     def numpy(self) -> Rows:
         """A read-only view of `data`, u1|u2[num_rows, num_layers, top_k]."""

@@ -5,14 +5,14 @@ and G >= 1 generated tokens has rows for positions 0 to Lp + G - 2: the last gen
 the model. Arrays are u1 or `<u2`, `[num_rows, num_layers, top_k]`, C-contiguous.
 """
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas import limits
 
-__all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "expected_rows", "rows_as_wire"]
+__all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "dtype_of", "expected_rows", "no_rows", "rows_as_wire"]
 
 Rows: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
 RowDtype = Literal["u1", "<u2"]
@@ -25,6 +25,23 @@ def dtype_for(num_experts: int) -> RowDtype:
     if not 1 <= num_experts <= limits.MAX_EXPERTS:
         raise ValueError(f"num_experts is {num_experts}; allowed: 1 to {limits.MAX_EXPERTS}")
     return "u1" if num_experts <= 256 else "<u2"
+
+
+def dtype_of(rows: Rows) -> RowDtype:
+    """The name on the wire of an array's dtype.
+
+    Raises:
+        ValueError: expert ids of another dtype.
+    """
+    for name in get_args(RowDtype):
+        if rows.dtype == DTYPES[name]:
+            return cast(RowDtype, name)
+    raise ValueError(f"rows are {rows.dtype}; allowed: u1 or <u2")
+
+
+def no_rows(num_layers: int, top_k: int, dtype: RowDtype) -> Rows:
+    """An array of no rows that still has its model's shape and dtype."""
+    return np.empty((0, num_layers, top_k), DTYPES[dtype])
 
 
 def expected_rows(prompt_len: int, start: int, num_tokens: int) -> int:

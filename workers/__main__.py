@@ -17,6 +17,7 @@ from typing import Any
 
 import uvloop
 
+from bus.connection import default_url
 from schemas.errors import InvalidRequest, RollbusError
 from workers.config import WorkerConfig, default_worker_id
 from workers.engines import ENGINES, make_engine
@@ -24,15 +25,11 @@ from workers.worker import Worker
 
 __all__ = ["main"]
 
-logger = logging.getLogger(__name__)
-
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a worker."""
     parser = argparse.ArgumentParser(prog="rollbus worker", description="One worker: one engine on the bus.")
-    parser.add_argument(
-        "--nats", metavar="URL", default=os.environ.get("ROLLBUS_NATS") or "nats://127.0.0.1:4222", help="NATS server"
-    )
+    parser.add_argument("--nats", metavar="URL", default=default_url(), help="NATS server")
     parser.add_argument("--fleet", metavar="NAME", default="default", help="whose requests to serve")
     parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")

@@ -12,7 +12,6 @@ from bus.protocol.outbox import Outbox
 from bus.protocol.step import RequestStep
 from schemas.chunk import ChunkError
 from schemas.errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError
-from schemas.limits import MAX_ERROR_CHARS
 from schemas.messages import RequestKey
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
@@ -71,6 +70,8 @@ class Streams:
         self._weight_version = weight_version
         self._open: dict[str, OpenRequest] = {}
         self._outboxes: dict[str, Outbox] = {}
+        # Those that may hold something to be sent: few of all that a worker has ever had.
+        self._touched: dict[str, Outbox] = {}
         self.stats = StreamStats()
 
     def __repr__(self) -> str:
@@ -147,7 +148,8 @@ class Streams:
 
     def seal(self) -> list[tuple[str, bytes]]:
         """Everything to be sent, as (client, frame) in order of each client."""
-        return [(client, frame) for client, outbox in self._outboxes.items() for frame in outbox.seal()]
+        touched, self._touched = self._touched, {}
+        return [(client, frame) for client, outbox in touched.items() for frame in outbox.seal()]
 
     def open_names(self, client: str, keys: Sequence[RequestKey]) -> list[str]:
         """Engine keys of those of a client's requests that are open."""
@@ -160,17 +162,18 @@ class Streams:
         self._incarnation = incarnation
         self._open.clear()
         self._outboxes.clear()
+        self._touched.clear()
         return names
 
     def _outbox(self, client: str) -> Outbox:
         outbox = self._outboxes.get(client)
         if outbox is None:
             outbox = self._outboxes[client] = Outbox(self._incarnation, self._max_frame_bytes)
+        self._touched[client] = outbox
         return outbox
 
 
 def _chunk_error(error: RequestError) -> ChunkError:
-    message = error.message[:MAX_ERROR_CHARS]
     if isinstance(error, InvalidRequest):
-        return ChunkError(error.code, message, error.field, error.problem, error.allowed)
-    return ChunkError(error.code, message)
+        return ChunkError(error.code, error.message, error.field, error.problem, error.allowed)
+    return ChunkError(error.code, error.message)

@@ -11,10 +11,9 @@ import numpy as np
 from bus.protocol.step import RequestStep
 from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from schemas.errors import ErrorCode, LocalProtocolError
-from schemas.limits import MAX_ERROR_CHARS
 from schemas.messages import RequestKey
 from schemas.presence import RoutedExpertsInfo
-from schemas.rows import DTYPES, Rows, expected_rows
+from schemas.rows import DTYPES, Rows, expected_rows, no_rows
 
 __all__ = ["ChunkWriter", "chunk_bytes"]
 
@@ -91,7 +90,8 @@ class ChunkWriter:
         end = self._end(step)
         if end is not None and last_rows is None and self._routing is not None and not self._num_rows:
             # The receiver learns the shape even where there is no row.
-            last_rows = self._wrap(self._no_rows())
+            routing = self._routing
+            last_rows = self._wrap(no_rows(routing.num_layers, routing.top_k, routing.dtype))
         chunks.append(
             self._chunk(weight_version, step, prompt_logprobs=prompt_logprobs, routed_experts=last_rows, end=end)
         )
@@ -122,12 +122,6 @@ class ChunkWriter:
     def _wrap(self, rows: Rows) -> RoutedExperts:
         return RoutedExperts.from_rows(np.ascontiguousarray(rows), self._start + self._num_rows)
 
-    def _no_rows(self) -> Rows:
-        routing = self._routing
-        if routing is None:
-            raise LocalProtocolError("no routing is returned for this request")
-        return np.empty((0, routing.num_layers, routing.top_k), DTYPES[routing.dtype])
-
     def _end(self, step: RequestStep) -> End | None:
         if step.finish_reason is None:
             return None
@@ -139,7 +133,7 @@ class ChunkWriter:
                     f"the engine gave {self._num_rows} rows for {self._num_tokens} tokens "
                     f"after a prompt of {self._prompt_len} from {self._start}; {expected} belong to them"
                 )
-        error = None if step.error is None else ChunkError(ErrorCode.ENGINE_ERROR, step.error[:MAX_ERROR_CHARS])
+        error = None if step.error is None else ChunkError(ErrorCode.ENGINE_ERROR, step.error)
         return self._totals(step.finish_reason, error=error, stop_reason=step.stop_reason)
 
     def _totals(

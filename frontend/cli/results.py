@@ -6,7 +6,6 @@ lines of prompts that failed or lack their rows, and goes on behind the others.
 
 import base64
 import fcntl
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,14 +21,14 @@ from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.prompts import Prompt
 from frontend.cli.rows_file import RowsFile
 from frontend.tokenization import Tokenizer
+from schemas.chunk import json_logprobs
 from schemas.errors import InvalidRequest, RequestError
+from schemas.rows import dtype_of
 
-__all__ = ["LOWEST_LOGPROB", "ResultsFile", "error_line", "first_error", "open_results", "result_line"]
+__all__ = ["ResultsFile", "error_line", "first_error", "open_results", "result_line"]
 
 LINE_START = b'{"index":'
 """What every line begins with; the torn end of a file that was not ours is not cut off."""
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express; vLLM's HTTP server does the same."""
 
 
 class _Rows(msgspec.Struct, frozen=True):
@@ -219,7 +218,7 @@ def _routed_experts(prompt: Prompt, generation: Generation, rows: RowsFile | Non
     described: dict[str, object] = {
         "start": generation.start,
         "shape": array.shape,
-        "dtype": array.dtype.str.replace("|", ""),
+        "dtype": dtype_of(array),
     }
     if rows is None:
         return {**described, "data": base64.b64encode(array.reshape(-1).view(np.uint8).data).decode()}
@@ -229,7 +228,7 @@ def _routed_experts(prompt: Prompt, generation: Generation, rows: RowsFile | Non
 
 
 def _json_logprobs(values: npt.NDArray[np.float32]) -> object:
-    """Log probabilities as (nested) lists with the nine digits that identify a float32; -inf as `LOWEST_LOGPROB`."""
+    """Log probabilities as (nested) lists with the nine digits that identify a float32."""
     if values.ndim > 1:
         return [_json_logprobs(row) for row in values]
-    return [LOWEST_LOGPROB if math.isinf(value) else float(f"{value:.9g}") for value in values.tolist()]
+    return [float(f"{value:.9g}") for value in json_logprobs(values)]

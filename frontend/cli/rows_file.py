@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from frontend.cli.exits import CommandFailed, ExitCode
-from schemas.rows import Rows
+from schemas.rows import Rows, dtype_of
 
 __all__ = ["RowsFile"]
 
@@ -76,7 +76,7 @@ class RowsFile:
 
     def append(self, key: str, rows: Rows) -> None:
         """Add an array, u1 or <u2, of three dimensions; it survives the end of this process from here on."""
-        header = _Header(key, rows.dtype.str.replace("|", ""), rows.shape)
+        header = _Header(key, dtype_of(rows), rows.shape)
         self._offsets[key] = self._journal.seek(0, os.SEEK_END)
         self._journal.write(msgspec.json.encode(header) + b"\n")
         self._journal.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)

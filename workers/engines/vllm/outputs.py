@@ -10,7 +10,7 @@ import numpy.typing as npt
 from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, Rows, expected_rows, rows_as_wire
+from schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from workers.engine import RequestStep
 
 __all__ = ["LogprobTable", "OpenRequests", "Output"]
@@ -173,7 +173,7 @@ class OpenRequests:
         if routing is None:
             raise _UnusableOutput("the engine returned routing for a model that has none")
         if output.routed_experts is None:
-            rows: Rows = np.empty((0, routing.num_layers, routing.top_k), DTYPES[routing.dtype])
+            rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
         else:
             try:
                 rows = rows_as_wire(output.routed_experts, routing.dtype)
