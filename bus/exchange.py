@@ -8,6 +8,7 @@ any worker that reports with another is told to stop.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -313,34 +314,33 @@ class Exchange:
             self._links.pop(gone.worker, None)
         if gone.is_final or link is None or link.incarnation == gone.incarnation:
             self._lose_at(gone.worker, ErrorCode.WORKER_LOST, f"worker {gone.worker} is gone: {gone.reason}")
-        message = f"not admitted when worker {gone.worker} was lost: {gone.reason}"
-        for call in list(self._calls.values()):
-            if call.model == gone.model:
-                for child in call.children:
-                    # Another worker may hold it; that one is told to stop when it reports.
-                    if child.worker is None and child.is_published:
-                        self._lose(call, child, _failure(call, ErrorCode.WORKER_LOST, message))
-
-    def _lose_at(self, worker: str, code: ErrorCode, message: str) -> None:
-        for call in list(self._calls.values()):
-            for child in call.children:
-                if child.worker == worker:
-                    self._lose(call, child, _failure(call, code, message))
+        # Another worker may hold what nobody has admitted; that one is told to stop when it reports.
+        self._lose_where(
+            lambda call, child: call.model == gone.model and child.is_published and child.worker is None,
+            ErrorCode.WORKER_LOST,
+            f"not admitted when worker {gone.worker} was lost: {gone.reason}",
+        )
 
     def lose_unadmitted(self) -> None:
         """Give up what was published long ago and never admitted: it, or its admission, was lost on the way."""
-        message = f"not admitted within {ADMISSION_TIMEOUT_S:g} s"
-        for call in list(self._calls.values()):
-            for child in call.children:
-                if child.worker is None and child.is_published and child.waited_s > ADMISSION_TIMEOUT_S:
-                    self._lose(call, child, _failure(call, ErrorCode.WORKER_LOST, message))
+        self._lose_where(
+            lambda _, child: child.is_published and child.worker is None and child.waited_s > ADMISSION_TIMEOUT_S,
+            ErrorCode.WORKER_LOST,
+            f"not admitted within {ADMISSION_TIMEOUT_S:g} s",
+        )
 
     def lose_all(self, message: str) -> None:
         """Give up every attempt under way: frames are lost, for certain or perhaps."""
+        self._lose_where(lambda _, child: child.is_published, ErrorCode.FRAMES_LOST, message)
+
+    def _lose_at(self, worker: str, code: ErrorCode, message: str) -> None:
+        self._lose_where(lambda _, child: child.worker == worker, code, message)
+
+    def _lose_where(self, is_lost: Callable[[Call, ChildCall], bool], code: ErrorCode, message: str) -> None:
         for call in list(self._calls.values()):
             for child in call.children:
-                if child.is_published:
-                    self._lose(call, child, _failure(call, ErrorCode.FRAMES_LOST, message))
+                if is_lost(call, child):
+                    self._lose(call, child, _failure(call, code, message))
 
     def fail_all(self, message: str) -> None:
         """Fail every call: the connection is lost for good."""
