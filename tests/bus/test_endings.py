@@ -9,7 +9,7 @@ import pytest
 import bus
 from bus import RequestFailed, RequestRejected, RequestTimeout
 from tests.bus.test_client import exhaust, greedy
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import synthetic_worker, until_idle
 from workers.engines.synthetic import SyntheticConfig
 
 
@@ -26,9 +26,7 @@ async def test_leaving_the_stream_aborts_in_the_engine(nats_url: str, fleet: str
                 if chunk.chunk_index == 3:
                     break
         async with asyncio.timeout(10):
-            # Each answer comes after one more engine step.
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
+            await until_idle(engine, rb)
         assert "calls=0" in repr(rb)
 
 
@@ -44,8 +42,7 @@ async def test_a_deadline_ends_the_request(nats_url: str, fleet: str) -> None:
             await rb.complete(greedy(max_tokens=1_000_000, timeout_s=0.2))
         assert caught.value.stage == "generation"
         async with asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
+            await until_idle(engine, rb)
 
 
 async def test_a_live_id_is_not_taken_twice(nats_url: str, fleet: str) -> None:
@@ -89,8 +86,7 @@ async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: st
             await anext(stream)
         assert asyncio.all_tasks() == before
         async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
+            await until_idle(engine, rb)
         with pytest.raises(RequestFailed, match="client was closed"):
             await anext(stream)
 
@@ -106,7 +102,6 @@ async def test_a_deadline_frees_the_engine_while_nobody_reads(nats_url: str, fle
         stream = rb.generate(greedy(max_tokens=1_000_000, timeout_s=0.2))
         await anext(stream)
         async with asyncio.timeout(10):
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(max_tokens=1))
+            await until_idle(engine, rb)
         with pytest.raises(RequestTimeout):
             await exhaust(stream)

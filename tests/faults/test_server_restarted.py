@@ -8,7 +8,7 @@ import pytest
 import bus
 from bus import GenerateRequest, SamplingParams
 from bus.embedded import EmbeddedServer
-from tests.support.fleet import check_generation, synthetic_worker
+from tests.support.fleet import check_generation, is_idle, synthetic_worker
 from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ async def test_every_request_completes(fleet: str, away_s: float) -> None:
             np.testing.assert_array_equal(generation.token_ids, expected[original.request_id].token_ids)
 
     assert worker.presence().incarnation != first_life
-    assert "running=0 waiting=0" in repr(engine)
+    assert is_idle(engine)
 
 
 def request(prompt: int, max_tokens: int) -> GenerateRequest:

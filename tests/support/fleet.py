@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+import bus
 from bus.generation import Generation
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
+from schemas.sampling import SamplingParams
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
@@ -28,7 +30,18 @@ async def synthetic_worker(
         finally:
             worker.stop()
             await running
-    assert "running=0 waiting=0" in repr(engine)
+    assert is_idle(engine)
+
+
+def is_idle(engine: SyntheticEngine) -> bool:
+    """The engine holds no request."""
+    return "running=0 waiting=0" in repr(engine)
+
+
+async def until_idle(engine: SyntheticEngine, rb: bus.Client) -> None:
+    """Wait until the engine holds no request; each answer of its worker comes after one more of its steps."""
+    while not is_idle(engine):
+        await rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1)))
 
 
 def check_generation(generation: Generation, request: GenerateRequest, *, routing: bool = True) -> None:

@@ -12,7 +12,7 @@ from bus.embedded import EmbeddedServer
 from bus.protocol.step import RequestStep
 from schemas.errors import ErrorCode, RequestFailed
 from tests.support.connections import count_tasks
-from tests.support.fleet import check_generation, synthetic_worker
+from tests.support.fleet import check_generation, synthetic_worker, until_idle
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
@@ -136,8 +136,7 @@ async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(fleet:
             await rb.complete(greedy(1))
             # Its next attempt, which the client asked for when it was back.
             completing.cancel()
-            while "running=0 waiting=0" not in repr(engine):
-                await rb.complete(greedy(1))
+            await until_idle(engine, rb)
 
 
 async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> None:
