@@ -2,10 +2,13 @@
 
 | subject below `rb.v1.<fleet>.` | from → to | payload |
 |---|---|---|
-| `req.<client>.<model>.<lane>` | client → one worker of the model | msgpack `RequestMessage` |
+| `req.<client>.<model>.<lane>` | client → the model's queue → one of its workers | msgpack `RequestMessage` |
+| `direct.<client>.<worker>` | client → the worker of a session | msgpack `RequestMessage` |
 | `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
 | `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
+| `plain.<client>.>` | worker → a program without a link | msgpack `Frame` |
 | `presence.<worker>` | worker → everyone | JSON `WorkerPresence` |
+| `client.<client>` | client → workers | JSON `ClientPresence` |
 | `ping` | anyone → workers: announce yourselves now | empty |
 
 NATS names no sender, so identity stands in the subject, where permissions can bind it. Model names are encoded
@@ -71,9 +74,21 @@ class Subjects:
         """Where `client` publishes a request for `model`."""
         return f"{self._root}.req.{check_subject_token('client', client)}.{encode_token(model)}.{lane}"
 
-    def requests_for(self, model: str) -> str:
-        """All requests for `model`, any client and lane; workers share it as a queue group."""
-        return f"{self._root}.req.*.{encode_token(model)}.*"
+    def requests_in(self, model: str, lane: Lane) -> str:
+        """All requests for `model` in one lane, of any client."""
+        return f"{self._root}.req.*.{encode_token(model)}.{lane}"
+
+    def direct(self, client: str, worker: str) -> str:
+        """Where `client` hands a request to the worker of its session."""
+        return self._pair("direct", client, worker)
+
+    def directs_to(self, worker: str) -> str:
+        """What any client hands to `worker`."""
+        return f"{self._root}.direct.*.{check_subject_token('worker', worker)}"
+
+    def plain(self, client: str) -> str:
+        """What every `reply_to` of `client` begins with."""
+        return f"{self._root}.plain.{check_subject_token('client', client)}."
 
     def frame(self, client: str, worker: str) -> str:
         """Where `worker` publishes frames for `client`."""
@@ -104,6 +119,15 @@ class Subjects:
     def presences(self) -> str:
         """The presence of every worker."""
         return f"{self._root}.presence.*"
+
+    def client(self, client: str) -> str:
+        """Where `client` announces itself."""
+        return f"{self._root}.client.{check_subject_token('client', client)}"
+
+    @property
+    def clients(self) -> str:
+        """The presence of every client."""
+        return f"{self._root}.client.*"
 
     @property
     def ping(self) -> str:

@@ -58,6 +58,9 @@ class ErrorCode(enum.StrEnum):
     ENGINE_DEAD = "engine_dead"
     CLIENT_CLOSED = "client_closed"
     POISON_REQUEST = "poison_request"
+    WORKER_FENCED = "worker_fenced"
+    CLIENT_LOST = "client_lost"
+    OVER_BUDGET = "over_budget"
     UNKNOWN = "unknown"
 
     @classmethod
@@ -97,6 +100,9 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
     ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request had ended", "client", True, True),
     ErrorCode.POISON_REQUEST: ErrorFacts("engines died of it; it is not tried again", "client", False, True),
+    ErrorCode.WORKER_FENCED: ErrorFacts("the worker lives but will not serve it", "worker", True, True),
+    ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
+    ErrorCode.OVER_BUDGET: ErrorFacts("the worker held more unread results than it may", "client", True, True),
     ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
 }
 

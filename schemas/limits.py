@@ -4,13 +4,16 @@ from typing import Final
 
 __all__ = [
     "DEFAULT_MAX_IN_FLIGHT",
+    "DEFAULT_MAX_UNREAD_BYTES",
     "DEFAULT_TIMEOUT_S",
+    "INITIAL_CREDIT_BYTES",
     "MAX_ALLOWED_TOKEN_IDS",
     "MAX_ATTEMPTS",
     "MAX_BAD_WORDS",
     "MAX_CACHE_SALT_CHARS",
     "MAX_CHUNKS_PER_FRAME",
     "MAX_CHUNK_TOKENS",
+    "MAX_DELIVERIES",
     "MAX_ENGINE_DEATHS",
     "MAX_ERROR_CHARS",
     "MAX_EXPERTS",
@@ -29,6 +32,7 @@ __all__ = [
     "MAX_REQUEST_ID_CHARS",
     "MAX_SEED",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_SUBJECT_CHARS",
     "MAX_SUBJECT_TOKEN_CHARS",
     "MAX_TIMEOUT_S",
     "MAX_TOKENS",
@@ -65,6 +69,8 @@ MAX_ATTEMPTS: Final = 16
 """Publications of one request: whoever loses more workers than that has another problem."""
 MAX_ENGINE_DEATHS: Final = 2
 """Engines that may die while they serve a request: one may be chance, of the second the request is suspected."""
+MAX_DELIVERIES: Final = 16
+"""How often the queue hands out one message that no client confirms before it counts as poison."""
 MAX_EXTRA_FIELDS: Final = 64
 """Engine-specific parameters of one request."""
 MAX_EXTRA_BYTES: Final = 65_536
@@ -79,6 +85,8 @@ MAX_NAME_CHARS: Final = 256
 """Names of models, sessions and LoRAs; a model's stands in subjects, encoded, and NATS ends a control line at 4 KiB."""
 MAX_SUBJECT_TOKEN_CHARS: Final = 64
 """Names of fleets, clients and workers: they stand in subjects as they are."""
+MAX_SUBJECT_CHARS: Final = 512
+"""Of a reply subject: NATS ends a control line at 4 KiB."""
 MAX_CACHE_SALT_CHARS: Final = 1024
 """vLLM's own bound."""
 MAX_PRIORITY: Final = 2**31 - 1
@@ -89,6 +97,10 @@ MAX_TIMEOUT_S: Final = 7 * 24 * 3600.0
 """A week: longer than any rollout, short enough that nothing waits for ever."""
 DEFAULT_TIMEOUT_S: Final = 3600.0
 """For requests that name no `timeout_s`: longer than the longest generation seen in training runs."""
+INITIAL_CREDIT_BYTES: Final = 256 * 1024
+"""What a worker may send on a new link before it has heard from the client: small, for a client that never reads."""
+DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
+"""Results that a caller of `complete_many` has not taken: above it no more requests are sent."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
 MAX_LAYERS: Final = 1024

@@ -16,7 +16,7 @@ from schemas import limits
 from schemas.checks import check_request_id, check_subject_token, check_token_ids, describe
 from schemas.chunk import Chunk, Index, RequestId
 from schemas.errors import InvalidRequest, RemoteProtocolError
-from schemas.presence import WorkerPresence
+from schemas.presence import ClientPresence, WorkerPresence
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
@@ -25,6 +25,7 @@ __all__ = [
     "LinkMessage",
     "RequestKey",
     "RequestMessage",
+    "decode_client_presence",
     "decode_frame",
     "decode_link_message",
     "decode_presence",
@@ -38,7 +39,9 @@ __all__ = [
 
 WIRE_VERSION: Final = 1
 Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+OptionalIncarnation = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
+ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
@@ -59,6 +62,10 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Wire version."""
     client: str
     """Who asks; frames go to this client's subject, so it is a subject token."""
+    incarnation: OptionalIncarnation = ""
+    """Of the client: which life of its asks. Empty where `reply_to` is given."""
+    reply_to: Annotated[str, Meta(max_length=limits.MAX_SUBJECT_CHARS)] | None = None
+    """Plain mode, for programs that keep no link: frames go to this subject below `plain.<client>.` instead."""
     attempt: Index = 0
     """How often the request was published before."""
     child: Index = 0
@@ -67,8 +74,10 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 
     def __post_init__(self) -> None:
-        """Refuse a client that cannot stand in a subject, or that would stand for others there."""
+        """Refuse a client that cannot stand in a subject, and one that nobody could answer."""
         check_subject_token("client", self.client)
+        if (self.reply_to is None) != bool(self.incarnation):
+            raise ValueError("a request message needs either the client's incarnation or reply_to")
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -79,20 +88,41 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     incarnation: Incarnation
     """Of the worker; numbering starts over with each."""
     number: FrameNumber
-    """0-based and contiguous on a link."""
+    """0-based and contiguous on a link. In a heartbeat, which is a frame without content, that of the next frame."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Requests that the worker has just taken on."""
+    """Requests that the worker has just taken on: an offer, which the client refuses by an abort."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """In the order of their making, for each request."""
+    link: FrameNumber = 0
+    """Counts the links that this incarnation has opened: numbering starts over with each."""
+    client_incarnation: OptionalIncarnation = ""
+    """Of the client that it is for: another life of the same name must not take it. Empty in plain mode."""
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """It says only how far the link is, so that a lost last frame is noticed."""
+        return not self.admitted and not self.chunks
 
 
 class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a client tells a worker about its requests there."""
+    """What a client tells a worker about its requests there, and how far it has read their link."""
 
     v: Literal[1]
     """Wire version."""
     abort: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Requests to stop; unknown ones are ignored."""
+    client_incarnation: OptionalIncarnation = ""
+    """Who speaks; requests of an earlier life of this client are given up."""
+    incarnation: OptionalIncarnation = ""
+    """Of the worker whose link the rest is about; empty: only `abort` counts."""
+    link: FrameNumber = 0
+    """The `Frame.link` that the rest is about."""
+    acked: FrameNumber = 0
+    """Every frame below this number has arrived."""
+    credit: ByteOffset = 0
+    """Frames may be sent until their sizes on this link, summed up from its first, reach this offset. Never falls."""
+    resend: bool = False
+    """Frames from `acked` on are missing, although later ones were announced or arrived: send them again."""
 
 
 def _enc_hook(value: object) -> object:
@@ -128,6 +158,7 @@ _untyped_decoder = msgspec.msgpack.Decoder()
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 _presence_decoder = msgspec.json.Decoder(WorkerPresence)
+_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
 
 
 class _OnlyId(msgspec.Struct):
@@ -246,6 +277,11 @@ def decode_link_message(data: bytes) -> LinkMessage:
 def decode_presence(data: bytes) -> WorkerPresence:
     """Decode a worker's presence from JSON."""
     return _decode(_presence_decoder, data, "presence")
+
+
+def decode_client_presence(data: bytes) -> ClientPresence:
+    """Decode a client's presence from JSON."""
+    return _decode(_client_presence_decoder, data, "client presence")
 
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from schemas import limits
 from schemas.checks import check_name, check_subject_token
 
-__all__ = ["Capabilities", "RoutedExpertsInfo", "WorkerPresence", "WorkerState"]
+__all__ = ["Capabilities", "ClientPresence", "ClientState", "RoutedExpertsInfo", "WorkerPresence", "WorkerState"]
 
 
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -63,6 +63,8 @@ class WorkerState(enum.StrEnum):
     """The engine is loading or warming up; requests are not taken."""
     SERVING = "serving"
     """Requests are taken."""
+    FENCED = "fenced"
+    """Its lease ran out unconfirmed: it has given up what it had and comes back as a new incarnation."""
     FAILED = "failed"
     """The engine died; the process is about to exit."""
     STOPPED = "stopped"
@@ -100,6 +102,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which this message is good."""
     capabilities: Capabilities | None = None
     """None while the engine is starting."""
+    held_bytes: NotNegative = 0
+    """What clients have not taken yet: frames not acknowledged and tokens that wait for credit."""
     last_error: str | None = None
     """Why it failed, for people."""
     model_path: str | None = None
@@ -109,3 +113,37 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse names that cannot stand in a subject."""
         check_subject_token("worker", self.worker)
         check_name("model", self.model)
+
+
+class ClientState(enum.StrEnum):
+    """Whether a client is there. Append-only."""
+
+    LIVE = "live"
+    """It reads its frames."""
+    CLOSED = "closed"
+    """The last message of a client that was closed in order: nobody waits for its requests."""
+    UNKNOWN = "unknown"
+    """Never sent: how this side reads a state that a newer client appended. Counts as live."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ClientState":
+        return cls.UNKNOWN
+
+
+class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's periodic message to the workers: as long as it comes, somebody waits for their results."""
+
+    v: Literal[1] = 1
+    """Wire version."""
+    client: str
+    """Its name, unique among live clients of the fleet; a subject token."""
+    incarnation: Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+    """Changes with each start of the client; requests of an earlier one are given up."""
+    state: ClientState
+    """Whether it is there."""
+    lease_s: Annotated[float, Meta(gt=0)]
+    """Seconds for which this message is good."""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that cannot stand in a subject."""
+        check_subject_token("client", self.client)

@@ -34,7 +34,8 @@ else:
 
 __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
 
-Lane = Literal["high", "normal", "low"]
+Lane = Literal["resume", "high", "normal", "low"]
+"""Lanes of the queue, in the order in which workers pull from them; `resume` is kept for later attempts."""
 
 TRACEPARENT_PATTERN = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, section 3.2."""
