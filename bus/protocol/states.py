@@ -1,4 +1,4 @@
-"""The states that requests and workers go through, as tables: the code moves by them, docs/protocol.md is drawn from them.
+"""The states of requests and workers as tables: the code moves by them, and docs/protocol.md is drawn from them.
 
 Two sides look at a request: `REQUEST` is a client's view of one child's current attempt, `HELD` a worker's view of what
 it has in its hands. `WORKER` is the life of a worker.
