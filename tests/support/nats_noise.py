@@ -1,0 +1,70 @@
+"""Messages of the NATS protocol lost, doubled and out of order: what no server does, but a way through many may."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+
+__all__ = ["NatsNoise"]
+
+MESSAGE = re.compile(rb"H?MSG (\S+) .*?(\d+)\r\n")
+
+
+class NatsNoise:
+    """Harms some of the messages that a server sends to a client; made for one connection by `filter`.
+
+    Args:
+        subjects: which messages: a regular expression that their subjects must match.
+        seed: makes it repeatable, given the same messages.
+        drop: the share of messages that are lost.
+        double: of messages that come twice.
+        delay: of messages that come after up to three later ones.
+    """
+
+    def __init__(
+        self, subjects: str, *, seed: int = 0, drop: float = 0.0, double: float = 0.0, delay: float = 0.0
+    ) -> None:
+        self._subjects = re.compile(subjects.encode())
+        self._random = random.Random(seed)
+        self._shares = {"dropped": drop, "doubled": double, "delayed": delay}
+        self.counts: Counter[str] = Counter()
+        """What was done, over all connections."""
+
+    def filter(self) -> Callable[[bytes], bytes]:
+        """What becomes of the bytes of one connection, from its first on."""
+        unread = bytearray()
+        delayed: list[list[int | bytes]] = []
+
+        def take(message: bytes) -> bytes:
+            """Decide about one message, and add those whose time has come."""
+            outcome = self._choose()
+            due = b"".join(bytes(late[1]) for late in delayed if late[0] == 0)
+            delayed[:] = [[int(late[0]) - 1, late[1]] for late in delayed if late[0] != 0]
+            if outcome == "delayed":
+                delayed.append([self._random.randrange(3), message])
+            return {"dropped": b"", "delayed": b"", "doubled": message * 2}.get(outcome, message) + due
+
+        def rewrite(data: bytes) -> bytes:
+            unread.extend(data)
+            written = bytearray()
+            while (end := unread.find(b"\r\n")) >= 0:
+                line = bytes(unread[: end + 2])
+                head = MESSAGE.fullmatch(line)
+                size = len(line) + (int(head[2]) + 2 if head else 0)
+                if len(unread) < size:
+                    break
+                whole = bytes(unread[:size])
+                del unread[:size]
+                written += take(whole) if head and self._subjects.search(head[1]) else whole
+            return bytes(written)
+
+        return rewrite
+
+    def _choose(self) -> str:
+        number = self._random.random()
+        for outcome, share in self._shares.items():
+            if number < share:
+                self.counts[outcome] += 1
+                return outcome
+            number -= share
+        return "passed"

@@ -1,0 +1,204 @@
+"""A TCP proxy in front of a NATS server, for what a network does: cut, partition without a word, narrow line."""
+
+import asyncio
+import contextlib
+import enum
+import socket
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+__all__ = ["Direction", "TcpProxy", "tcp_proxy"]
+
+BUFFER_BYTES = 64 * 1024
+"""In the kernel and here, for each connection and direction: small, so that a slow reader is felt by the sender."""
+
+
+class Direction(enum.Flag):
+    """Which way bytes go."""
+
+    TO_SERVER = enum.auto()
+    TO_CLIENT = enum.auto()
+    BOTH = TO_SERVER | TO_CLIENT
+
+
+@contextlib.asynccontextmanager
+async def tcp_proxy(url: str) -> AsyncIterator["TcpProxy"]:
+    """Pass connections on to the server at `url`; all of them are closed on leaving."""
+    async with asyncio.TaskGroup() as tasks:
+        proxy = TcpProxy(url, tasks)
+        await proxy.restore()
+        try:
+            yield proxy
+        finally:
+            proxy.cut()
+
+
+class TcpProxy:
+    """The proxy and the state of its network; made by `tcp_proxy`."""
+
+    def __init__(self, url: str, tasks: asyncio.TaskGroup) -> None:
+        parts = urlsplit(url)
+        self._server_host, self._server_port = parts.hostname or "", parts.port or 0
+        self._tasks = tasks
+        self._port = 0
+        self._listener: asyncio.Server | None = None
+        self._pipes: set[_Pipe] = set()
+        self.held = Direction(0)
+        """The directions whose bytes are held back now."""
+        self.bytes_per_s: float | None = None
+        """What each connection may receive; None: as fast as it goes."""
+        self.make_filter: Callable[[], Callable[[bytes], bytes]] | None = None
+        """Makes, for each new connection, what becomes of the bytes for its client."""
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        state = "cut" if self._listener is None else f"holds {self.held}" if self.held else "open"
+        return f"<TcpProxy {self.url} {state} connections={self.num_connections}>"
+
+    @property
+    def url(self) -> str:
+        """Where clients of the server connect instead."""
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are passed on now."""
+        return sum(pipe.direction is Direction.TO_SERVER for pipe in self._pipes)
+
+    def cut(self) -> None:
+        """Close every connection and refuse new ones."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for pipe in list(self._pipes):
+            pipe.abort()
+
+    async def restore(self) -> None:
+        """Accept connections, on the same port as before."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._accept, "127.0.0.1", self._port)
+        self._port = self._listener.sockets[0].getsockname()[1]
+
+    def freeze(self, direction: Direction = Direction.BOTH) -> None:
+        """Hold back all bytes in `direction`, also of new connections; nobody is told, as when a network parts."""
+        self.held |= direction
+        self._look_again()
+
+    def thaw(self) -> None:
+        """Let all bytes through, those held back first."""
+        self.held = Direction(0)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for pipe in self._pipes:
+            pipe.pause_or_go_on()
+
+    def _accept(self) -> "_Pipe":
+        return _Pipe(self, Direction.TO_SERVER)
+
+    async def _find_server(self, client: "_Pipe") -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            _, server = await loop.create_connection(
+                lambda: _Pipe(self, Direction.TO_CLIENT), self._server_host, self._server_port
+            )
+        except OSError:
+            client.abort()
+            return
+        server.join(client)
+        client.join(server)
+
+    def add(self, pipe: "_Pipe") -> None:
+        """Take on a pipe that was made, and make the other one for a client's."""
+        if self._listener is None:
+            pipe.abort()
+            return
+        self._pipes.add(pipe)
+        if pipe.direction is Direction.TO_SERVER:
+            self._tasks.create_task(self._find_server(pipe), name="proxy.find_server")
+
+    def remove(self, pipe: "_Pipe") -> None:
+        """Forget a pipe that has ended."""
+        self._pipes.discard(pipe)
+
+
+class _Pipe(asyncio.Protocol):
+    """One socket of a connection: what is read here is written to the socket of its peer."""
+
+    def __init__(self, proxy: TcpProxy, direction: Direction) -> None:
+        self.direction = direction
+        self._proxy = proxy
+        self._transport: asyncio.Transport
+        self._peer: _Pipe | None = None
+        self._is_peer_full = False
+        self._rests: asyncio.TimerHandle | None = None
+        self._filter = proxy.make_filter() if proxy.make_filter and direction is Direction.TO_CLIENT else None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the peer before anything is read."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self.pause_or_go_on()
+        self._proxy.add(self)
+
+    def join(self, peer: "_Pipe") -> None:
+        """Begin to pass on; where one of the two has ended meanwhile, so does the other."""
+        self._peer = peer
+        if self._transport.is_closing():
+            peer.abort()
+        self.pause_or_go_on()
+
+    def pause_or_go_on(self) -> None:
+        """Read exactly when the network lets bytes through and the peer can take them."""
+        if self._transport.is_closing():
+            return
+        must_wait = self._peer is None or self._is_peer_full or self._rests is not None
+        if must_wait or self.direction in self._proxy.held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Pass bytes on, and rest for as long as a narrow line would have taken for them."""
+        if self._peer is None:
+            return
+        self._peer._transport.write(data if self._filter is None else self._filter(data))
+        if self._proxy.bytes_per_s is not None and self.direction is Direction.TO_CLIENT:
+            pause_s = len(data) / self._proxy.bytes_per_s
+            self._rests = asyncio.get_running_loop().call_later(pause_s, self._go_on)
+            self.pause_or_go_on()
+
+    def _go_on(self) -> None:
+        self._rests = None
+        self.pause_or_go_on()
+
+    def pause_writing(self) -> None:
+        """This socket is full: the peer must not read on."""
+        self._tell_peer(is_full=True)
+
+    def resume_writing(self) -> None:
+        """This socket takes bytes again."""
+        self._tell_peer(is_full=False)
+
+    def _tell_peer(self, *, is_full: bool) -> None:
+        if self._peer is not None:
+            self._peer._is_peer_full = is_full
+            self._peer.pause_or_go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the peer too, once it has sent what it was given."""
+        self._proxy.remove(self)
+        if self._rests is not None:
+            self._rests.cancel()
+        if self._peer is not None:
+            self._peer._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; what is on its way is lost."""
+        self._transport.abort()
+        if self._peer is not None:
+            self._peer._transport.abort()

@@ -1,0 +1,114 @@
+"""The proxy does to connections what a network does, so that fault tests test what they say."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.connections import count_tasks
+from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
+
+SOON_S = 20.0
+"""For what takes milliseconds: only a failing test waits as long."""
+
+
+@contextlib.asynccontextmanager
+async def echo_behind_proxy() -> AsyncIterator[TcpProxy]:
+    """Run a server that sends everything back, and a proxy before it."""
+    async with asyncio.TaskGroup() as tasks:
+
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+
+        async def serve() -> None:
+            server = await asyncio.start_server(echo, "127.0.0.1", 0)
+            async with server:
+                port.set_result(server.sockets[0].getsockname()[1])
+                await server.serve_forever()
+
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        serving = tasks.create_task(serve())
+        async with asyncio.timeout(SOON_S), tcp_proxy(f"nats://127.0.0.1:{await port}") as proxy:
+            yield proxy
+        serving.cancel()
+
+
+@contextlib.asynccontextmanager
+async def connected(proxy: TcpProxy) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect through `proxy`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def test_bytes_pass_both_ways() -> None:
+    """More bytes than any buffer holds arrive, in order, on several connections; nothing is left afterwards."""
+    payload = bytes(range(256)) * 8192
+    async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer), connected(proxy) as (other, say):
+        writer.write(payload)
+        say.write(b"short")
+
+        assert await other.readexactly(5) == b"short"
+        assert await reader.readexactly(len(payload)) == payload
+        assert proxy.num_connections == 2
+    assert await count_tasks() == 0
+
+
+async def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
+    """After a cut a connection ends and none can be made; after the repair they work on the same port."""
+    async with echo_behind_proxy() as proxy:
+        async with connected(proxy) as (reader, writer):
+            writer.write(b"x")
+            await reader.readexactly(1)
+            url = proxy.url
+            proxy.cut()
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        with pytest.raises(ConnectionRefusedError):
+            async with connected(proxy):
+                pass
+        await proxy.restore()
+
+        assert proxy.url == url
+        async with connected(proxy) as (reader, writer):
+            writer.write(b"y")
+            assert await reader.readexactly(1) == b"y"
+
+
+@pytest.mark.parametrize("direction", [Direction.TO_SERVER, Direction.TO_CLIENT, Direction.BOTH])
+async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> None:
+    """While frozen nothing arrives and nobody is told, new connections included; afterwards everything is there."""
+    async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):
+        writer.write(b"before ")
+        assert await reader.readexactly(7) == b"before "
+        proxy.freeze(direction)
+        writer.write(b"meanwhile")
+        async with connected(proxy) as (newer, say):
+            say.write(b"new")
+            for silent in (reader, newer):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(silent.read(1), 0.02)
+            proxy.thaw()
+
+            assert await newer.readexactly(3) == b"new"
+        assert await reader.readexactly(9) == b"meanwhile"
+
+
+async def test_a_narrow_line_slows_the_sender_down() -> None:
+    """With a limit towards the client, bytes come slowly, the way to the server fills up, and none is lost."""
+    payload = bytes(4_000_000)
+    async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):
+        proxy.bytes_per_s = 500_000
+        writer.write(payload)
+        await reader.readexactly(100_000)
+
+        assert writer.transport.get_write_buffer_size() > 0
+        proxy.bytes_per_s = None
+        assert len(await reader.readexactly(len(payload) - 100_000)) == len(payload) - 100_000
