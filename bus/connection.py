@@ -1,18 +1,17 @@
 """The connection to NATS: nats-py with our options, our errors, and its traps closed.
 
-nats-py 2.16 gets four things wrong, which `Connection` mends: after a `flush()` that was cancelled or timed out nothing
-is received any more; a `publish()` that waits for a slow server swallows its task's cancellation; and where bytes are
-unsent, `close()` and the reaction to a lost connection wait for a server that does not read until TCP gives up.
+nats-py 2.16 gets five things wrong, which `Connection` mends: after a `flush()` that was cancelled or timed out nothing
+is received any more; a `flush()` is answered although what was published before it still waits to be sent; a
+`publish()` that waits for a slow server swallows its task's cancellation; and where bytes are unsent, `close()` and the
+reaction to a lost connection wait for a server that does not read until TCP gives up.
 """
 
 import asyncio
 import logging
 import os
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -20,6 +19,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
+from bus.address import DEFAULT_PORT, parse_url, redact
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
 __all__ = [
@@ -52,9 +52,6 @@ MAX_PENDING_MSGS: Final = 65_536
 """Received messages waiting for a handler: many reads' worth, since handlers only hand over."""
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 """The server cuts off a client for which as much waits on its side; more on ours would gain little."""
-DEFAULT_PORT: Final = 4222
-
-_CREDENTIALS: Final = re.compile(r"^(\w+://)?.*@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +82,8 @@ class Connection(Client):
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
-        self._address = _parse_url(url)
-        self._shown_url = _redact(self._address)
+        self._address = parse_url(url)
+        self._shown_url = redact(self._address)
         self._name = name
         self._on_disconnect = on_disconnect
         self._on_reconnect = on_reconnect
@@ -224,6 +221,23 @@ class Connection(Client):
         if self._on_error is not None:
             self._on_error(error)
 
+    async def confirm(self, *, timeout_s: float) -> bool:
+        """Wait until the server has taken all that was published before; False if it did not say so in time."""
+        answers = self._pongs_received  # without a connection, `flush` returns as if all were well
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.flush()
+        except (nats_errors.Error, OSError):  # a TimeoutError is an OSError
+            return False
+        return self.is_connected and self._pongs_received > answers
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        # nats-py writes a ping past what waits to be sent.
+        if self.is_connected and self._pending and self._transport is not None:
+            self._transport.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
+        await super()._send_ping(future)
+
     async def _process_pong(self) -> None:
         # The future of a flush() that was given up is done already; setting it would end the task that reads.
         if self._pongs and self._pongs[0].done():
@@ -358,32 +372,6 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
             await subscription.drain()  # type: ignore[no-untyped-call]
     except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
         logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
-
-
-def _parse_url(url: str) -> str:
-    """Check `url` and return it with scheme and port.
-
-    Raises:
-        BusBroken: it cannot be the URL of a NATS server.
-    """
-    try:
-        parts = urlsplit(url if "://" in url else f"nats://{url}")
-        port = DEFAULT_PORT if parts.port is None else parts.port
-        if parts.scheme not in {"nats", "tls"}:
-            raise ValueError(f"its scheme is {parts.scheme!r}, not nats or tls")
-        if not parts.hostname or re.search(r"\s", url):
-            raise ValueError("it names no host")
-        if parts.path not in {"", "/"} or parts.query or parts.fragment:
-            raise ValueError("something follows the port")
-    except ValueError as error:
-        raise BusBroken(f"{_redact(url)!r} is not a URL like nats://127.0.0.1:{DEFAULT_PORT}: {error}") from None
-    host = parts.netloc if parts.port is not None else f"{parts.netloc.rstrip(':')}:{port}"
-    return f"{parts.scheme}://{host}"
-
-
-def _redact(url: str) -> str:
-    """Hide user and password."""
-    return _CREDENTIALS.sub(r"\1***@", url)
 
 
 def _is_refusal(error: Exception) -> bool:

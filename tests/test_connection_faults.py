@@ -129,6 +129,40 @@ async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None
     assert flush.cancelled()
 
 
+async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`confirm` speaks for all that was published before it, also for what still waited to be sent."""
+    received: list[bytes] = []
+
+    async def receive(message: Msg) -> None:
+        received.append(message.data)
+
+    async def send_nothing(force_flush: bool = False) -> None:
+        """In place of what wakes nats-py's own sender."""
+
+    async with opened(nats_url) as reader, opened(nats_url) as writer:
+        await subscribe(reader, f"{fleet}.x", receive)
+        assert await reader.confirm(timeout_s=10)
+        monkeypatch.setattr(writer, "_flush_pending", send_nothing)
+        await publish(writer, f"{fleet}.x", b"waits")
+
+        assert await writer.confirm(timeout_s=10)
+        await reader.flush()
+        assert received == [b"waits"]
+
+
+async def test_a_server_that_is_away_confirms_nothing() -> None:
+    """`confirm` is False while the server hangs, and while there is no connection."""
+    gone = asyncio.Event()
+    async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
+        os.kill(server.pid, signal.SIGSTOP)
+        hangs = await connection.confirm(timeout_s=0.05)
+        await server.kill()
+        await gone.wait()
+
+        assert not hangs
+        assert not await connection.confirm(timeout_s=10)
+
+
 async def test_a_waiting_publish_can_be_cancelled() -> None:
     """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
     async with stalled() as (_, _, task):
