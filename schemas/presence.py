@@ -60,15 +60,16 @@ class WorkerState(enum.StrEnum):
     """What a worker is doing. Append-only."""
 
     STARTING = "starting"
-    """The engine is loading or warming up; requests are not taken."""
+    """The engine is loading or warming up. Requests are left to other workers."""
     SERVING = "serving"
-    """Requests are taken."""
+    """The engine is warm and the lease is held. Requests are pulled from the queue and run."""
     FENCED = "fenced"
-    """Its lease ran out unconfirmed: it has given up what it had and comes back as a new incarnation."""
+    """Its lease ran out unconfirmed, and it gave up all that it had. It comes back as a new incarnation when an
+    announcement is confirmed again."""
     FAILED = "failed"
-    """The engine died; the process is about to exit."""
+    """The engine died, or makes no step any more. The process is about to exit with a non-zero code."""
     STOPPED = "stopped"
-    """The last message of a worker that shut down in order."""
+    """The last message of a worker that shut down in order. Its open requests go on at other workers at once."""
     UNKNOWN = "unknown"
     """Never sent: how this side reads a state that a newer worker appended. Present, but not for new requests."""
 
@@ -119,9 +120,9 @@ class ClientState(enum.StrEnum):
     """Whether a client is there. Append-only."""
 
     LIVE = "live"
-    """It reads its frames."""
+    """It reads its frames. Workers run its requests and keep what it has not acknowledged."""
     CLOSED = "closed"
-    """The last message of a client that was closed in order: nobody waits for its requests."""
+    """The last message of a client that was closed in order. Nobody waits for its requests: workers end them."""
     UNKNOWN = "unknown"
     """Never sent: how this side reads a state that a newer client appended. Counts as live."""
 

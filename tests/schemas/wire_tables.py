@@ -33,10 +33,10 @@ STRUCTS = {
         *CHECKED_IN_CODE,
         *(messages.RequestMessage, messages.Frame, messages.RequestKey, messages.LinkMessage),
         *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
-        *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo),
+        *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.ClientPresence),
     )
 }
-ENUMS = {kind.__name__: kind for kind in (chunk.FinishReason, presence.WorkerState)}
+ENUMS = {kind.__name__: kind for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState)}
 
 
 def with_tables(text: str) -> str:

@@ -1,0 +1,81 @@
+"""The tables of states: nothing is out of reach, everything can end, and nothing leaves an end."""
+
+import enum
+import itertools
+
+import pytest
+
+from bus.protocol.states import (
+    HELD,
+    REQUEST,
+    WORKER,
+    HeldEvent,
+    HeldState,
+    Machine,
+    RequestEvent,
+    RequestState,
+    WorkerEvent,
+)
+from schemas.errors import LocalProtocolError
+from schemas.presence import WorkerState
+
+AnyMachine = Machine[enum.StrEnum, enum.StrEnum]
+TABLES = [
+    pytest.param(REQUEST, set(RequestState), set(RequestEvent), id="request"),
+    pytest.param(HELD, set(HeldState), set(HeldEvent), id="held"),
+    pytest.param(WORKER, set(WorkerState) - {WorkerState.UNKNOWN}, set(WorkerEvent), id="worker"),
+]
+each_table = pytest.mark.parametrize(("machine", "states", "events"), TABLES)
+
+
+def reachable(machine: AnyMachine, first: enum.StrEnum) -> set[enum.StrEnum]:
+    """The states that some events lead to from `first`, itself included."""
+    found = {first}
+    while more := {after for (state, _), after in machine.transitions.items() if state in found} - found:
+        found |= more
+    return found
+
+
+@each_table
+def test_every_state_is_reachable(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+    """From the first state some events lead to each of the others, and each event means something somewhere."""
+    assert reachable(machine, machine.initial) == states
+    assert {event for _, event in machine.transitions} == events
+
+
+@each_table
+def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+    """From each state one event leads to an end: nothing hangs, whatever it waits for."""
+    for state in states - machine.final:
+        assert any(machine.transitions.get((state, event)) in machine.final for event in events)
+
+
+@each_table
+def test_nothing_leaves_an_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+    """What has ended takes no event."""
+    assert machine.final
+    assert not {state for state, _ in machine.transitions} & machine.final
+
+
+@each_table
+def test_what_the_table_does_not_name_raises(
+    machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]
+) -> None:
+    """Each pair of state and event leads where the table says, or raises and says which pair it was."""
+    for state, event in itertools.product(states, events):
+        if (state, event) in machine.transitions:
+            assert machine.next(state, event) is machine.transitions[state, event]
+        else:
+            with pytest.raises(LocalProtocolError, match=f"{machine.name} that is {state} cannot take {event}"):
+                machine.next(state, event)
+
+
+@each_table
+def test_the_diagram_shows_the_table(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+    """A diagram has one arrow for each transition, one into the first state, one out of each end, and no more."""
+    arrows = machine.diagram().splitlines()[1:]
+    drawn = {f"{state} --> {after}: {event}" for (state, event), after in machine.transitions.items()}
+    drawn |= {f"[*] --> {machine.initial}"} | {f"{state} --> [*]" for state in machine.final}
+
+    assert {arrow.strip() for arrow in arrows} == drawn
+    assert len(arrows) == len(drawn)
