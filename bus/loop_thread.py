@@ -1,0 +1,217 @@
+"""A thread with an event loop of its own, for what must go on while its owner's loop is blocked.
+
+Everything that runs on the thread belongs to one async context manager, the resident: it is entered and left there, and
+with it every task ends. The owner hands over plain calls (`post`) and coroutines (`run`), in order.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+import uvloop
+
+from schemas.errors import BusBroken, BusClosed
+
+__all__ = ["LoopThread"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class LoopThread(Generic[T]):
+    """Runs one async context manager on a daemon thread. Use it from one event loop, the owner's; start it once.
+
+    Args:
+        name: of the thread.
+        resident: entered and left on the thread; owns every task that lasts there.
+    """
+
+    def __init__(self, name: str, resident: AbstractAsyncContextManager[T]) -> None:
+        self._name = name
+        self._resident = resident
+        self._owner: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        # Awaited in the owner's loop, set from the thread by `tell_owner`.
+        self._entered: asyncio.Future[T]
+        self._ended = asyncio.Event()
+        # Appended to by the owner only, taken from by the thread only. While `_is_woken` the thread will look again.
+        self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+        # The rest belongs to the thread.
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        # Written by the thread before `_ended` is set.
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<LoopThread {self._name} {'ended' if self._ended.is_set() else 'running'}>"
+
+    async def start(self) -> T:
+        """Start the thread, enter the resident there and return what that gave.
+
+        Cancellation: passed on; the thread has ended when this raises.
+
+        Raises:
+            Exception: whatever entering raised; the thread has ended.
+        """
+        self._owner = asyncio.get_running_loop()
+        self._entered = self._owner.create_future()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            raise
+        try:
+            return await self._entered
+        except BaseException:
+            self._wake_thread(self._cancel)
+            await self._until_ended()
+            raise
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Have `function(*args)` called on the thread, in the order of posting; many posts cost one wake-up.
+
+        What it raises ends the thread, and `stop` raises it. Once the thread has ended, nothing is called any more.
+        """
+        if self._ended.is_set():
+            return
+        self._posts.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake_thread(self._wake.set)
+
+    async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run `coroutine` on the thread, after all that was posted before, and return its result.
+
+        Cancellation: passed on to `coroutine`.
+
+        Raises:
+            BusClosed: the thread was stopped meanwhile, or before.
+            BusBroken: the thread has failed; the cause says with what.
+            Exception: whatever `coroutine` raised.
+        """
+        if self._ended.is_set():
+            coroutine.close()
+            raise self._why_ended()
+        # The loop takes up what it is handed in order: a wake-up for posts comes first.
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this task was cancelled but the one on the thread, which is ending.
+            await self._ended.wait()
+            raise self._why_ended() from None
+
+    async def stop(self) -> None:
+        """Leave the resident, after all that was posted before, and end the thread. Safe to repeat.
+
+        Cancellation: raised once the thread has ended; how long leaving takes is the resident's to bound.
+
+        Raises:
+            Exception: whatever ended the thread too early, or leaving raised.
+        """
+        self.post(self.end)
+        await self._until_ended()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Have the resident left; to be called on the thread."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def _why_ended(self) -> Exception:
+        if self._error is None:
+            return BusClosed("this client was closed")
+        failure = BusBroken(f"{self._name} failed: {self._error!r}")
+        failure.__cause__ = self._error
+        return failure
+
+    async def _until_ended(self) -> None:
+        cancelled: asyncio.CancelledError | None = None
+        while not self._ended.is_set():
+            try:
+                await self._ended.wait()
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        # Nothing is left to do there but to return.
+        self._thread.join()
+        if cancelled is not None:
+            raise cancelled
+
+    def _wake_thread(self, callback: Callable[[], object]) -> None:
+        # The loop is closed when the thread has ended: nobody is left to be woken.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    # From here on: the thread's own.
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  the end of the thread: `start`, `run` and `stop` raise it
+            self._error = error
+        finally:
+            self.tell_owner(self._finish)
+
+    async def _serve(self) -> None:
+        self._task = asyncio.current_task()
+        if self._is_stopping:
+            return
+        async with self._resident as resident:
+            self.tell_owner(lambda: self._enter(resident))
+            while not self._is_stopping:
+                await self._wake.wait()
+                self._wake.clear()
+                self._take_posts()
+
+    def _take_posts(self) -> None:
+        # First: what is posted from here on wakes the thread again.
+        self._is_woken = False
+        while self._posts:
+            function, args = self._posts.popleft()
+            function(*args)
+
+    def _cancel(self) -> None:
+        self._is_stopping = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def tell_owner(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called in the owner's loop; to be called on the thread.
+
+        Where that loop was closed without `stop`, nobody is left to be told, and the thread ends.
+        """
+        try:
+            self._owner.call_soon_threadsafe(callback)
+        except RuntimeError:
+            logger.warning("loop_thread.abandoned name=%s", self._name)
+            self.end()
+
+    # Called by it in the owner's loop.
+
+    def _enter(self, resident: T) -> None:
+        if not self._entered.done():
+            self._entered.set_result(resident)
+
+    def _finish(self) -> None:
+        self._ended.set()
+        if not self._entered.done():
+            self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))

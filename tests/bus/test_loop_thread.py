@@ -1,0 +1,267 @@
+"""The thread that a client's connection lives on."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from bus.loop_thread import LoopThread
+from schemas.errors import BusBroken, BusClosed
+
+
+@contextlib.asynccontextmanager
+async def resident(log: list[str]) -> AsyncIterator[list[str]]:
+    """Something that notes when it is entered and left."""
+    log.append("entered")
+    try:
+        yield log
+    finally:
+        await asyncio.sleep(0)
+        log.append("left")
+
+
+def threads() -> list[str]:
+    """The names of this module's threads that run."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "t"]
+
+
+async def test_calls_and_coroutines_run_there_in_order() -> None:
+    """Posts and coroutines run on the thread in the order in which they were handed over."""
+    log: list[str] = []
+
+    async def ask() -> tuple[list[str], str]:
+        return list(log), threading.current_thread().name
+
+    thread = LoopThread("t", resident(log))
+    await thread.start()
+    expected = ["entered"]
+    for i in range(100):
+        thread.post(log.append, f"a{i}")
+        thread.post(log.append, f"b{i}")
+        expected += [f"a{i}", f"b{i}"]
+        assert await thread.run(ask()) == (expected, "t")
+    thread.post(log.append, "last")
+    await thread.stop()
+
+    assert log == [*expected, "last", "left"]
+    assert threads() == []
+
+
+async def test_many_posts_cost_one_wake_up() -> None:
+    """While the thread is busy, what is posted wakes it once."""
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    started, go = threading.Event(), threading.Event()
+    wake_ups: list[object] = []
+
+    def be_busy() -> None:
+        started.set()
+        go.wait(10)
+
+    def wake(callback: Callable[[], object]) -> None:
+        wake_ups.append(callback)
+        wake_for_real(callback)
+
+    thread.post(be_busy)
+    await asyncio.to_thread(started.wait)
+    wake_for_real, thread._wake_thread = thread._wake_thread, wake  # type: ignore[method-assign]
+    count: list[int] = []
+    for i in range(1000):
+        thread.post(count.append, i)
+    go.set()
+    await thread.stop()
+
+    assert len(count) == 1000
+    assert len(wake_ups) == 1
+
+
+async def test_it_goes_on_while_its_owner_is_blocked() -> None:
+    """A timer on the thread fires while the owner's loop does not turn."""
+    fired = threading.Event()
+
+    async def later() -> None:
+        asyncio.get_running_loop().call_later(0.01, fired.set)
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    await thread.run(later())
+    assert fired.wait(10)
+    await thread.stop()
+
+
+async def test_what_entering_raises_leaves_no_thread() -> None:
+    """A resident that cannot be entered: `start` raises its error, and the thread is gone."""
+
+    @contextlib.asynccontextmanager
+    async def broken(why: str) -> AsyncIterator[None]:
+        if why:
+            raise BusBroken(why)
+        yield
+
+    with pytest.raises(BusBroken, match="no server"):
+        await LoopThread("t", broken("no server")).start()
+    assert threads() == []
+
+
+async def test_a_cancelled_start_leaves_no_thread() -> None:
+    """Cancelled while the resident is being entered: that is cancelled too, and the thread is gone."""
+    entering, cancelled = threading.Event(), threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow() -> AsyncIterator[None]:
+        entering.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        yield
+
+    async def start_and_be_cancelled() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(LoopThread("t", slow()).start())
+            await asyncio.to_thread(entering.wait)
+            task.cancel()
+
+    await start_and_be_cancelled()
+    assert cancelled.is_set()
+    assert threads() == []
+
+
+async def test_a_start_cancelled_before_the_thread_runs_leaves_no_thread() -> None:
+    """Cancelled at once, before the thread has come up: it ends without having entered."""
+    log: list[str] = []
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(LoopThread("t", resident(log)).start())
+        await asyncio.sleep(0)
+        task.cancel()
+    assert log.count("entered") == log.count("left")
+    assert threads() == []
+
+
+async def test_a_cancelled_call_is_cancelled_there() -> None:
+    """Cancelling the caller of `run` cancels the coroutine on the thread, which goes on otherwise."""
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def one() -> int:
+        return 1
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(thread.run(wait()))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+    assert await asyncio.to_thread(cancelled.wait, 10)
+    assert await thread.run(one()) == 1
+    await thread.stop()
+
+
+async def test_what_a_coroutine_raises_reaches_its_caller_alone() -> None:
+    """The error of a coroutine is raised by `run`; the thread goes on."""
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    with pytest.raises(ValueError, match="no"):
+        await thread.run(fail())
+    await thread.stop()
+
+
+async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
+    """An error that nobody awaits ends the thread; later calls name it, `stop` raises it."""
+    log: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    thread = LoopThread("t", resident(log))
+    await thread.start()
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(expect_broken(thread.run(wait())))
+        await asyncio.sleep(0)
+        thread.post(fail)
+    assert "ValueError('no')" in waiting.result()
+    assert "ValueError('no')" in await expect_broken(thread.run(wait()))
+    thread.post(log.append, "never")
+    with pytest.raises(ValueError, match="no"):
+        await thread.stop()
+    await thread.stop()
+    assert log == ["entered", "left"]
+    assert threads() == []
+
+
+async def expect_broken(awaitable: Awaitable[object]) -> str:
+    """The message of the `BusBroken` that this must raise."""
+    with pytest.raises(BusBroken) as caught:
+        await awaitable
+    return str(caught.value)
+
+
+async def test_stopping_ends_the_calls_under_way() -> None:
+    """A coroutine that still runs when the thread is stopped fails as closed; its caller is not cancelled."""
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def expect_closed(thread: LoopThread[list[str]]) -> bool:
+        with pytest.raises(BusClosed):
+            await thread.run(wait())
+        return True
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    async with asyncio.TaskGroup() as tasks:
+        closed = tasks.create_task(expect_closed(thread))
+        await asyncio.sleep(0)
+        await thread.stop()
+    assert closed.result()
+    assert await expect_closed(thread)
+
+
+async def test_a_cancelled_stop_has_stopped() -> None:
+    """Cancelling `stop` is raised once the resident was left in order and the thread is gone."""
+    log: list[str] = []
+    thread = LoopThread("t", resident(log))
+    await thread.start()
+
+    async def stop() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await thread.stop()
+        assert log == ["entered", "left"]
+        assert threads() == []
+        raise asyncio.CancelledError
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(stop())
+        await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+
+
+def test_a_thread_whose_owner_is_gone_ends() -> None:
+    """An owner whose loop was closed without `stop` leaves no thread behind for long: it ends when it would report."""
+    log: list[str] = []
+    thread = LoopThread("t", resident(log))
+    asyncio.run(thread.start())
+    thread.post(thread.tell_owner, lambda: None)
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    assert log == ["entered", "left"]
+    assert threads() == []
