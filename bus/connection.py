@@ -306,16 +306,20 @@ async def close_connection(connection: Connection, *, timeout_s: float = CLOSE_T
     await connection.shut(timeout_s)
 
 
-async def publish(nats: Client, subject: str, data: bytes, *, reply: str = "") -> None:
+async def publish(
+    nats: Client, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+) -> None:
     """Publish, waiting while more than `PENDING_BYTES` are unsent. Returning says nothing about arrival.
 
     Raises:
-        LocalProtocolError: `data` is over the server's `max_payload`.
+        LocalProtocolError: `data` is over the server's `max_payload`, which holds for it and its headers together.
         BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
         BusClosed: the connection was closed here.
     """
     try:
-        await nats.publish(subject, data, reply)
+        if headers is not None and len(data) + _headers_size(headers) > nats.max_payload:
+            raise nats_errors.MaxPayloadError  # nats-py counts the data alone, and the server ends the connection
+        await nats.publish(subject, data, reply, headers)
     except nats_errors.MaxPayloadError as error:
         raise LocalProtocolError(
             f"{len(data)} bytes for {subject} are over the server's max_payload of {nats.max_payload}"
@@ -377,3 +381,8 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
 def _is_refusal(error: Exception) -> bool:
     """Whether the server itself said no: nats-py quotes its words."""
     return isinstance(error, nats_errors.Error) and str(error).startswith("nats: '")
+
+
+def _headers_size(headers: dict[str, str]) -> int:
+    """Bytes of `headers` on the wire: `NATS/1.0`, a line each, an empty line."""
+    return 12 + sum(len(name) + len(value.encode()) + 4 for name, value in headers.items())

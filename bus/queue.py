@@ -1,0 +1,258 @@
+"""A model's queue of requests: its streams and consumers in JetStream, and what waits in them.
+
+Two streams for each model. One holds the lanes `high`, `normal` and `low`; the lane `resume` has one of its own, so
+that new requests can never fill the queue for those that were already running. In each lane one durable consumer is
+shared by all workers of the model. A request leaves its stream when a worker acks it, or at its deadline.
+"""
+
+import hashlib
+import json
+import logging
+from typing import Any, Final, get_args
+
+import msgspec
+from nats import errors as nats_errors
+from nats.aio.client import Client
+
+from bus.subjects import Subjects, encode_token
+from schemas.errors import BusBroken
+from schemas.request import Lane
+
+__all__ = [
+    "API",
+    "LANES",
+    "QueueDepth",
+    "QueueLimits",
+    "ensure_queue",
+    "is_stored",
+    "queue_depths",
+    "stream_name",
+]
+
+logger = logging.getLogger(__name__)
+
+API: Final = "$JS.API"
+LANES: Final[tuple[Lane, ...]] = get_args(Lane)
+"""In the order in which workers empty them."""
+API_TIMEOUT_S: Final = 5.0
+"""For the server to answer; it takes milliseconds, and on a slow disk or in an election a second or two."""
+DUPLICATE_WINDOW_S: Final = 120.0
+"""For how long the server knows what it has stored: far longer than anyone repeats a publish that was not answered."""
+MAX_WAITING: Final = 65_536
+"""Pulls that may wait on one lane; each worker has one."""
+MAX_NAME_CHARS: Final = 240
+"""The server allows 255, file systems 255 bytes."""
+
+_STREAMS: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
+"""The lanes of each stream."""
+_NO_STREAM: Final = 10059
+_NO_CONSUMER: Final = 10014
+_NO_MESSAGE: Final = 10037
+_NAME_IN_USE: Final = 10058
+_NO_STORAGE: Final = 10047
+
+
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of one model's queue. Workers set them; the last one to start wins."""
+
+    max_msgs: int = 65_536
+    """Requests that wait in the lanes high, normal and low: minutes of work for hundreds of GPUs."""
+    max_bytes: int = 1024**3
+    """Their total size: as many requests with prompts of 4,000 tokens. Set aside on the server's disk where it can."""
+    resume_max_msgs: int = 1_000_000
+    """Resumed requests: more than a fleet can have in flight."""
+    resume_max_bytes: int = 4 * 1024**3
+    """Their total size."""
+    ack_wait_s: float = 5.0
+    """After this long without a word from its worker a request goes to another."""
+
+
+class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one lane of a model's queue is."""
+
+    model: str
+    lane: Lane
+    waiting: int
+    """Requests that no worker has been handed."""
+    in_hand: int
+    """Requests that a worker was handed and has not acked yet."""
+
+
+class _ApiError(Exception):
+    """JetStream refused an operation."""
+
+    def __init__(self, code: int, description: str) -> None:
+        self.code = code
+        super().__init__(f"{description} (JetStream error {code})")
+
+
+def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
+    """Name the stream of a lane: `rb~<fleet>~<model>`, and for `resume` the same with `~resume`.
+
+    The model's name is encoded as in subjects; where that would be too long its hash stands after a second `~`. As no
+    fleet and no encoded name has a `~`, no two models share a stream.
+    """
+    token = encode_token(model)
+    ending = "~resume" if lane == "resume" else ""
+    name = f"rb~{subjects.fleet}~{token}{ending}"
+    if len(name) > MAX_NAME_CHARS:
+        name = f"rb~{subjects.fleet}~~{hashlib.sha256(model.encode()).hexdigest()}{ending}"
+    return name
+
+
+async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: QueueLimits | None = None) -> None:
+    """Make the streams and consumers of `model`, or bring them to `limits` where they differ; safe to repeat.
+
+    What waits in them stays.
+
+    Raises:
+        BusBroken: JetStream does not answer or refuses, quoting it.
+    """
+    limits = limits or QueueLimits()
+    try:
+        for lanes in _STREAMS:
+            config = _stream_config(subjects, model, lanes, limits)
+            await _ensure_stream(nats, config)
+            for lane in lanes:
+                await _ensure_consumer(nats, subjects, model, lane, config["max_msgs"], limits.ack_wait_s)
+    except _ApiError as error:
+        raise BusBroken(f"the queue of {model!r} cannot be made: {error}") from error
+
+
+async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
+    """Say how full the lanes of `models` are, in the order of `LANES`; a model without a queue has no rows.
+
+    Raises:
+        BusBroken: JetStream does not answer.
+    """
+    depths = []
+    for model in models:
+        for lane in LANES:
+            try:
+                info = await _ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}")
+            except _ApiError as error:
+                if error.code in {_NO_STREAM, _NO_CONSUMER}:
+                    continue
+                raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+            depths.append(
+                QueueDepth(model=model, lane=lane, waiting=info["num_pending"], in_hand=info["num_ack_pending"])
+            )
+    return tuple(depths)
+
+
+async def is_stored(nats: Client, subjects: Subjects, model: str, lane: Lane, seq: int) -> bool:
+    """Whether the request with this sequence number is still in the queue, waiting or in a worker's hand.
+
+    Raises:
+        BusBroken: JetStream does not answer.
+    """
+    try:
+        await _ask(nats, f"STREAM.MSG.GET.{stream_name(subjects, model, lane)}", {"seq": seq})
+    except _ApiError as error:
+        if error.code in {_NO_STREAM, _NO_MESSAGE}:
+            return False
+        raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+    return True
+
+
+def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limits: QueueLimits) -> dict[str, Any]:
+    is_resume = "resume" in lanes
+    return {
+        "name": stream_name(subjects, model, lanes[0]),
+        "subjects": [subjects.requests_in(model, lane) for lane in lanes],
+        "metadata": {"fleet": subjects.fleet, "model": model},
+        "retention": "workqueue",
+        "storage": "file",
+        "discard": "new",
+        "max_msgs": limits.resume_max_msgs if is_resume else limits.max_msgs,
+        "max_bytes": limits.resume_max_bytes if is_resume else limits.max_bytes,
+        "allow_msg_ttl": True,
+        "duplicate_window": _nanoseconds(DUPLICATE_WINDOW_S),
+    }
+
+
+async def _ensure_stream(nats: Client, config: dict[str, Any]) -> None:
+    name = config["name"]
+    try:
+        present = (await _ask(nats, f"STREAM.INFO.{name}"))["config"]
+    except _ApiError as error:
+        if error.code != _NO_STREAM:
+            raise
+        await _create_stream(nats, config)
+        return
+    if _is_within(config, present):
+        return
+    try:
+        # Over what is there, so that an operator's replicas and placement stay.
+        await _ask(nats, f"STREAM.UPDATE.{name}", {**present, **config})
+    except _ApiError as error:
+        if error.code != _NO_STORAGE:
+            raise
+        logger.warning("queue.bounds_kept stream=%s max_bytes=%s error=%s", name, present["max_bytes"], error)
+
+
+async def _create_stream(nats: Client, config: dict[str, Any]) -> None:
+    """Create a stream; another worker may do so at the same time.
+
+    The server sets `max_bytes` aside. Where it cannot, the stream shares what the server has, which is bounded too.
+    """
+    name = config["name"]
+    try:
+        await _ask(nats, f"STREAM.CREATE.{name}", config)
+    except _ApiError as error:
+        if error.code == _NAME_IN_USE:  # a worker with other limits was faster
+            return
+        if error.code != _NO_STORAGE:
+            raise
+        logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
+        await _ask(nats, f"STREAM.CREATE.{name}", {**config, "max_bytes": -1})
+
+
+async def _ensure_consumer(
+    nats: Client, subjects: Subjects, model: str, lane: Lane, max_msgs: int, ack_wait_s: float
+) -> None:
+    name = stream_name(subjects, model, lane)
+    config = {
+        "durable_name": lane,
+        "filter_subject": subjects.requests_in(model, lane),
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": _nanoseconds(ack_wait_s),
+        "max_deliver": -1,
+        "max_ack_pending": max_msgs,  # all of them: a lane never stalls because workers hold much
+        "max_waiting": MAX_WAITING,
+    }
+    await _ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": config, "action": ""})
+
+
+async def _ask(nats: Client, operation: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Call JetStream's API.
+
+    Raises:
+        _ApiError: it refused.
+        BusBroken: it does not answer.
+    """
+    payload = b"" if body is None else json.dumps(body).encode()
+    try:
+        message = await nats.request(f"{API}.{operation}", payload, timeout=API_TIMEOUT_S)
+    except nats_errors.NoRespondersError as error:
+        raise BusBroken("the NATS server has no JetStream, which the queue of requests needs") from error
+    except nats_errors.TimeoutError as error:
+        raise BusBroken(f"JetStream did not answer within {API_TIMEOUT_S:g} s") from error
+    except nats_errors.Error as error:
+        raise BusBroken(f"JetStream cannot be reached: {error}") from error
+    answer: dict[str, Any] = json.loads(message.data)
+    if "error" in answer:
+        raise _ApiError(answer["error"].get("err_code", 0), answer["error"].get("description", ""))
+    return answer
+
+
+def _is_within(wanted: object, present: object) -> bool:
+    """Whether `present` has all that is `wanted`; servers add fields of their own."""
+    if isinstance(wanted, dict) and isinstance(present, dict):
+        return all(_is_within(value, present.get(name)) for name, value in wanted.items())
+    return wanted == present
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

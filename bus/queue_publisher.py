@@ -1,0 +1,258 @@
+"""A client's publishing to the queues: without waiting, and again until the server has answered.
+
+Invariant: each publish gets exactly one result, unless it is forgotten before.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus.connection import Connection, publish, subscribe
+from bus.queue import is_stored
+from bus.subjects import Subjects
+from schemas.errors import BusBroken, ErrorCode
+from schemas.request import Lane
+
+__all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 2.0
+"""The server answers within milliseconds; far longer than a busy one takes, far shorter than anyone's patience."""
+TICK_S: Final = 0.25
+"""How often unanswered publishes are looked at."""
+MAX_UNANSWERED: Final = 65_536
+"""Publishes without an answer: a second's worth for the server, a day's for a trainer."""
+
+_FULL: Final = frozenset({10077, 10023, 10047, 10122})
+"""JetStream's errors for a stream, or a server, that can store no more."""
+_TOO_LARGE: Final = 10054
+_UNAVAILABLE: Final = 503
+
+
+class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one publish."""
+
+    ok: bool
+    """It is in the queue."""
+    stream: str = ""
+    seq: int = 0
+    """Its sequence number in `stream`."""
+    is_duplicate: bool = False
+    """It was there already: an earlier publish with the same `msg_id` had arrived."""
+    code: ErrorCode | None = None
+    """Why not: QUEUE_FULL, NO_WORKERS (no worker has made the queue yet), TOO_LARGE; UNKNOWN: see `message`."""
+    message: str = ""
+    """The server's words."""
+
+
+@dataclass(slots=True)
+class PublisherStats:
+    """Counters since the start."""
+
+    publishes: int = 0
+    repeats: int = 0
+    """Published again, for want of an answer."""
+    late_answers: int = 0
+    """To publishes that had been forgotten, or answered before."""
+    bad_answers: int = 0
+    """That did not decode."""
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    token: str
+    subject: str
+    data: bytes
+    msg_id: str
+    deadline_s: float
+    published_at: float = 0.0
+
+
+class _AnswerError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Answer(msgspec.Struct):
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _AnswerError | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+class QueuePublisher:
+    """Publishes requests to the queues of a fleet's models.
+
+    Args:
+        client: stands in the subjects.
+        on_result: called with the token and what became of its publish; must not block or raise.
+    """
+
+    def __init__(
+        self, nats: Connection, subjects: Subjects, client: str, on_result: Callable[[str, PublishResult], None]
+    ) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._client = client
+        self._on_result = on_result
+        self._inbox = nats.new_inbox()
+        self._numbers = itertools.count()
+        # Oldest first, by the number in their reply subject.
+        self._unanswered: dict[int, _Unanswered] = {}
+        self._number_of: dict[str, int] = {}
+        self._has_unanswered = asyncio.Event()
+        self.stats = PublisherStats()
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self.stats}>"
+
+    async def start(self) -> None:
+        """Listen for answers; before the first publish. The subscription ends with the connection.
+
+        Raises:
+            BusClosed: the connection is closed.
+        """
+        await subscribe(self._nats, f"{self._inbox}.*", self._take_answer, max_pending_msgs=2 * MAX_UNANSWERED)
+
+    async def run(self) -> None:
+        """Publish again what was not answered within `REPEAT_S`, or before the connection was lost, until cancelled."""
+        reconnects = self._nats.counters().reconnects
+        while True:
+            await self._has_unanswered.wait()
+            await asyncio.sleep(TICK_S)
+            if self._nats.is_connected:
+                now = time.monotonic()
+                is_new = self._nats.counters().reconnects != reconnects
+                reconnects = self._nats.counters().reconnects
+                await self._repeat(now if is_new else now - REPEAT_S)
+            if not self._unanswered:
+                self._has_unanswered.clear()
+
+    async def publish(self, *, token: str, model: str, lane: Lane, data: bytes, msg_id: str, ttl_s: float) -> None:
+        """Publish one request; `on_result` hears what became of it. Waits only while too much is unsent.
+
+        Args:
+            token: comes back in `on_result`; one that waits for its result already is forgotten first.
+            msg_id: the server stores no second message with it.
+            ttl_s: after this the request leaves the queue; in whole seconds, rounded up.
+
+        Cancellation: the request may have been published, and is not published again.
+
+        Raises:
+            LocalProtocolError: `data`, with its headers, is over the server's `max_payload`.
+            BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
+            BusClosed: the connection was closed here.
+        """
+        self.forget(token)
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer"
+            self._on_result(token, PublishResult(ok=False, code=ErrorCode.QUEUE_FULL, message=message))
+            return
+        subject = self._subjects.request(self._client, model, lane)
+        number = next(self._numbers)
+        unanswered = _Unanswered(token, subject, data, msg_id, time.monotonic() + ttl_s)
+        self._unanswered[number] = unanswered
+        self._number_of[token] = number
+        self._has_unanswered.set()
+        self.stats.publishes += 1
+        is_published = False
+        try:
+            await self._send(number, unanswered)
+            is_published = True
+        finally:
+            if not is_published:
+                self.forget(token)
+
+    def forget(self, token: str) -> None:
+        """Expect no result for `token` any more, and repeat nothing; the request may be in the queue."""
+        number = self._number_of.pop(token, None)
+        if number is not None:
+            del self._unanswered[number]
+
+    async def exists(self, model: str, lane: Lane, seq: int) -> bool:
+        """Whether the request with this sequence number is still in the queue, waiting or in a worker's hand.
+
+        Raises:
+            BusBroken: the server does not answer.
+        """
+        return await is_stored(self._nats, self._subjects, model, lane, seq)
+
+    async def _send(self, number: int, unanswered: _Unanswered) -> None:
+        now = time.monotonic()
+        unanswered.published_at = now
+        headers = {
+            "Nats-Msg-Id": unanswered.msg_id,
+            "Nats-TTL": str(max(1, math.ceil(unanswered.deadline_s - now))),
+        }
+        await publish(self._nats, unanswered.subject, unanswered.data, reply=f"{self._inbox}.{number}", headers=headers)
+
+    async def _repeat(self, before: float) -> None:
+        """Publish again what was published before that time."""
+        due = []
+        for number, unanswered in self._unanswered.items():
+            if unanswered.published_at > before:
+                break
+            due.append(number)
+        for number in due:
+            again = self._unanswered.pop(number, None)
+            if again is None:  # answered or forgotten meanwhile
+                continue
+            self._unanswered[number] = again  # behind the others: it is the youngest now
+            self.stats.repeats += 1
+            try:
+                await self._send(number, again)
+            except BusBroken as error:
+                logger.warning("queue.repeat_failed client=%s error=%s", self._client, error)
+                return
+        if due:
+            logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
+
+    async def _take_answer(self, message: Msg) -> None:
+        number = int(message.subject.rpartition(".")[2])
+        unanswered = self._unanswered.get(number)
+        if unanswered is None:
+            self.stats.late_answers += 1
+            return
+        try:
+            result = _read_answer(message)
+        except msgspec.MsgspecError as error:
+            self.stats.bad_answers += 1
+            logger.warning("queue.bad_answer client=%s error=%s", self._client, error)
+            return
+        if result is not None:
+            self.forget(unanswered.token)
+            self._on_result(unanswered.token, result)
+
+
+def _read_answer(message: Msg) -> PublishResult | None:
+    """Read the answer to a publish; None: the server cannot say now, so the publish is repeated in time."""
+    if not message.data:  # a status; nothing else answers a publish without content
+        return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has made a queue for the model")
+    answer = _decode_answer(message.data)
+    error = answer.error
+    if error is None:
+        return PublishResult(ok=True, stream=answer.stream, seq=answer.seq, is_duplicate=answer.duplicate)
+    if error.err_code in _FULL:
+        code = ErrorCode.QUEUE_FULL
+    elif error.err_code == _TOO_LARGE:
+        code = ErrorCode.TOO_LARGE
+    elif error.code == _UNAVAILABLE:
+        return None
+    else:
+        code = ErrorCode.UNKNOWN
+    message_text = f"{error.description} (JetStream error {error.err_code})"
+    return PublishResult(ok=False, stream=answer.stream, code=code, message=message_text)

@@ -1,0 +1,261 @@
+"""A worker's pulling from its model's queue: as much as there is room for, the lanes in their order.
+
+Invariant: a request is handed over, or it is given back (NAK) for another worker; what is neither, since it or its pull
+was lost, the server hands out again after `ack_wait_s`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, cast
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bus.connection import Connection, drain, publish, subscribe
+from bus.protocol.pulling import MAX_OVER, STANDING_S, Answer, Pull, PullPlan, read_status
+from bus.queue import API, LANES, QueueLimits, ensure_queue, stream_name
+from bus.subjects import Subjects
+from schemas.errors import BusBroken
+from schemas.request import Lane
+
+__all__ = ["PullerStats", "QueuePuller", "QueuedRequest"]
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_POLL_S: Final = 0.25
+"""How often a lost connection is looked at."""
+ENSURE_RETRY_S: Final = 1.0
+"""Between attempts to make the queue."""
+GIVE_BACK_S: Final = 0.25
+"""Until a request that was given back goes to the next worker: when the whole fleet pauses at once, it would otherwise
+go round all of it, and count as poison."""
+_CLIENT_AT: Final = 4
+"""In `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
+
+
+@dataclass(slots=True)
+class PullerStats:
+    """Counters since the start."""
+
+    pulls: int = 0
+    handed_over: int = 0
+    given_back: int = 0
+    """Requests that came while paused, or when there was no room left."""
+    ensured: int = 0
+    """How often the queue was made or found missing."""
+
+
+class QueuedRequest:
+    """One request from the queue, to be acked once; until then it goes to another worker after `ack_wait_s`.
+
+    While the connection is down its methods do nothing: spoken later they could concern another worker's delivery.
+    """
+
+    __slots__ = ("_nats", "_reply", "client", "data", "lane", "num_delivered", "num_pending", "subject")
+
+    def __init__(self, nats: Connection, message: Msg) -> None:
+        # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>; newer servers
+        # put a domain and an account before the stream, and may add to the end.
+        fields = message.reply.split(".")
+        at = 3 if len(fields) == 9 else 5
+        self._nats = nats
+        self._reply = message.reply
+        self.subject = message.subject
+        self.client = message.subject.split(".")[_CLIENT_AT]
+        """Who published it, as NATS permissions vouch."""
+        self.lane = cast(Lane, fields[at])
+        self.data = message.data
+        self.num_delivered = int(fields[at + 1])
+        """1 on the first delivery."""
+        self.num_pending = int(fields[at + 5])
+        """Requests that waited in the lane behind it, without those that are handed out again."""
+
+    def __repr__(self) -> str:
+        """One line without content."""
+        return f"<QueuedRequest {self.subject} bytes={len(self.data)} num_delivered={self.num_delivered}>"
+
+    async def ack(self) -> None:
+        """Remove it from the queue."""
+        await self._say(b"+ACK")
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it back; the queue hands it out again, after `delay_s`."""
+        await self._say(b"-NAK %b" % json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"-NAK")
+
+    async def in_progress(self) -> None:
+        """Keep it for another `ack_wait_s`."""
+        await self._say(b"+WPI")
+
+    async def term(self) -> None:
+        """Remove it from the queue as one that nobody can serve."""
+        await self._say(b"+TERM")
+
+    async def _say(self, what: bytes) -> None:
+        if self._nats.is_connected:
+            await publish(self._nats, self._reply, what)
+
+
+class QueuePuller:
+    """Pulls the requests for one model.
+
+    Args:
+        room: how many more requests the worker could take now, those handed over included at once; negative when it
+            has more than it has room for.
+        on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond `room`.
+        limits: of the queue, where it has to be made.
+    """
+
+    def __init__(
+        self,
+        nats: Connection,
+        subjects: Subjects,
+        model: str,
+        *,
+        room: Callable[[], int],
+        on_request: Callable[[QueuedRequest], None],
+        limits: QueueLimits | None = None,
+    ) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._model = model
+        self._room = room
+        self._on_request = on_request
+        self._limits = limits
+        self._pull_subjects = {
+            lane: f"{API}.CONSUMER.MSG.NEXT.{stream_name(subjects, model, lane)}.{lane}" for lane in LANES
+        }
+        self._plan = PullPlan(LANES)
+        self._is_ensured = False
+        self._ensured_at = -math.inf
+        self._is_paused = False
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._woken = asyncio.Event()
+        self._reconnects = 0
+        self.stats = PullerStats()
+
+    def __repr__(self) -> str:
+        """One line with state and counts."""
+        state = "paused" if self._is_paused else "pulling"
+        return f"<QueuePuller {self._model!r} {state} {self._plan!r} {self.stats}>"
+
+    def wake(self) -> None:
+        """Look again: there may be room now, or the connection is back."""
+        self._woken.set()
+
+    def pause(self) -> None:
+        """Hand over nothing more; what is on its way is given back, and the pulls under way are withdrawn."""
+        self._is_paused = True
+        self.wake()
+
+    def resume(self) -> None:
+        """Pull again."""
+        self._is_paused = False
+        self.wake()
+
+    async def run(self) -> None:
+        """Make the queue where it is missing and pull, until cancelled.
+
+        Outlives lost connections, restarted servers and deleted streams.
+
+        Raises:
+            BusBroken: the connection was lost for good.
+            BusClosed: it was closed here.
+        """
+        try:
+            while True:
+                self._woken.clear()
+                wait_s = await self._step()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._woken.wait()
+        finally:
+            self._is_paused = True
+            await self._withdraw()
+
+    async def _step(self) -> float | None:
+        """Do what is to be done now; return after how many seconds to look again, None: when woken."""
+        if not self._nats.is_connected:
+            return RECONNECT_POLL_S
+        if self._reconnects != self._nats.counters().reconnects:
+            self._reconnects = self._nats.counters().reconnects
+            self._plan.forget()
+        if self._is_paused:
+            await self._withdraw()
+            return None
+        if not self._is_ensured:
+            wait_s = self._ensured_at + ENSURE_RETRY_S - time.monotonic()
+            if wait_s > 0:  # it was there just now
+                return wait_s
+            if not await self._ensure():
+                return ENSURE_RETRY_S
+        if self._subscription is None:
+            self._inbox = self._nats.new_inbox()
+            self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._take)
+        now = time.monotonic()
+        for pull in self._plan.next_pulls(self._room(), now):
+            await self._publish(pull)
+        next_at = self._plan.next_at(now)
+        return None if next_at is None else next_at - now
+
+    async def _ensure(self) -> bool:
+        try:
+            await ensure_queue(self._nats, self._subjects, self._model, self._limits)
+        except BusBroken as error:
+            logger.warning("queue.not_ensured model=%s error=%s", self._model, error)
+            return False
+        self._is_ensured = True
+        self._ensured_at = time.monotonic()
+        self.stats.ensured += 1
+        logger.info("queue.ensured fleet=%s model=%s", self._subjects.fleet, self._model)
+        return True
+
+    async def _publish(self, pull: Pull) -> None:
+        self.stats.pulls += 1
+        ending = f'"expires":{int(STANDING_S * 1e9)}' if pull.is_standing else '"no_wait":true'
+        payload = f'{{"batch":{pull.batch},{ending}}}'.encode()
+        await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
+
+    async def _withdraw(self) -> None:
+        """End all pulls: the server drops those whose inbox nobody listens to."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            if self._nats.is_connected:
+                await drain(self._nats, subscription)
+            else:
+                await subscription.unsubscribe()
+        self._plan.forget()
+
+    async def _take(self, message: Msg) -> None:
+        """Take a request, or the end of a pull."""
+        if message.reply:
+            await self._take_request(message)
+        else:
+            self._take_status(message)
+        self._woken.set()
+
+    async def _take_request(self, message: Msg) -> None:
+        request = QueuedRequest(self._nats, message)
+        # One that is handed out again is seldom alone.
+        self._plan.deliver(request.lane, has_more=request.num_pending > 0 or request.num_delivered > 1)
+        if self._is_paused or self._room() <= -MAX_OVER:
+            self.stats.given_back += 1
+            await request.nak(GIVE_BACK_S)
+            return
+        self.stats.handed_over += 1
+        self._on_request(request)
+
+    def _take_status(self, message: Msg) -> None:
+        headers = message.headers or {}
+        answer = read_status(headers.get("Status", ""), headers.get("Description", ""))
+        if answer is Answer.MISSING:
+            self._is_ensured = False
+        elif answer is Answer.REFUSED:
+            logger.warning("queue.pull_refused model=%s status=%s", self._model, headers)
+        self._plan.answer(int(message.subject.rpartition(".")[2]), answer, time.monotonic())
