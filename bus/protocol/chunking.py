@@ -1,22 +1,29 @@
 """The worker's half of a stream: what engine steps add to a request becomes numbered chunks that fit a message.
 
+Steps are taken as the engine makes them and leave as chunks when there is credit for them: what gathers meanwhile is
+merged. Numbers are given as chunks leave, so that what waits can still be merged, or dropped when the request fails.
+
 Invariant: the chunks of one attempt and child are numbered from 0 without a gap, hold every token and every row
-once and in order, and exactly one of them, the last, has an `End` whose totals are theirs.
+once and in order, and exactly one of them, the last, has an `End` whose totals are theirs. No chunk with tokens is
+ahead of them with its rows, so that the stream can be resumed behind it.
 """
 
+from collections import deque
 from collections.abc import Iterator
-
-import numpy as np
+from typing import NamedTuple
 
 from bus.protocol.step import RequestStep
+from bus.protocol.token_run import TokenRun, pop_front
 from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from schemas.errors import ErrorCode, LocalProtocolError
 from schemas.messages import RequestKey
 from schemas.presence import RoutedExpertsInfo
-from schemas.rows import DTYPES, Rows, expected_rows, no_rows
+from schemas.rows import DTYPES, Rows, expected_rows
 
-__all__ = ["ChunkWriter", "chunk_bytes"]
+__all__ = ["CHUNK_OVERHEAD_BYTES", "PART_BYTES", "ChunkWriter", "chunk_bytes"]
 
+PART_BYTES = 128 * 1024
+"""Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond."""
 CHUNK_OVERHEAD_BYTES = 256
 """More than msgpack needs for the numbers, headers and nil fields of one chunk."""
 
@@ -29,14 +36,36 @@ def chunk_bytes(chunk: Chunk) -> int:
         size += len(chunk.routed_experts.data)
     if chunk.prompt_logprobs is not None:
         size += len(chunk.prompt_logprobs.logprobs_data) + _top_bytes(chunk.prompt_logprobs.top)
-    if chunk.error is not None:
-        error = chunk.error
-        size += sum(len(text.encode()) for text in (error.message, error.field, error.problem, error.allowed))
-    return size
+    return size + _error_bytes(chunk.error)
 
 
 def _top_bytes(top: TopLogprobs | None) -> int:
     return 0 if top is None else len(top.token_ids_data) + len(top.logprobs_data)
+
+
+def _error_bytes(error: ChunkError | None) -> int:
+    if error is None:
+        return 0
+    return sum(len(text.encode()) for text in (error.message, error.field, error.problem, error.allowed))
+
+
+class _Ending(NamedTuple):
+    """What the terminal chunk says besides the totals."""
+
+    finish_reason: FinishReason
+    stop_reason: int | None
+    error: ChunkError | None
+
+
+class _Plan(NamedTuple):
+    """What the next chunk holds."""
+
+    prompt_logprobs: PromptLogprobs | None
+    num_tokens: int
+    num_rows: int
+    is_terminal: bool
+    num_bytes: int
+    """Upper bound of its encoded size."""
 
 
 class ChunkWriter:
@@ -47,7 +76,12 @@ class ChunkWriter:
         prompt_len: Lp, for the row rule.
         routing: the shape of the model's routing; None when none is returned.
         start: the `routed_experts_prompt_start` applied.
-        part_bytes: rows and prompt logprobs larger than this are split into several chunks.
+        part_bytes: arrays of one chunk take at most this, unless a single token or row is larger.
+
+    Attributes:
+        unsent_bytes: of what was taken and has not left.
+        is_ended: the request's last step was taken, or it failed; no other may follow.
+        has_left: the terminal chunk was handed out.
     """
 
     def __init__(
@@ -58,128 +92,255 @@ class ChunkWriter:
         self._routing = routing
         self._start = start
         self._part_bytes = part_bytes
-        self._num_chunks = 0
-        self._num_tokens = 0
-        self._num_rows = 0
+        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
+        self._row_bytes = 0
+        if routing is not None:
+            self._row_bytes = routing.num_layers * routing.top_k * DTYPES[routing.dtype].itemsize
+        self._rows_per_part = max(part_bytes // max(self._row_bytes, 1), 1)
+        # What has left.
+        self._num_chunks = self._num_tokens = self._num_rows = 0
+        # What was taken, whether it has left or not.
+        self._taken_tokens = self._taken_rows = 0
         self._cached_tokens: int | None = None
+        self._weight_version = 0
+        # What has not left.
+        self._prompt_logprobs: deque[PromptLogprobs] = deque()
+        self._runs: deque[TokenRun] = deque()
+        self._rows = bytearray()
+        self._ending: _Ending | None = None
+        self.unsent_bytes = 0
+        self.is_ended = False
+        self.has_left = False
 
-    def write(self, step: RequestStep, weight_version: int) -> list[Chunk]:
-        """Chunk what one step added: large prompt logprobs and rows go ahead in parts, the tokens come last.
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<ChunkWriter {self._key.request_id} chunks={self._num_chunks} unsent_bytes={self.unsent_bytes}>"
+
+    @property
+    def has_unsent(self) -> bool:
+        """There is a next chunk."""
+        return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
+
+    def take(self, step: RequestStep, weight_version: int) -> None:
+        """Take what one step added; its arrays are copied.
 
         Raises:
-            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was written.
+            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was taken.
         """
-        before = self._num_chunks, self._num_tokens, self._num_rows
-        try:
-            return self._write(step, weight_version)
-        except (LocalProtocolError, ValueError) as exc:
-            # `fail` goes on from the last chunk that was sent.
-            self._num_chunks, self._num_tokens, self._num_rows = before
-            raise LocalProtocolError(str(exc)) from exc
-
-    def _write(self, step: RequestStep, weight_version: int) -> list[Chunk]:
-        ahead = list(_prompt_parts(step.prompt_logprobs, self._part_bytes))
-        prompt_logprobs = ahead.pop() if len(ahead) == 1 else None
-        rows = list(self._row_parts(step))
-        last_rows = rows.pop() if rows else None
-        self._num_tokens += len(step.token_ids)
+        num_tokens = len(step.token_ids)
+        rows = step.routed_experts if self._routing is not None else None
+        num_rows = 0 if rows is None else len(rows)
+        self._check(step, num_tokens)
+        if rows is not None and num_rows:
+            self._check_rows(rows, step.routed_experts_start)
+        self._check_row_rule(step, self._taken_tokens + num_tokens, self._taken_rows + num_rows)
+        if step.prompt_logprobs is not None:
+            for part in _prompt_parts(step.prompt_logprobs, self._part_bytes):
+                self._prompt_logprobs.append(part)
+                self.unsent_bytes += _prompt_bytes(part)
+        if num_tokens:
+            width = 0 if step.top_logprobs is None else step.top_logprobs.width
+            kind = weight_version, step.logprobs is not None, width
+            if not self._runs or self._runs[-1].kind != kind:
+                self._runs.append(TokenRun(kind))
+            run = self._runs[-1]
+            run.add(step)
+            self.unsent_bytes += num_tokens * run.token_bytes
+        if rows is not None and num_rows:
+            # A copy: the array may be a view of a whole step's, and one slow client would keep all of it.
+            self._rows += rows.tobytes()
+            self.unsent_bytes += num_rows * self._row_bytes
+        self._taken_tokens += num_tokens
+        self._taken_rows += num_rows
+        self._weight_version = weight_version
         if step.cached_tokens is not None:
             self._cached_tokens = step.cached_tokens
-        chunks = [self._chunk(weight_version, prompt_logprobs=part) for part in ahead]
-        chunks += [self._chunk(weight_version, routed_experts=part) for part in rows]
-        end = self._end(step)
-        if end is not None and last_rows is None and self._routing is not None and not self._num_rows:
-            # The receiver learns the shape even where there is no row.
-            routing = self._routing
-            last_rows = self._wrap(no_rows(routing.num_layers, routing.top_k, routing.dtype))
-        chunks.append(
-            self._chunk(weight_version, step, prompt_logprobs=prompt_logprobs, routed_experts=last_rows, end=end)
-        )
-        return chunks
+        if step.finish_reason is not None:
+            error = None if step.error is None else ChunkError(ErrorCode.ENGINE_ERROR, step.error)
+            self._ending = _Ending(step.finish_reason, step.stop_reason, error)
+            self.is_ended = True
 
-    def fail(self, error: ChunkError, weight_version: int) -> Chunk:
-        """The terminal chunk of a request that failed; totals are those of the chunks before it."""
-        return self._chunk(weight_version, end=self._totals(FinishReason.ERROR, error=error))
+    def _check(self, step: RequestStep, num_tokens: int) -> None:
+        if self.is_ended:
+            raise LocalProtocolError("the engine went on after the request's last step")
+        if step.logprobs is not None and len(step.logprobs) != num_tokens:
+            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but {len(step.logprobs)} logprobs")
+        top = step.top_logprobs
+        if top is not None and len(top.token_ids_data) != 4 * top.width * num_tokens:
+            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but top logprobs of other positions")
+        if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
+            raise LocalProtocolError(f"the engine gave finish reason {step.finish_reason} and error {step.error!r}")
 
-    def _row_parts(self, step: RequestStep) -> Iterator[RoutedExperts]:
-        rows = step.routed_experts
-        if rows is None or self._routing is None or not len(rows):
+    def _check_rows(self, rows: Rows, start: int) -> None:
+        routing = self._routing
+        position = self._start + self._taken_rows
+        if routing is None:
             return
-        position = self._start + self._num_rows
-        wanted = (self._routing.num_layers, self._routing.top_k)
-        if rows.shape[1:] != wanted or rows.dtype != DTYPES[self._routing.dtype]:
+        wanted = (routing.num_layers, routing.top_k)
+        if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
             raise LocalProtocolError(
-                f"the engine gave rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {self._routing.dtype}"
+                f"the engine gave rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
             )
-        if step.routed_experts_start != position:
-            raise LocalProtocolError(f"the engine gave rows from {step.routed_experts_start}; {position} comes next")
-        per_part = max(self._part_bytes // max(rows[0].nbytes, 1), 1)
-        for first in range(0, len(rows), per_part):
-            part = rows[first : first + per_part]
-            yield self._wrap(part)
-            self._num_rows += len(part)
+        if start != position:
+            raise LocalProtocolError(f"the engine gave rows from {start}; {position} comes next")
 
-    def _wrap(self, rows: Rows) -> RoutedExperts:
-        return RoutedExperts.from_rows(np.ascontiguousarray(rows), self._start + self._num_rows)
-
-    def _end(self, step: RequestStep) -> End | None:
-        if step.finish_reason is None:
-            return None
+    def _check_row_rule(self, step: RequestStep, num_tokens: int, num_rows: int) -> None:
+        """Refuse rows of positions that are not there yet and, at the end, any other number than belongs to it."""
+        if self._routing is None:
+            return
+        most = self._prompt_len - self._start + num_tokens
+        if num_rows > most:
+            raise LocalProtocolError(f"the engine gave {num_rows} rows; there are no more than {most} positions yet")
         # A failed request may lack rows of tokens that it did deliver: nobody takes it for a result.
-        if self._routing is not None and step.error is None:
-            expected = expected_rows(self._prompt_len, self._start, self._num_tokens)
-            if self._num_rows != expected:
-                raise LocalProtocolError(
-                    f"the engine gave {self._num_rows} rows for {self._num_tokens} tokens "
-                    f"after a prompt of {self._prompt_len} from {self._start}; {expected} belong to them"
-                )
-        error = None if step.error is None else ChunkError(ErrorCode.ENGINE_ERROR, step.error)
-        return self._totals(step.finish_reason, error=error, stop_reason=step.stop_reason)
+        if step.finish_reason is None or step.error is not None:
+            return
+        expected = expected_rows(self._prompt_len, self._start, num_tokens)
+        if num_rows != expected:
+            raise LocalProtocolError(
+                f"the engine gave {num_rows} rows for {num_tokens} tokens "
+                f"after a prompt of {self._prompt_len} from {self._start}; {expected} belong to them"
+            )
 
-    def _totals(
-        self, finish_reason: FinishReason, *, error: ChunkError | None = None, stop_reason: int | None = None
-    ) -> End:
-        return End(
-            finish_reason=finish_reason,
-            num_tokens=self._num_tokens,
-            num_rows=self._num_rows,
-            stop_reason=stop_reason,
-            error=error,
-            cached_tokens=self._cached_tokens,
-            routed_experts_start=None if self._routing is None else self._start,
+    @property
+    def next_bytes(self) -> int:
+        """An upper bound of the encoded size of the next chunk; 0 where there is none."""
+        return self._plan().num_bytes if self.has_unsent else 0
+
+    def next_chunk(self, max_bytes: int | None = None) -> Chunk | None:
+        """Hand out the next chunk: what has gathered, as far as it may share one.
+
+        Args:
+            max_bytes: of the encoded chunk.
+
+        Returns:
+            None where nothing is unsent or `next_bytes` exceeds `max_bytes`.
+        """
+        if not self.has_unsent:
+            return None
+        plan = self._plan()
+        if max_bytes is not None and plan.num_bytes > max_bytes:
+            return None
+        return self._cut(plan)
+
+    def _plan(self) -> _Plan:
+        if self._prompt_logprobs:
+            part = self._prompt_logprobs[0]
+            return _Plan(part, 0, 0, False, self._chunk_overhead + _prompt_bytes(part))
+        num_tokens, num_rows = self._next_counts()
+        run = self._runs[0] if self._runs else None
+        num_bytes = self._chunk_overhead + num_rows * self._row_bytes
+        if run is not None:
+            num_bytes += num_tokens * run.token_bytes
+        is_terminal = (
+            self._ending is not None
+            and self._num_rows + num_rows == self._taken_rows
+            and self._num_tokens + num_tokens == self._taken_tokens
         )
+        if self._ending is not None:
+            num_bytes += _error_bytes(self._ending.error)
+        return _Plan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
-    def _chunk(
-        self,
-        weight_version: int,
-        step: RequestStep | None = None,
-        *,
-        prompt_logprobs: PromptLogprobs | None = None,
-        routed_experts: RoutedExperts | None = None,
-        end: End | None = None,
-    ) -> Chunk:
-        """The next chunk, with the tokens of `step` when given."""
-        logprobs = None if step is None else step.logprobs
+    def _next_counts(self) -> tuple[int, int]:
+        """How many tokens and rows go into one chunk: as many as fit, the rows only as far as the tokens need them."""
+        unsent_rows = self._taken_rows - self._num_rows
+        # Rows before the next token's own: they may go ahead of it, for it must follow.
+        due = self._prompt_len - self._start + self._num_tokens - self._num_rows
+        ahead = min(unsent_rows, due)
+        if not self._runs:
+            return 0, min(ahead, self._rows_per_part)
+        run = self._runs[0]
+        room = self._part_bytes - run.token_bytes - ahead * self._row_bytes
+        if ahead and room < 0:
+            return 0, min(ahead, self._rows_per_part)
+        each = run.token_bytes + (self._row_bytes if unsent_rows > ahead else 0)
+        num_tokens = min(run.num_tokens, 1 + max(room, 0) // each)
+        return num_tokens, min(unsent_rows, due + num_tokens - 1)
+
+    def _cut(self, plan: _Plan) -> Chunk:
+        weight_version = self._weight_version
+        token_ids, logprobs, top = b"", None, None
+        if plan.prompt_logprobs is not None:
+            self._prompt_logprobs.popleft()
+            self.unsent_bytes -= _prompt_bytes(plan.prompt_logprobs)
+        if self._runs:
+            weight_version = self._runs[0].weight_version
+        if plan.num_tokens:
+            run = self._runs[0]
+            token_ids, logprobs, top = run.pop(plan.num_tokens)
+            self.unsent_bytes -= plan.num_tokens * run.token_bytes
+            self._num_tokens += plan.num_tokens
+            if not run.num_tokens:
+                self._runs.popleft()
+        routed_experts = self._pop_rows(plan)
+        end = None
+        if self._ending is not None and plan.is_terminal:
+            end = self._end(self._ending)
         chunk = Chunk(
             request_id=self._key.request_id,
             attempt=self._key.attempt,
             child=self._key.child,
             chunk_index=self._num_chunks,
             weight_version=weight_version,
-            token_ids_data=b"" if step is None else step.token_ids.astype("<i4", copy=False).tobytes(),
-            logprobs_data=None if logprobs is None else logprobs.astype("<f4", copy=False).tobytes(),
+            token_ids_data=token_ids,
+            logprobs_data=logprobs,
             routed_experts=routed_experts,
-            top_logprobs=None if step is None else step.top_logprobs,
-            prompt_logprobs=prompt_logprobs,
+            top_logprobs=top,
+            prompt_logprobs=plan.prompt_logprobs,
             end=end,
         )
         self._num_chunks += 1
         return chunk
 
+    def _pop_rows(self, plan: _Plan) -> RoutedExperts | None:
+        routing, count = self._routing, plan.num_rows
+        # Where there is no row at all, the receiver still learns the shape.
+        if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
+            return None
+        shape = (count, routing.num_layers, routing.top_k)
+        data = pop_front(self._rows, count * self._row_bytes)
+        part = RoutedExperts(self._start + self._num_rows, shape, routing.dtype, data)
+        self.unsent_bytes -= len(data)
+        self._num_rows += count
+        return part
 
-def _prompt_parts(prompt_logprobs: PromptLogprobs | None, part_bytes: int) -> Iterator[PromptLogprobs]:
-    if prompt_logprobs is None:
-        return
+    def _end(self, ending: _Ending) -> End:
+        self.has_left = True
+        return End(
+            finish_reason=ending.finish_reason,
+            num_tokens=self._num_tokens,
+            num_rows=self._num_rows,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
+            cached_tokens=self._cached_tokens,
+            routed_experts_start=None if self._routing is None else self._start,
+        )
+
+    def fail(self, error: ChunkError, weight_version: int) -> Chunk:
+        """End the request with `error`; returns its terminal chunk, whose totals are those of what has left.
+
+        What has not left is dropped.
+
+        Raises:
+            LocalProtocolError: the terminal chunk was handed out before.
+        """
+        if self.has_left:
+            raise LocalProtocolError("the request failed after its terminal chunk")
+        self._prompt_logprobs.clear()
+        self._runs.clear()
+        self._rows.clear()
+        self.unsent_bytes = 0
+        self.is_ended = True
+        self._weight_version = weight_version
+        self._ending = _Ending(FinishReason.ERROR, None, error)
+        return self._cut(_Plan(None, 0, 0, True, 0))
+
+
+def _prompt_bytes(part: PromptLogprobs) -> int:
+    # Never 0: a part without a value is still to be sent.
+    return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + _top_bytes(part.top)
+
+
+def _prompt_parts(prompt_logprobs: PromptLogprobs, part_bytes: int) -> Iterator[PromptLogprobs]:
     top = prompt_logprobs.top
     width = 0 if top is None else top.width
     per_part = max(part_bytes // (4 + 8 * width), 1)

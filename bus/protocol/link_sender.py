@@ -1,0 +1,382 @@
+"""The worker's half of a link: what one client's requests have to be sent becomes numbered frames, kept until acked.
+
+Invariant: the frames of a link are numbered from 0 without a gap, never change once they are sealed, and stay here
+until the client says that they have arrived. Chunks leave their requests only as credit allows; without it they gather
+and are merged, so that memory is bounded by the requests in flight.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from bus.protocol.chunking import CHUNK_OVERHEAD_BYTES, PART_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.step import RequestStep
+from schemas.chunk import Chunk, ChunkError
+from schemas.errors import RemoteProtocolError
+from schemas.limits import INITIAL_CREDIT_BYTES, MAX_CHUNKS_PER_FRAME
+from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, encode
+
+__all__ = ["SMALL_BYTES", "LinkSender", "PlainSender", "Progress"]
+
+SMALL_BYTES = 16 * 1024
+"""A chunk up to this size goes with the next frame; larger ones go one per frame, behind everything small."""
+MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
+"""No larger frames whatever the server allows: so no frame holds more offers or chunks than may be in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a client's message about its link calls for."""
+
+    resend: list[bytes] = field(default_factory=list)
+    """Frames to publish again, in order."""
+    confirmed: list[RequestKey] = field(default_factory=list)
+    """Requests whose offer has arrived."""
+    is_forgotten: bool = False
+    """The client asks for frames that it had acknowledged: it has lost its place, and only a new link helps."""
+
+
+class _Draft:
+    """A frame as it fills up."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.admitted: list[RequestKey] = []
+        self.chunks: list[Chunk] = []
+        self.room = max_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.admitted and not self.chunks
+
+    def fits(self, num_bytes: int) -> bool:
+        """There is room; what fits no frame goes alone."""
+        return num_bytes <= self.room or self.is_empty
+
+    def offer(self, key: RequestKey) -> bool:
+        """Add an offer; False where it does not fit."""
+        num_bytes = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
+        if not self.fits(num_bytes):
+            return False
+        self.admitted.append(key)
+        self.room -= num_bytes
+        return True
+
+    def add(self, chunk: Chunk, num_bytes: int) -> None:
+        """Add a chunk that fits."""
+        self.chunks.append(chunk)
+        self.room -= num_bytes
+
+
+class LinkSender:
+    """What a worker has for one life of one client.
+
+    Args:
+        incarnation: of the worker.
+        link: which of this incarnation's links it is.
+        client_incarnation: who it is for.
+        max_frame_bytes: no frame exceeds it, unless a single chunk does.
+    """
+
+    def __init__(self, *, incarnation: str, link: int, client_incarnation: str, max_frame_bytes: int) -> None:
+        self.incarnation = incarnation
+        self.link = link
+        self.client_incarnation = client_incarnation
+        self._max_frame_bytes = min(max_frame_bytes, MAX_FRAME_BYTES)
+        self._small_bytes = min(SMALL_BYTES, self._max_frame_bytes)
+        self._open: dict[RequestKey, ChunkWriter] = {}
+        self._offers: deque[RequestKey] = deque()
+        # Terminal chunks of requests that have left, with nothing of theirs before them: they need no credit.
+        self._terminals: deque[Chunk] = deque()
+        # Requests with something unsent: in order of their first unsent step, and those whose turn for a part comes.
+        self._touched: dict[RequestKey, ChunkWriter] = {}
+        self._bulky: OrderedDict[RequestKey, ChunkWriter] = OrderedDict()
+        self._unsent_bytes = 0
+        # Frames sealed and not acknowledged, with the offers in each: numbers `_acked` to `_number` - 1.
+        self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
+        self._unacked_bytes = 0
+        self._acked = 0
+        self._number = 0
+        self._offset = 0
+        self._credit = INITIAL_CREDIT_BYTES
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return (
+            f"<LinkSender {self.incarnation}/{self.link} to {self.client_incarnation} open={len(self._open)} "
+            f"frames={self._acked}..{self._number} offset={self._offset}/{self._credit} held={self.held_bytes}>"
+        )
+
+    @property
+    def keys(self) -> Collection[RequestKey]:
+        """Open requests: those whose terminal chunk has not left for a frame."""
+        return self._open.keys()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what the client has not taken: unsent, or sent and not acknowledged."""
+        return self._unsent_bytes + self._unacked_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is open, unsent or unacknowledged."""
+        return not (self._open or self._offers or self._terminals or self._unacked)
+
+    @property
+    def needs_heartbeat(self) -> bool:
+        """The client may wait for something that was lost."""
+        return bool(self._unacked or self._open)
+
+    def unsent_bytes(self, key: RequestKey) -> int:
+        """Of an open request; 0 if it is not open."""
+        writer = self._open.get(key)
+        return 0 if writer is None else writer.unsent_bytes
+
+    def open(self, key: RequestKey, writer: ChunkWriter) -> None:
+        """Take a request on: the next frame offers it.
+
+        Raises:
+            ValueError: it is open already.
+        """
+        if key in self._open:
+            raise ValueError(f"request {key} is open")
+        self._open[key] = writer
+        self._offers.append(key)
+
+    def reject(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
+        """Answer a request that is not open with its terminal chunk.
+
+        Raises:
+            ValueError: it is open: `fail` ends it.
+        """
+        if key in self._open:
+            raise ValueError(f"request {key} is open")
+        writer = ChunkWriter(key, prompt_len=0, routing=None, start=0, part_bytes=self._small_bytes)
+        self._end(writer.fail(error, weight_version))
+
+    def take(self, key: RequestKey, step: RequestStep, weight_version: int) -> None:
+        """Take what an engine step added to an open request.
+
+        Raises:
+            LocalProtocolError: as `ChunkWriter.take`; nothing was taken.
+            KeyError: it is not open.
+        """
+        writer = self._open[key]
+        before = writer.unsent_bytes
+        writer.take(step, weight_version)
+        self._unsent_bytes += writer.unsent_bytes - before
+        if writer.is_ended and not writer.unsent_bytes:
+            self._leave(key, writer)
+        elif key not in self._bulky:
+            self._touched[key] = writer
+
+    def _leave(self, key: RequestKey, writer: ChunkWriter) -> None:
+        """The terminal chunk alone is left of a request."""
+        chunk = writer.next_chunk()
+        self._forget(key)
+        if chunk is not None:
+            self._end(chunk)
+
+    def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
+        """End an open request with `error`; what is unsent of it is dropped.
+
+        Raises:
+            KeyError: it is not open.
+        """
+        writer = self._open[key]
+        self._unsent_bytes -= writer.unsent_bytes
+        self._forget(key)
+        self._end(writer.fail(error, weight_version))
+
+    def _end(self, chunk: Chunk) -> None:
+        self._terminals.append(chunk)
+        self._unsent_bytes += chunk_bytes(chunk)
+
+    def _forget(self, key: RequestKey) -> None:
+        del self._open[key]
+        self._touched.pop(key, None)
+        self._bulky.pop(key, None)
+
+    def seal(self) -> bytes | None:
+        """The next frame that may be sent now; None when there is none. Call it again until then.
+
+        First come all offers, then chunks that need no credit, then one large chunk: it holds up nothing else for
+        longer than its own sending takes.
+        """
+        draft = _Draft(self._max_frame_bytes)
+        credit = self._credit - self._offset
+        if self._add_offers(draft) and self._add_terminals(draft) and credit > 0:
+            # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
+            draft.room = min(draft.room, max(credit, PART_BYTES))
+            if self._add_small(draft):
+                self._add_bulky(draft)
+        return None if draft.is_empty else self._number_frame(draft)
+
+    def _add_offers(self, draft: _Draft) -> bool:
+        """Add offers; False where some did not fit: no chunk may be ahead of its request's offer."""
+        while self._offers:
+            if not draft.offer(self._offers[0]):
+                return False
+            self._offers.popleft()
+        return True
+
+    def _add_terminals(self, draft: _Draft) -> bool:
+        while self._terminals:
+            num_bytes = chunk_bytes(self._terminals[0])
+            if not draft.fits(num_bytes):
+                return False
+            draft.add(self._terminals.popleft(), num_bytes)
+            self._unsent_bytes -= num_bytes
+        return True
+
+    def _add_small(self, draft: _Draft) -> bool:
+        """Add all small chunks, setting aside requests whose next is large; False where some did not fit."""
+        touched, self._touched = self._touched, {}
+        rest = iter(touched.items())
+        for key, writer in rest:
+            while writer.has_unsent and self._add_next(draft, key, writer, min(self._small_bytes, draft.room)):
+                pass
+            if not writer.has_unsent:
+                continue
+            if writer.next_bytes > self._small_bytes:
+                self._bulky[key] = writer
+                continue
+            self._touched = {key: writer, **dict(rest)}
+            return False
+        return True
+
+    def _add_bulky(self, draft: _Draft) -> None:
+        """Add the next part of the request whose turn it is."""
+        if not self._bulky:
+            return
+        key, writer = next(iter(self._bulky.items()))
+        if not self._add_next(draft, key, writer, None if draft.is_empty else draft.room):
+            return
+        del self._bulky[key]
+        if writer.next_bytes > self._small_bytes:
+            self._bulky[key] = writer
+        elif writer.has_unsent:
+            self._touched[key] = writer
+
+    def _add_next(self, draft: _Draft, key: RequestKey, writer: ChunkWriter, max_bytes: int | None) -> bool:
+        """Add a request's next chunk; False where it is larger than `max_bytes`."""
+        before = writer.unsent_bytes
+        chunk = writer.next_chunk(max_bytes)
+        if chunk is None:
+            return False
+        self._unsent_bytes -= before - writer.unsent_bytes
+        draft.add(chunk, chunk_bytes(chunk))
+        if chunk.end is not None:
+            del self._open[key]
+        return True
+
+    def _number_frame(self, draft: _Draft) -> bytes:
+        frame = Frame(
+            WIRE_VERSION,
+            self.incarnation,
+            self._number,
+            draft.admitted,
+            draft.chunks,
+            self.link,
+            self.client_incarnation,
+        )
+        data = encode(frame)
+        self._unacked.append((data, draft.admitted))
+        self._unacked_bytes += len(data)
+        self._number += 1
+        self._offset += len(data)
+        return data
+
+    def heartbeat(self) -> bytes:
+        """A frame that says how far the link is: it is neither numbered nor kept, and needs no credit."""
+        return encode(Frame(WIRE_VERSION, self.incarnation, self._number, [], [], self.link, self.client_incarnation))
+
+    def receive(self, message: LinkMessage) -> Progress:
+        """Take what the client says of this link; messages about another, and outdated ones, change nothing.
+
+        Raises:
+            RemoteProtocolError: it acknowledges frames that were never sent; nothing was taken.
+        """
+        about = message.client_incarnation, message.incarnation, message.link
+        if about != (self.client_incarnation, self.incarnation, self.link):
+            return Progress()
+        if message.acked > self._number:
+            raise RemoteProtocolError(f"frames up to {message.acked} were acknowledged, {self._number} were sent")
+        self._credit = max(self._credit, message.credit)
+        if message.acked < self._acked:
+            return Progress(is_forgotten=message.resend)
+        confirmed: list[RequestKey] = []
+        while self._acked < message.acked:
+            data, admitted = self._unacked.popleft()
+            self._unacked_bytes -= len(data)
+            confirmed += admitted
+            self._acked += 1
+        resend = [data for data, _ in self._unacked] if message.resend else []
+        return Progress(resend, confirmed)
+
+
+class PlainSender:
+    """What a worker has for one request of a program that keeps no link: frames without credit and resends.
+
+    Args:
+        key: the request.
+        writer: of its chunks.
+        incarnation: of the worker.
+        max_frame_bytes: no frame exceeds it, unless a single chunk does.
+    """
+
+    def __init__(self, key: RequestKey, writer: ChunkWriter, *, incarnation: str, max_frame_bytes: int) -> None:
+        self._key = key
+        self._writer = writer
+        self._incarnation = incarnation
+        self._max_frame_bytes = min(max_frame_bytes, MAX_FRAME_BYTES)
+        self._number = 0
+        self._terminal: Chunk | None = None
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<PlainSender {self._key.request_id} frames={self._number}>"
+
+    @property
+    def has_left(self) -> bool:
+        """The terminal chunk is in a frame that was handed out."""
+        return self._writer.has_left and self._terminal is None
+
+    def take(self, step: RequestStep, weight_version: int) -> None:
+        """Take what an engine step added.
+
+        Raises:
+            LocalProtocolError: as `ChunkWriter.take`; nothing was taken.
+        """
+        self._writer.take(step, weight_version)
+
+    def fail(self, error: ChunkError, weight_version: int) -> None:
+        """End the request with `error`; before its first frame, this rejects it.
+
+        Raises:
+            LocalProtocolError: its terminal chunk was handed out before.
+        """
+        self._terminal = self._writer.fail(error, weight_version)
+
+    def frames(self) -> list[bytes]:
+        """All that is unsent, as few frames as fit; the first says that the request was admitted."""
+        frames: list[bytes] = []
+        draft = _Draft(self._max_frame_bytes)
+        if self._terminal is None and not self._number:
+            draft.offer(self._key)
+        while self._terminal is not None or self._writer.has_unsent:
+            chunk, self._terminal = self._terminal, None
+            if chunk is None:
+                chunk = self._writer.next_chunk(None if draft.is_empty else draft.room)
+            if chunk is None:
+                frames.append(self._seal(draft))
+                draft = _Draft(self._max_frame_bytes)
+            else:
+                draft.add(chunk, chunk_bytes(chunk))
+        if not draft.is_empty:
+            frames.append(self._seal(draft))
+        return frames
+
+    def _seal(self, draft: _Draft) -> bytes:
+        frame = Frame(WIRE_VERSION, self._incarnation, self._number, draft.admitted, draft.chunks)
+        self._number += 1
+        return encode(frame)
