@@ -1,0 +1,42 @@
+"""`python -m tests.chaos --requests 10000 --seed 1 --seconds-between-faults 3`: see `tests.chaos.run`."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from tests.chaos.run import Settings, run
+
+
+def main() -> int:
+    """Run it; returns 0 if every result was right."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Requests through a suffering fleet.")
+    parser.add_argument("--requests", type=int, default=defaults.num_requests)
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of requests and faults")
+    parser.add_argument("--seconds-between-faults", type=float, default=defaults.seconds_between_faults)
+    parser.add_argument("--workers", type=int, default=defaults.num_workers)
+    parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight)
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the workers' logs")
+    args = parser.parse_args()
+    settings = Settings(
+        num_requests=args.requests,
+        seed=args.seed,
+        seconds_between_faults=args.seconds_between_faults,
+        num_workers=args.workers,
+        max_in_flight=args.max_in_flight,
+    )
+    with args.log.open("wb") as log:
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_say))
+    for line in summary.lines():
+        _say(line)
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

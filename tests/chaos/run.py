@@ -1,0 +1,193 @@
+"""A chaos run: requests through a suffering fleet, and each result compared with the undisturbed one."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import bus
+from bus.embedded import EmbeddedServer
+from bus.generation import Generation
+from schemas.request import GenerateRequest
+from tests.chaos.faults import Victims, schedule, victims
+from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from tests.support.invariants import assert_equal, check_results, check_stream, observing
+from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["Settings", "Summary", "run"]
+
+FLEET = "chaos"
+GRACE_S = 60.0
+"""For a lost request to find a worker: all of them may be away for a while."""
+STREAM_EVERY = 40
+"""One of so many short requests is streamed, one after another, while all others are completed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run; the requests and the faults follow from it, their timing roughly."""
+
+    num_requests: int = 10_000
+    seed: int = 0
+    seconds_between_faults: float = 3.0
+    num_workers: int = 3
+    max_in_flight: int = 128
+    step_s: float = 0.004
+    """Of the workers' engines: requests must be under way for a while to be caught by faults."""
+    max_num_seqs: int = 32
+    """Of each worker: less than is in flight, so that some wait in the queue."""
+
+    @property
+    def engine(self) -> SyntheticConfig:
+        """Of the workers."""
+        return SyntheticConfig(step_s=self.step_s, max_num_seqs=self.max_num_seqs, vocab_size=VOCAB_SIZE)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run."""
+
+    num_results: int
+    num_tokens: int
+    attempts: Counter[int]
+    """Results, each sample for itself, by the attempts they took."""
+    faults: Counter[str]
+    counters: dict[str, Any]
+    """The client's that are not zero."""
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"{self.num_results} results, all equal to the undisturbed ones, none twice, none missing",
+            f"{self.num_tokens} tokens in {self.seconds:.1f} s",
+            "faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())),
+            "attempts: " + ", ".join(f"{count} took {number}" for number, count in sorted(self.attempts.items())),
+            "counters: " + ", ".join(f"{name}={value}" for name, value in self.counters.items()),
+        ]
+
+
+async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) -> Summary:
+    """Run to the end, and look that nothing is left.
+
+    Args:
+        stderr: the file descriptor that takes the workers' logs.
+        say: called with one line for each fault.
+
+    Raises:
+        AssertionError: a result is missing, came twice, failed or is not the undisturbed one; or something is left.
+    """
+    requests = make_requests(settings.num_requests, settings.seed)
+    engine = settings.engine
+    expected = await undisturbed(requests, engine)
+
+    def start_worker(index: int) -> AbstractAsyncContextManager[Process]:
+        options = ("--worker-id", f"w{index}", "--log-level", "debug")
+        return worker_process(server.url, FLEET, *options, engine_args=msgspec.structs.asdict(engine), stderr=stderr)
+
+    async with (
+        EmbeddedServer() as server,
+        observing(server.url, FLEET) as observer,
+        victims(server, start_worker, settings.num_workers) as suffering,
+        bus.connect(server.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb,
+    ):
+        await rb.fleet.wait_for_workers(settings.num_workers)
+        course = _Course(rb, expected)
+        await course.run(settings, requests, suffering, say)
+        await rb.fleet.wait_for_workers(settings.num_workers)
+        await observer.check_at_rest()
+        return course.summary(suffering.counts)
+
+
+class _Course:
+    """One run under way."""
+
+    def __init__(self, rb: bus.Client, expected: Mapping[str, Generation]) -> None:
+        self._rb = rb
+        self._expected = expected
+        self._results: list[Generation] = []
+        self._problems: list[str] = []
+        self._started = time.monotonic()
+        self._seconds = 0.0
+
+    async def run(
+        self, settings: Settings, requests: list[GenerateRequest], suffering: Victims, say: Callable[[str], None]
+    ) -> None:
+        """Serve all requests while faults happen, and check each result."""
+        streamed = [request for request in requests if request.request_id.startswith("short")][::STREAM_EVERY]
+        streamed_ids = {request.request_id for request in streamed}
+        others = (request for request in requests if request.request_id not in streamed_ids)
+        is_done = asyncio.Event()
+        async with asyncio.TaskGroup() as trouble:
+            trouble.create_task(self._trouble(settings, suffering, say, is_done), name="chaos.trouble")
+            async with asyncio.TaskGroup() as serving:
+                serving.create_task(self._complete(others, settings.max_in_flight), name="chaos.complete")
+                serving.create_task(self._stream(streamed), name="chaos.stream")
+            self._seconds = time.monotonic() - self._started
+            is_done.set()
+
+        assert self._problems == []
+        completed = [request for request in requests if request.request_id not in streamed_ids]
+        check_results(self._results, completed)
+
+    async def _trouble(
+        self, settings: Settings, suffering: Victims, say: Callable[[str], None], is_done: asyncio.Event
+    ) -> None:
+        faults = schedule(
+            settings.seed, num_workers=settings.num_workers, seconds_between=settings.seconds_between_faults
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for fault in faults:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(fault.after_s):
+                        await is_done.wait()
+                    return
+                say(f"{time.monotonic() - self._started:6.1f} s  {fault}, {len(self._results)} results so far")
+                tasks.create_task(suffering.suffer(fault), name="chaos.fault")
+
+    async def _complete(self, requests: Iterable[GenerateRequest], max_in_flight: int) -> None:
+        async for generation in self._rb.complete_many(requests, max_in_flight=max_in_flight):
+            self._results.append(generation)
+            self._compare(generation)
+
+    def _compare(self, generation: Generation) -> None:
+        """Note a failure or a difference; the run goes on, to show all of them."""
+        request_id = generation.request_id
+        story = f"{request_id}: attempts={generation.attempts} workers={generation.worker_ids}"
+        if generation.error is not None:
+            self._problems.append(f"{story} {generation.error}")
+            return
+        try:
+            assert_equal(generation, self._expected[request_id])
+        except AssertionError as error:
+            self._problems.append(f"{story} {error}")
+
+    async def _stream(self, requests: list[GenerateRequest]) -> None:
+        for request in requests:
+            chunks = [chunk async for chunk in self._rb.generate(request)]
+            check_stream(chunks, request)
+            tokens = np.concatenate([chunk.token_ids for chunk in chunks])
+            np.testing.assert_array_equal(tokens, self._expected[request.request_id].token_ids)
+
+    def summary(self, faults: Counter[str]) -> Summary:
+        """What came of it, once all is done."""
+        children = [child for result in self._results for child in (result, *result.siblings)]
+        counters = dataclasses.asdict(self._rb.stats())
+        return Summary(
+            num_results=len(self._expected),
+            num_tokens=sum(len(child.token_ids) for child in children),
+            attempts=Counter(child.attempts for child in children),
+            faults=faults,
+            counters={name: value for name, value in counters.items() if value},
+            seconds=self._seconds,
+        )

@@ -1,0 +1,136 @@
+"""The requests of a chaos run, and what each must give: computed from the synthetic engine alone, without a bus."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.generation import Generation
+from schemas.chunk import FinishReason, TopLogprobs
+from schemas.request import GenerateRequest, expand_children
+from schemas.sampling import SamplingParams
+from workers.engine import RequestStep
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["VOCAB_SIZE", "make_requests", "undisturbed"]
+
+VOCAB_SIZE = 300
+"""Small, so that some requests end by themselves."""
+NUM_SESSIONS = 20
+TIMEOUT_S = 600.0
+"""Far above what any of them takes: a request that is forgotten must not hold up the run for an hour."""
+SHARES = {"short": 40, "long": 15, "seeded": 15, "penalties": 10, "samples": 5, "session": 10, "large": 5}
+
+
+def make_requests(count: int, seed: int) -> list[GenerateRequest]:
+    """`count` requests of all kinds, the same for the same seed; each has one result that it must give."""
+    rng = random.Random(seed)
+    kinds = rng.choices(list(SHARES), list(SHARES.values()), k=count)
+    return [_make(kind, f"{kind}-{index}", rng) for index, kind in enumerate(kinds)]
+
+
+def _make(kind: str, request_id: str, rng: random.Random) -> GenerateRequest:
+    # Without a seed, what is not greedy depends on chance, and would have no one result.
+    sampling: dict[str, Any] = {
+        "seeded": {"temperature": 1.0, "seed": rng.randrange(2**32)},
+        "penalties": {"temperature": 0.7, "seed": rng.randrange(2**32), "presence_penalty": 0.5},
+        "samples": {"temperature": 1.0, "seed": rng.randrange(2**32), "n": rng.randint(2, 4)},
+    }.get(kind, {"temperature": 0.0})
+    max_tokens = rng.randint(150, 400) if kind == "long" else rng.randint(1, 60)
+    prompt_len = rng.randint(1000, 3000) if kind == "large" else rng.randint(1, 40)
+    with_prompt = rng.random() < 0.05
+    return GenerateRequest(
+        request_id=request_id,
+        timeout_s=TIMEOUT_S,
+        prompt_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)],
+        session_id=f"session-{rng.randrange(NUM_SESSIONS)}" if kind == "session" else None,
+        priority=rng.choice([0, 0, 0, 0, -1, 1]),
+        routed_experts_prompt_start=rng.randint(0, prompt_len) if rng.random() < 0.3 else 0,
+        return_routed_experts=rng.choice([None, None, None, False]),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.2 else 0,
+            stop_token_ids=[rng.randrange(VOCAB_SIZE)] if rng.random() < 0.3 else [],
+            logprobs=rng.choice([0, 0, 0, 2, None]),
+            prompt_logprobs=1 if with_prompt else None,
+            **sampling,
+        ),
+    )
+
+
+@dataclass
+class _Output:
+    """What the engine made of one child."""
+
+    request: GenerateRequest
+    steps: list[RequestStep] = field(default_factory=list)
+
+
+async def undisturbed(requests: Sequence[GenerateRequest], config: SyntheticConfig) -> dict[str, Generation]:
+    """What each request gives on an engine of its own, by request id."""
+    engine = SyntheticEngine(config)
+    outputs: dict[str, _Output] = {}
+    for request in requests:
+        for child, child_request in enumerate(expand_children(request)):
+            outputs[f"{request.request_id}/{child}"] = _Output(child_request)
+            await engine.add(f"{request.request_id}/{child}", child_request)
+    num_open = len(outputs)
+    steps = engine.steps()
+    while num_open:
+        for step in await anext(steps):
+            outputs[step.key].steps.append(step)
+            num_open -= step.finish_reason is not None
+    await engine.close()
+    return {request.request_id: _generation(request, outputs) for request in requests}
+
+
+def _generation(request: GenerateRequest, outputs: dict[str, _Output]) -> Generation:
+    first, *others = (
+        _child(request.request_id, child, outputs[f"{request.request_id}/{child}"])
+        for child in range(request.sampling.n)
+    )
+    return _child(request.request_id, 0, outputs[f"{request.request_id}/0"], tuple(others)) if others else first
+
+
+def _child(request_id: str, child: int, output: _Output, siblings: tuple[Generation, ...] = ()) -> Generation:
+    request, steps = output.request, output.steps
+    rows = [step.routed_experts for step in steps if step.routed_experts is not None]
+    logprobs = [step.logprobs for step in steps if step.logprobs is not None]
+    top_ids, top_logprobs = _tops(step.top_logprobs for step in steps)
+    prompt = [step.prompt_logprobs for step in steps if step.prompt_logprobs is not None]
+    prompt_ids, prompt_tops = _tops(part.top for part in prompt)
+    return Generation(
+        request_id=request_id,
+        child=child,
+        prompt_len=request.prompt_len,
+        token_ids=np.concatenate([step.token_ids for step in steps]),
+        logprobs=np.concatenate(logprobs) if logprobs else None,
+        weight_versions=np.zeros(sum(len(step.token_ids) for step in steps), np.int32),
+        routed_experts=np.concatenate(rows) if rows else None,
+        start=request.routed_experts_prompt_start,
+        finish_reason=steps[-1].finish_reason or FinishReason.ERROR,
+        stop_reason=steps[-1].stop_reason,
+        top_token_ids=top_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=np.concatenate([np.frombuffer(p.logprobs_data, "<f4") for p in prompt]) if prompt else None,
+        prompt_top_token_ids=prompt_ids,
+        prompt_top_logprobs=prompt_tops,
+        siblings=siblings,
+    )
+
+
+def _tops(
+    parts: Iterable[TopLogprobs | None],
+) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+    """The token ids and logprobs of all parts, [positions, width] each; None where there are none."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None, None
+    width = found[0].width
+    ids = np.frombuffer(b"".join(part.token_ids_data for part in found), "<i4")
+    logprobs = np.frombuffer(b"".join(part.logprobs_data for part in found), "<f4")
+    return ids.reshape(-1, width), logprobs.reshape(-1, width)

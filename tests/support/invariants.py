@@ -1,0 +1,226 @@
+"""The invariants that hold after every test and fault, as checks: I1 to I3 of results, I6 to I8 of what is left behind.
+
+async with observing(server.url, fleet) as observer:
+    async with ...workers and clients...:
+        ...
+        check_results(results, requests)
+        await observer.check_at_rest()
+# here: no task, thread, connection or subscription is left
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from nats.aio.msg import Msg
+
+from bus.connection import Connection, publish, subscribe
+from bus.generation import Generation
+from bus.subjects import Subjects
+from schemas.chunk import Chunk
+from schemas.messages import decode_presence
+from schemas.presence import WorkerPresence
+from schemas.request import GenerateRequest
+from schemas.rows import expected_rows
+from tests.support.connections import opened
+from tests.support.fleet import check_generation
+
+__all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing", "until"]
+
+SETTLES_WITHIN_S = 20.0
+"""For what takes milliseconds, or a lease at most: only a failing test waits as long."""
+LOOK_AGAIN_S = 0.02
+ARRAYS = (
+    "token_ids",
+    "logprobs",
+    "weight_versions",
+    "routed_experts",
+    "top_token_ids",
+    "top_logprobs",
+    "prompt_logprobs",
+    "prompt_top_token_ids",
+    "prompt_top_logprobs",
+)
+
+
+def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequest]) -> None:
+    """Each request has exactly one result, complete and by the row rule; attempts and workers fit (I1 to I3)."""
+    by_id = {request.request_id: request for request in requests}
+
+    assert Counter(result.request_id for result in results) == Counter(list(by_id))
+    for result in results:
+        request = by_id[result.request_id]
+        children = (result, *result.siblings)
+        assert [child.child for child in children] == list(range(request.sampling.n))
+        for child in children:
+            check_generation(child, request, routing=request.return_routed_experts is not False)
+            assert 1 <= len(child.worker_ids) <= child.attempts
+
+
+def assert_equal(received: Generation, expected: Generation) -> None:
+    """Both are the same byte for byte, siblings included; how they came about may differ."""
+    assert (received.finish_reason, received.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    for name in ARRAYS:
+        mine, other = getattr(received, name), getattr(expected, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert mine.dtype == other.dtype, name
+            np.testing.assert_array_equal(mine, other, err_msg=name)
+    for mine, other in zip(received.siblings, expected.siblings, strict=True):
+        assert_equal(mine, other)
+
+
+def check_stream(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
+    """The chunks of each child are numbered without a gap, end once, and bring rows with their tokens (I1 to I3)."""
+    assert {chunk.child for chunk in chunks} == set(range(request.sampling.n))
+    for child in range(request.sampling.n):
+        _check_child([chunk for chunk in chunks if chunk.child == child], request)
+
+
+def _check_child(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
+    start = position = request.routed_experts_prompt_start
+    attempt = num_tokens = 0
+    for index, chunk in enumerate(chunks):
+        assert chunk.chunk_index == index
+        assert chunk.attempt >= attempt
+        attempt = chunk.attempt
+        num_tokens += chunk.num_tokens
+        if chunk.routed_experts is not None:
+            assert chunk.routed_experts.start == position
+            position += chunk.routed_experts.shape[0]
+        if num_tokens and request.return_routed_experts is not False:
+            assert position - start >= expected_rows(request.prompt_len, start, num_tokens)
+        assert (chunk.end is not None) == (index == len(chunks) - 1)
+    end = chunks[-1].end
+    assert end is not None
+    assert (end.num_tokens, end.num_rows) == (num_tokens, position - start)
+
+
+async def until(look: Callable[[], Awaitable[object]], expected: object) -> None:
+    """Poll until `look` returns `expected`: for what other processes do, of which nobody tells."""
+    seen: object = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLES_WITHIN_S):
+            while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    assert seen == expected
+
+
+@contextlib.asynccontextmanager
+async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
+    """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8)."""
+    tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
+    async with opened(url) as connection:
+        observer = Observer(connection, fleet)
+        yield observer
+        await until(observer.connections, [])
+        assert await observer.num_slow_consumers() == 0
+
+    async def tasks_left() -> list[str]:
+        return [task.get_name() for task in asyncio.all_tasks() - tasks]
+
+    async def threads_left() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - threads]
+
+    await until(tasks_left, [])
+    await until(threads_left, [])
+
+
+class Observer:
+    """What the server and the workers say about one fleet; made by `observing`."""
+
+    def __init__(self, connection: Connection, fleet: str) -> None:
+        self._nats = connection
+        self._subjects = Subjects(fleet)
+        self._root = self._subjects.ping.removesuffix("ping")
+
+    async def check_at_rest(self) -> None:
+        """Once all requests have ended: nothing waits or is in hand, and no worker works or holds anything (I6, I7)."""
+        await until(self.queued, {})
+        await until(self.busy_workers, {})
+
+    async def queued(self) -> dict[str, Mapping[str, int]]:
+        """By stream and consumer, what is in it; those without are left out. Every stream is within its bounds (I6)."""
+        found: dict[str, Mapping[str, int]] = {}
+        names = await self._ask("$JS.API.STREAM.NAMES", {"subject": f"{self._root}>"})
+        for name in names["streams"] or []:
+            stream = await self._ask(f"$JS.API.STREAM.INFO.{name}")
+            config, state = stream["config"], stream["state"]
+            assert 0 < config["max_msgs"] >= state["messages"]
+            assert 0 < config["max_bytes"] >= state["bytes"]
+            if state["messages"]:
+                found[name] = {"messages": state["messages"]}
+            listing = await self._ask(f"$JS.API.CONSUMER.LIST.{name}")
+            for consumer in listing["consumers"] or []:
+                counts = {key: consumer[key] for key in ("num_pending", "num_ack_pending") if consumer[key]}
+                if counts:
+                    found[f"{name} {consumer['name']}"] = counts
+        return found
+
+    async def busy_workers(self) -> dict[str, tuple[int, int]]:
+        """Requests in flight and bytes held, by worker; those with neither are left out."""
+        presences = await self.presences()
+        return {
+            worker: (presence.in_flight, presence.held_bytes)
+            for worker, presence in presences.items()
+            if presence.in_flight or presence.held_bytes
+        }
+
+    async def presences(self) -> dict[str, WorkerPresence]:
+        """What each worker that is connected says now."""
+        found: dict[str, WorkerPresence] = {}
+        changed = asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            presence = decode_presence(message.data)
+            found[presence.worker] = presence
+            changed.set()
+
+        subscription = await subscribe(self._nats, self._subjects.presences, take)
+        try:
+            await publish(self._nats, self._subjects.ping, b"")
+            async with asyncio.timeout(SETTLES_WITHIN_S):
+                while await self.workers() - set(found):
+                    await changed.wait()
+                    changed.clear()
+        finally:
+            await subscription.unsubscribe()
+        return found
+
+    async def workers(self) -> set[str]:
+        """Workers that are connected, by the names of their subscriptions."""
+        links = self._subjects.links_to("x").removesuffix("x")
+        connections = await self._list_connections()
+        subjects = [subject for connection in connections for subject in connection.get("subscriptions_list") or []]
+        return {subject.removeprefix(links) for subject in subjects if subject.startswith(links)}
+
+    async def connections(self) -> list[str]:
+        """The names of connections that have a subscription in the fleet."""
+        return [
+            str(connection.get("name"))
+            for connection in await self._list_connections()
+            if any(subject.startswith(self._root) for subject in connection.get("subscriptions_list") or [])
+        ]
+
+    async def num_slow_consumers(self) -> int:
+        """Connections that the server gave up for being slow, since its start: each means dropped messages."""
+        stats = await self._ask("$SYS.REQ.ACCOUNT.PING.STATZ")
+        return sum(int(account["slow_consumers"]) for account in stats["data"]["account_statz"])
+
+    async def _list_connections(self) -> list[dict[str, Any]]:
+        answer = await self._ask("$SYS.REQ.SERVER.PING.CONNZ", {"subscriptions": True})
+        connections: list[dict[str, Any]] = answer["data"]["connections"]
+        return connections
+
+    async def _ask(self, subject: str, question: object = None) -> dict[str, Any]:
+        payload = b"" if question is None else json.dumps(question).encode()
+        answer = await self._nats.request(subject, payload, timeout=SETTLES_WITHIN_S)
+        found: dict[str, Any] = json.loads(answer.data)
+        assert "error" not in found, found["error"]
+        return found
