@@ -1,0 +1,261 @@
+"""What is pulled next: never too much, the lanes in order, none forgotten."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.pulling import LOST_S, MAX_BATCH, MAX_OVER, RETRY_S, STANDING_S, Answer, Pull, PullPlan, read_status
+from schemas.request import Lane
+
+LANES: tuple[Lane, ...] = ("resume", "high", "normal", "low")
+
+
+class Request(NamedTuple):
+    lane: Lane
+    has_more: bool
+
+
+class Ended(NamedTuple):
+    number: int
+
+
+@dataclass
+class World:
+    """A worker's plan and a naive server: what waits there, and what is on its way to the worker."""
+
+    plan: PullPlan = field(default_factory=lambda: PullPlan(LANES))
+    room: int = 1
+    now: float = 0.0
+    waiting: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+    standing: dict[int, tuple[Lane, float]] = field(default_factory=dict)
+    """Pulls that wait at the server, by number, and when they end."""
+    messages: deque[Request | Ended] = field(default_factory=deque)
+    """On their way to the worker."""
+    taken: list[Lane] = field(default_factory=list)
+
+    @property
+    def may_come(self) -> int:
+        """Requests that the worker may be handed without pulling again."""
+        return len(self.standing) + sum(isinstance(message, Request) for message in self.messages)
+
+    def pull(self) -> list[Pull]:
+        """Do what the plan says, and check that it does not ask for too much."""
+        pulls = self.plan.next_pulls(self.room, self.now)
+        for pull in pulls:
+            for _ in range(count := min(pull.batch, self.waiting[pull.lane])):
+                self.send(pull.lane)
+            if count < pull.batch and pull.is_standing:
+                self.standing[pull.number] = (pull.lane, self.now + STANDING_S)
+            elif count < pull.batch:
+                self.messages.append(Ended(pull.number))
+        assert not pulls or self.may_come <= self.plan.claimed <= self.room + MAX_OVER
+        return pulls
+
+    def publish(self, lane: Lane) -> None:
+        """A client publishes a request."""
+        self.waiting[lane] += 1
+        for number, (stands_on, _) in list(self.standing.items()):
+            if stands_on == lane:
+                del self.standing[number]
+                self.send(lane)
+
+    def send(self, lane: Lane) -> None:
+        self.waiting[lane] -= 1
+        self.messages.append(Request(lane, self.waiting[lane] > 0))
+
+    def receive(self) -> None:
+        """The worker sees the next message, if one is on its way."""
+        if self.messages:
+            message = self.messages.popleft()
+            if isinstance(message, Ended):
+                self.plan.answer(message.number, Answer.EMPTY, self.now)
+            else:
+                self.plan.deliver(message.lane, has_more=message.has_more)
+                self.taken.append(message.lane)
+                self.room -= 1
+
+    def settle(self) -> None:
+        """Until nothing is on its way and the plan has nothing more to say."""
+        while self.pull() or self.messages:
+            self.receive()
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, in which all that is on its way arrives."""
+        while self.messages:
+            self.receive()
+        self.now += seconds
+        for number, (_, ends_at) in list(self.standing.items()):
+            if ends_at <= self.now:
+                del self.standing[number]
+                self.messages.append(Ended(number))
+        while self.messages:
+            self.receive()
+
+    def lose(self) -> None:
+        """What is on its way is lost, and the server forgets the pulls."""
+        self.messages.clear()
+        self.standing.clear()
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("publish"), st.sampled_from(LANES)),
+    st.tuples(st.just("receive"), st.none()),
+    st.tuples(st.just("set_room"), st.integers(-1, 6)),
+    st.tuples(st.just("advance"), st.sampled_from([0.1, STANDING_S, LOST_S + STANDING_S])),
+    st.tuples(st.just("lose"), st.none()),
+    st.tuples(st.just("reconnect"), st.none()),
+)
+
+
+def play(world: World, event: str, value: object) -> None:
+    """Let one event happen, and the worker pull after it."""
+    match event, value:
+        case "set_room", int(room):
+            world.room = room
+        case "reconnect", _:
+            world.lose()
+            world.plan.forget()
+        case _:
+            getattr(world, event)(*([] if value is None else [value]))
+    world.pull()
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_pulls_never_claim_more_than_there_is_room_for_and_three(events: list[tuple[str, object]]) -> None:
+    """Whatever happens: after each pull no more requests may come than there is room for, and three."""
+    world = World()
+    for event in events:
+        play(world, *event)  # World.pull asserts the rule
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_every_lane_is_asked_in_the_end(events: list[tuple[str, object]]) -> None:
+    """Whatever happened before: a worker with room takes all that waits, and then a pull stands on every lane."""
+    world = World()
+    for event in events:
+        play(world, *event)
+    world.room = 1000
+    world.advance(LOST_S + STANDING_S)
+    world.settle()
+
+    assert not any(world.waiting.values())
+    assert sorted(lane for lane, _ in world.standing.values()) == sorted(LANES)
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.sampled_from(LANES), max_size=40),
+    st.lists(st.integers(0, 5), min_size=50, max_size=50),
+    st.data(),
+)
+def test_what_waits_is_taken_lane_by_lane(published: list[Lane], rooms: list[int], data: st.DataObject) -> None:
+    """Of what waits nothing is taken from a lane before all of the lanes before it was, however room comes and goes."""
+    world = World(room=0)
+    for lane in published:
+        world.publish(lane)
+    for room in [*rooms, 1000]:
+        world.room = room
+        world.pull()
+        for _ in range(data.draw(st.integers(0, 8))):
+            world.receive()
+            world.pull()
+        if data.draw(st.booleans()):
+            world.advance(STANDING_S)
+    world.settle()
+
+    assert world.taken == sorted(published, key=LANES.index)
+
+
+def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
+    """When all lanes are empty the next request of any lane is on its way at once, and costs one pull."""
+    world = World(room=100)
+    world.settle()
+
+    assert {lane for lane, _ in world.standing.values()} == set(LANES)
+    assert world.plan.claimed == len(LANES)
+
+    world.publish("normal")
+    world.receive()
+    (pull,) = world.pull()
+
+    assert pull == Pull("normal", pull.number, 1, True)
+
+
+def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_for() -> None:
+    """Where more wait behind the first, the rest is taken at once, up to the largest batch."""
+    world = World(room=4)
+    world.settle()
+    world.plan.deliver("low", has_more=True)
+    (pull,) = world.pull()
+
+    assert pull == Pull("low", pull.number, 4, False)
+
+    world = World(room=10_000)
+    (pull,) = world.pull()
+
+    assert pull.batch == MAX_BATCH
+
+
+@pytest.mark.parametrize("room", [0, -1, -1000])
+def test_nothing_is_pulled_without_room(room: int) -> None:
+    """Without room nothing is pulled, and nothing but an event can change that."""
+    world = World(room=room)
+
+    assert world.pull() == []
+    assert world.plan.next_at(world.now) is None
+
+
+def test_a_refused_lane_waits_and_the_others_do_not() -> None:
+    """After a refusal the lane is asked again a little later; the lanes behind it meanwhile."""
+    world = World()
+    (refused,) = world.pull()
+    world.messages.clear()
+    world.plan.answer(refused.number, Answer.REFUSED, world.now)
+
+    assert [pull.lane for pull in world.pull()] == ["high"]
+    assert world.plan.next_at(world.now) == RETRY_S
+
+    world.now = RETRY_S
+    world.receive()
+
+    assert world.pull()[0].lane == "resume"
+
+
+def test_a_lost_pull_is_repeated() -> None:
+    """A pull whose answer does not come counts as lost after a second, and its late answer says nothing."""
+    world = World()
+    (lost,) = world.pull()
+    world.lose()
+
+    assert world.pull() == []
+    assert world.plan.next_at(world.now) == LOST_S
+
+    world.now = LOST_S
+    (again,) = world.pull()
+
+    assert (again.lane, again.number != lost.number) == ("resume", True)
+
+    world.plan.answer(lost.number, Answer.EMPTY, world.now)
+
+    assert world.plan.claimed == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "description", "answer"),
+    [
+        ("404", "No Messages", Answer.EMPTY),
+        ("408", "Request Timeout", Answer.EMPTY),
+        ("503", "", Answer.MISSING),
+        ("409", "Consumer Deleted", Answer.MISSING),
+        ("409", "Server Shutdown", Answer.REFUSED),
+        ("409", "Exceeded MaxWaiting", Answer.REFUSED),
+        ("", "", Answer.REFUSED),
+    ],
+)
+def test_statuses_are_told_apart(code: str, description: str, answer: Answer) -> None:
+    """Each status of the server means that the lane is empty, that the queue is gone, or to try again."""
+    assert read_status(code, description) is answer
