@@ -14,13 +14,14 @@ from schemas.chunk import Chunk, FinishReason
 from schemas.messages import RequestKey
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from tests.support.scenarios import drain
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
 
 
-async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int) -> AsyncIterator[Chunk]:
-    """The chunks of one attempt on an engine of its own."""
+async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int, gather: int) -> AsyncIterator[Chunk]:
+    """The chunks of one attempt on an engine of its own, where each `gather` steps are taken before any leaves."""
     engine = SyntheticEngine(CONFIG)
     await engine.add("k", request)
     writer = ChunkWriter(
@@ -30,16 +31,21 @@ async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int
         start=request.routed_experts_prompt_start,
         part_bytes=part_bytes,
     )
+    count = 0
     async for steps in engine.steps():
         for step in steps:
-            for chunk in writer.write(step, attempt):
+            writer.take(step, attempt)
+            count += 1
+            if count % gather and step.finish_reason is None:
+                continue
+            for chunk in drain(writer):
                 yield chunk
             if step.finish_reason is not None:
                 return
 
 
 async def run(
-    request: GenerateRequest, losses: list[int], *, keep: bool, part_bytes: int = 64
+    request: GenerateRequest, losses: list[int], *, keep: bool, part_bytes: int = 64, gather: int = 1
 ) -> tuple[Stream, list[Chunk]]:
     """Run a request to its end, losing the i-th attempt after `losses[i]` chunks."""
     stream = Stream(request, child=0, attempt=0, keep=keep)
@@ -49,7 +55,7 @@ async def run(
     while stream.end is None and isinstance(current, GenerateRequest):
         limit = remaining.pop(0) if remaining else None
         count = 0
-        async for chunk in attempt_chunks(current, stream.attempt, part_bytes):
+        async for chunk in attempt_chunks(current, stream.attempt, part_bytes, gather):
             if count == limit:
                 break
             delivered += stream.add(chunk)
@@ -85,6 +91,7 @@ def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
 
 
 losses = st.lists(st.integers(0, 14), max_size=5)
+gathers = st.integers(1, 4)
 
 
 def assert_same(stream: Stream, expected: Stream) -> None:
@@ -105,12 +112,14 @@ def assert_same(stream: Stream, expected: Stream) -> None:
             np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
-@given(requests(continuable=True), losses)
+@given(requests(continuable=True), losses, gathers)
 @settings(max_examples=300)
-def test_a_greedy_request_ends_as_if_nothing_had_happened(request: GenerateRequest, losses: list[int]) -> None:
+def test_a_greedy_request_ends_as_if_nothing_had_happened(
+    request: GenerateRequest, losses: list[int], gather: int
+) -> None:
     """Tokens, logprobs, rows and prompt logprobs equal the undisturbed run's; nothing delivered is made again."""
     expected, _ = asyncio.run(run(request, [], keep=True))
-    stream, delivered = asyncio.run(run(request, losses, keep=True))
+    stream, delivered = asyncio.run(run(request, losses, keep=True, gather=gather))
 
     assert_same(stream, expected)
     assert stream.is_exact
@@ -119,22 +128,24 @@ def test_a_greedy_request_ends_as_if_nothing_had_happened(request: GenerateReque
     assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
 
 
-@given(requests(continuable=False), losses)
+@given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
-def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, losses: list[int]) -> None:
+def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, losses: list[int], gather: int) -> None:
     """What the caller has not seen yet is made again from zero, and equals the undisturbed run."""
     expected, _ = asyncio.run(run(request, [], keep=True))
-    stream, _ = asyncio.run(run(request, losses, keep=True))
+    stream, _ = asyncio.run(run(request, losses, keep=True, gather=gather))
 
     assert_same(stream, expected)
     assert stream.is_exact
 
 
-@given(requests(continuable=False), losses)
+@given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
-def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(request: GenerateRequest, losses: list[int]) -> None:
+def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
+    request: GenerateRequest, losses: list[int], gather: int
+) -> None:
     """Chunks that were handed out stand; totals and the row rule hold for the whole, whatever the seed gives then."""
-    stream, delivered = asyncio.run(run(request, losses, keep=False))
+    stream, delivered = asyncio.run(run(request, losses, keep=False, gather=gather))
     num_tokens = sum(chunk.num_tokens for chunk in delivered)
     num_rows = sum(0 if chunk.routed_experts is None else chunk.routed_experts.shape[0] for chunk in delivered)
 

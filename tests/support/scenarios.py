@@ -1,0 +1,212 @@
+"""Requests with all that an engine makes of them, cut into steps, and what must come out at the other end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from bus.protocol.chunking import ChunkWriter
+from bus.protocol.step import RequestStep
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk, FinishReason, PromptLogprobs, TopLogprobs
+from schemas.messages import RequestKey
+from schemas.presence import RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.rows import DTYPES, Rows, dtype_for
+from schemas.sampling import SamplingParams
+
+__all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple"]
+
+VERSION = 7
+"""The first weight version of every scenario."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A request, its model's routing, and the steps of an engine that serves it."""
+
+    request: GenerateRequest
+    routing: RoutedExpertsInfo | None
+    steps: list[RequestStep]
+    versions: list[int]
+    """Of the weights, for each step."""
+    arrays: dict[str, npt.NDArray[Any] | None]
+    """What the whole answer is, by the names of a `Generation`."""
+
+    def writer(self, part_bytes: int = 2**20, key: RequestKey | None = None) -> ChunkWriter:
+        """A writer as a worker makes it."""
+        return ChunkWriter(
+            RequestKey("r") if key is None else key,
+            prompt_len=self.request.prompt_len,
+            routing=self.routing,
+            start=self.request.routed_experts_prompt_start,
+            part_bytes=part_bytes,
+        )
+
+    def stream(self) -> Stream:
+        """A stream as a client makes it for `complete`."""
+        return Stream(self.request, child=0, attempt=0, keep=True)
+
+    def chunks(self, part_bytes: int = 2**20, gather: int = 1) -> list[Chunk]:
+        """All chunks, where each `gather` steps are taken before any chunk leaves."""
+        writer = self.writer(part_bytes)
+        chunks: list[Chunk] = []
+        for index, (step, version) in enumerate(zip(self.steps, self.versions, strict=True), 1):
+            writer.take(step, version)
+            if index % gather == 0 or index == len(self.steps):
+                chunks += drain(writer)
+        return chunks
+
+
+def drain(writer: ChunkWriter) -> list[Chunk]:
+    """Everything that is unsent."""
+    chunks: list[Chunk] = []
+    while (chunk := writer.next_chunk()) is not None:
+        chunks.append(chunk)
+    return chunks
+
+
+def assert_complete(scenario: Scenario, chunks: Sequence[Chunk]) -> None:
+    """The chunks are accepted, numbered without a gap, and hold the whole answer and nothing else."""
+    stream = scenario.stream()
+    delivered = [chunk for part in chunks for chunk in stream.add(part)]
+
+    assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
+    assert [chunk.is_terminal for chunk in delivered] == [False] * (len(delivered) - 1) + [True]
+    assert stream.end is not None
+    assert stream.end.finish_reason is scenario.steps[-1].finish_reason
+    got = stream.arrays()
+    for name, expected in scenario.arrays.items():
+        if expected is None:
+            assert got[name] is None
+        else:
+            assert got[name].dtype == expected.dtype
+            np.testing.assert_array_equal(got[name], expected, err_msg=name)
+
+
+def make_scenario(
+    rng: np.random.Generator,
+    *,
+    prompt_len: int,
+    cuts: Sequence[int],
+    start: int = 0,
+    routing: RoutedExpertsInfo | None = None,
+    widths: tuple[int | None, int | None] = (0, None),
+) -> Scenario:
+    """A random answer of `cuts[-1]` tokens, of which step i ends before token `cuts[i]`.
+
+    Args:
+        widths: `sampling.logprobs` and `sampling.prompt_logprobs`.
+    """
+    num_tokens = cuts[-1]
+    request = GenerateRequest(
+        prompt_token_ids=[1] * prompt_len,
+        sampling=SamplingParams(max_tokens=num_tokens, logprobs=widths[0], prompt_logprobs=widths[1]),
+        routed_experts_prompt_start=start,
+        return_routed_experts=None if routing is None else True,
+    )
+    rows: Rows | None = None
+    if routing is not None:
+        shape = (prompt_len - start + num_tokens - 1, routing.num_layers, routing.top_k)
+        rows = rng.integers(0, routing.num_experts, shape).astype(DTYPES[routing.dtype])
+    versions = VERSION + np.cumsum(rng.random(len(cuts)) < 0.2)
+    arrays: dict[str, npt.NDArray[Any] | None] = {
+        "token_ids": rng.integers(0, 1000, num_tokens).astype(np.int32),
+        "weight_versions": np.repeat(versions, np.diff([0, *cuts])).astype(np.int32),
+        "routed_experts": rows,
+    }
+    arrays |= _logprobs(rng, "", num_tokens, widths[0]) | _logprobs(rng, "prompt_", prompt_len - 1, widths[1])
+    steps = list(_steps(arrays, cuts, start))
+    return Scenario(request, routing, steps, versions.tolist(), arrays)
+
+
+def _logprobs(rng: np.random.Generator, prefix: str, count: int, width: int | None) -> dict[str, Any]:
+    shape = count, width or 0
+    return {
+        f"{prefix}logprobs": None if width is None else -rng.random(count).astype(np.float32),
+        f"{prefix}top_token_ids": rng.integers(0, 1000, shape).astype(np.int32) if width else None,
+        f"{prefix}top_logprobs": -rng.random(shape).astype(np.float32) if width else None,
+    }
+
+
+def _steps(arrays: dict[str, Any], cuts: Sequence[int], start: int) -> Iterator[RequestStep]:
+    """Cut an answer into steps as an engine does: each brings the rows of what it computed."""
+    rows, logprobs = arrays["routed_experts"], arrays["logprobs"]
+    prompt_rows = 0 if rows is None else len(rows) - (cuts[-1] - 1)
+    begin = 0
+    for index, end in enumerate(cuts):
+        first_row = 0 if index == 0 else prompt_rows + begin - 1
+        last_row = prompt_rows + end - 1
+        prompt = None
+        if index == 0 and arrays["prompt_logprobs"] is not None:
+            top = _top(arrays["prompt_top_token_ids"], arrays["prompt_top_logprobs"])
+            prompt = PromptLogprobs(1, arrays["prompt_logprobs"].tobytes(), top)
+        yield RequestStep(
+            key="k",
+            token_ids=arrays["token_ids"][begin:end],
+            logprobs=None if logprobs is None else logprobs[begin:end],
+            top_logprobs=None
+            if arrays["top_token_ids"] is None
+            else _top(arrays["top_token_ids"][begin:end], arrays["top_logprobs"][begin:end]),
+            prompt_logprobs=prompt,
+            routed_experts=None if rows is None else rows[first_row:last_row],
+            routed_experts_start=start + first_row,
+            cached_tokens=3 if index == 0 else None,
+            finish_reason=FinishReason.LENGTH if end == cuts[-1] else None,
+        )
+        begin = end
+
+
+def _top(ids: npt.NDArray[Any] | None, logprobs: npt.NDArray[Any] | None) -> TopLogprobs | None:
+    if ids is None or logprobs is None:
+        return None
+    return TopLogprobs(ids.shape[1], ids.tobytes(), logprobs.tobytes())
+
+
+def _hand_rows_late(scenario: Scenario, by: int) -> None:
+    """Let each step's rows come `by` steps later, and what is left with the last."""
+    steps, routing = scenario.steps, scenario.routing
+    rows = scenario.arrays["routed_experts"]
+    if rows is None or routing is None:
+        return
+    start = scenario.request.routed_experts_prompt_start
+    counts = [0 if step.routed_experts is None else len(step.routed_experts) for step in steps]
+    sent = 0
+    for index, step in enumerate(steps):
+        due = sum(counts) if index == len(steps) - 1 else sum(counts[: max(index + 1 - by, 0)])
+        step.routed_experts = rows[sent:due]
+        step.routed_experts_start = start + sent
+        sent = due
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Any prompt, start, answer, routing, logprobs and split into steps."""
+    prompt_len = draw(st.integers(1, 30))
+    num_tokens = draw(st.integers(1, 20))
+    num_experts = draw(st.sampled_from([0, 1, 16, 256, 257, 60_000]))
+    routing = None
+    if num_experts:
+        layers, top_k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        routing = RoutedExpertsInfo(
+            num_layers=layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
+        )
+    scenario = make_scenario(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        prompt_len=prompt_len,
+        cuts=sorted(draw(st.sets(st.integers(1, num_tokens))) | {num_tokens}),
+        start=draw(st.integers(0, prompt_len)),
+        routing=routing,
+        widths=(draw(st.sampled_from([None, 0, 2])), draw(st.sampled_from([None, 0, 1]))),
+    )
+    _hand_rows_late(scenario, draw(st.sampled_from([0, 0, 1, 100])))
+    return scenario
+
+
+def simple() -> Scenario:
+    """A prompt of 2 and 2 tokens in two steps, with routing of 1 layer, top 1."""
+    routing = RoutedExpertsInfo(num_layers=1, top_k=1, num_experts=4, dtype="u1")
+    return make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[1, 2], routing=routing)
