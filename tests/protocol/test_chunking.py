@@ -1,0 +1,288 @@
+"""What engine steps become: chunks that fit, merged where they wait, never ahead of their tokens with rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.assembly import Assembly
+from bus.protocol.chunking import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.step import RequestStep
+from schemas.chunk import Chunk, ChunkError, FinishReason
+from schemas.errors import ErrorCode, LocalProtocolError
+from schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from schemas.presence import RoutedExpertsInfo
+from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
+
+STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
+WIDE = RoutedExpertsInfo(num_layers=10, top_k=10, num_experts=256, dtype="u1")
+"""100 bytes a row."""
+
+
+def num_rows(chunk: Chunk) -> int:
+    """Rows in a chunk."""
+    return 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
+
+
+def nothing(reason: FinishReason | None = None, error: str | None = None) -> RequestStep:
+    """A step without tokens."""
+    return RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=reason, error=error)
+
+
+@given(scenarios(), st.integers(1, 200), st.integers(1, 5))
+def test_a_part_is_no_larger_than_allowed(scenario: Scenario, part_bytes: int, gather: int) -> None:
+    """The arrays of a chunk take at most `part_bytes`, unless one token or row is larger; the estimate is a bound."""
+    for chunk in scenario.chunks(part_bytes, gather):
+        size = chunk_bytes(chunk)
+        parts = max(chunk.num_tokens, num_rows(chunk), 0 if chunk.prompt_logprobs is None else 1)
+        assert size - CHUNK_OVERHEAD_BYTES - len("r") <= part_bytes or parts == 1
+        assert len(encode(Frame(WIRE_VERSION, "i", 0, [], [chunk]))) <= size
+
+
+@given(scenarios(), st.integers(1, 200), st.integers(1, 5))
+def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, part_bytes: int, gather: int) -> None:
+    """Behind any chunk with tokens there are no more rows than belong to the tokens so far, and no mixed versions."""
+    tokens = rows = 0
+    lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
+    for chunk in scenario.chunks(part_bytes, gather):
+        versions = scenario.arrays["weight_versions"]
+        assert versions is not None
+        assert set(versions[tokens : tokens + chunk.num_tokens]) <= {chunk.weight_version}
+        tokens += chunk.num_tokens
+        rows += num_rows(chunk)
+        # Without tokens of its own, a chunk may go ahead of the next one.
+        assert rows <= lp - start + tokens - (chunk.num_tokens > 0)
+
+
+@given(scenarios(), st.integers(1, 200), st.data())
+def test_the_next_size_is_known(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+    """`next_bytes` bounds the next chunk, is 0 exactly when there is none, and a smaller limit gets nothing."""
+    writer = scenario.writer(part_bytes)
+    for step, version in zip(scenario.steps, scenario.versions, strict=True):
+        writer.take(step, version)
+        while data.draw(st.booleans()) and writer.has_unsent:
+            size = writer.next_bytes
+            assert writer.next_chunk(size - 1) is None
+            chunk = writer.next_chunk(size)
+            assert chunk is not None
+            assert chunk_bytes(chunk) <= size
+    drain(writer)
+
+    assert (writer.next_bytes, writer.unsent_bytes, writer.has_unsent) == (0, 0, False)
+    assert writer.is_ended
+    assert writer.has_left
+
+
+@given(scenarios(), st.integers(1, 200), st.data())
+def test_a_failure_drops_what_is_unsent(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+    """At any point a failure's terminal chunk comes next and its totals are those of what has left."""
+    writer = scenario.writer(part_bytes)
+    assembly = Assembly(scenario.request)
+    fails_after = data.draw(st.integers(0, len(scenario.steps)))
+    for step, version in zip(scenario.steps[:fails_after], scenario.versions, strict=False):
+        writer.take(step, version)
+        for _ in range(data.draw(st.integers(0, 3))):
+            chunk = writer.next_chunk()
+            if chunk is not None:
+                assembly.add(chunk)
+    if writer.has_left:
+        with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
+            writer.fail(STOPPED, 1)
+        return
+    assembly.add(writer.fail(STOPPED, 1))
+
+    assert assembly.end is not None
+    assert assembly.end.error == STOPPED
+    assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
+    assert writer.next_chunk() is None
+
+
+def test_what_waits_is_merged() -> None:
+    """Steps of one weight version that wait for credit leave as one chunk; the next version begins another."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)
+    writer = scenario.writer()
+    for step, version in zip(scenario.steps, [1, 1, 1, 2, 2], strict=True):
+        writer.take(step, version)
+    first, second = drain(writer)
+
+    assert (first.weight_version, first.num_tokens, num_rows(first)) == (1, 5, 3 + 5 - 1)
+    assert (second.weight_version, second.num_tokens, num_rows(second)) == (2, 2, 2)
+    assert second.is_terminal
+
+
+def test_a_prompts_rows_go_ahead_in_parts() -> None:
+    """Rows of a long prompt leave in parts before the first token, and the token brings what is left of them."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)
+    chunks = scenario.chunks(part_bytes=1000)
+
+    assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(10, 0), (10, 0), (5, 1)]
+    assert_complete(scenario, chunks)
+
+
+def test_merged_tokens_keep_their_rows() -> None:
+    """A backlog larger than a part is cut so that each part has tokens and the rows due for them."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=WIDE)
+    writer = scenario.writer(part_bytes=1080)
+    for step in scenario.steps:
+        writer.take(step, 1)
+
+    assert [(chunk.num_tokens, num_rows(chunk)) for chunk in drain(writer)] == [(10, 10)] * 3
+
+
+def test_rows_that_come_last_follow_the_tokens() -> None:
+    """An engine that hands over all rows at the end: the tokens did not wait for them, and the end does."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=20, cuts=[1, 2], routing=WIDE)
+    first, last = scenario.steps
+    rows = scenario.arrays["routed_experts"]
+    first.routed_experts, last.routed_experts, last.routed_experts_start = None, rows, 0
+    chunks = scenario.chunks(part_bytes=1000)
+
+    assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(0, 1), (10, 0), (10, 0), (1, 1)]
+    assert_complete(scenario, chunks)
+
+
+def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
+    """Arrays are copied as they are taken: an engine may use their memory again while a client is slow."""
+    scenario = simple()
+    writer = scenario.writer()
+    arrays = [np.array(array) for array in (scenario.arrays["token_ids"], scenario.arrays["routed_experts"])]
+    for step, version in zip(scenario.steps, scenario.versions, strict=True):
+        writer.take(step, version)
+        step.token_ids[:] = 0
+        step.routed_experts[:] = 0  # type: ignore[index]
+    chunks = drain(writer)
+    scenario.arrays["token_ids"], scenario.arrays["routed_experts"] = arrays
+
+    assert_complete(scenario, chunks)
+
+
+def test_engine_rows_that_skip_a_position_are_refused() -> None:
+    """Rows that do not continue the ones before are the engine's fault and are never sent."""
+    scenario = simple()
+    scenario.steps[1].routed_experts_start += 1
+    with pytest.raises(LocalProtocolError, match="rows from 3; 2 comes next"):
+        scenario.chunks()
+
+
+def test_engine_rows_of_positions_to_come_are_refused() -> None:
+    """No engine has computed more positions than prompt and tokens so far; such rows are never sent."""
+    scenario = simple()
+    scenario.steps[0].routed_experts = np.zeros((4, 1, 1), np.uint8)
+    with pytest.raises(LocalProtocolError, match="4 rows; there are no more than 3 positions"):
+        scenario.chunks()
+
+
+def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
+    """A finished request with fewer rows than the row rule says is the engine's fault and is never sent as finished."""
+    scenario = simple()
+    scenario.steps[1].routed_experts = None
+    with pytest.raises(LocalProtocolError, match="2 rows for 2 tokens"):
+        scenario.chunks()
+
+
+def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
+    """A request that the engine fails before it gave all rows ends with the engine's error, not with one about rows."""
+    scenario = simple()
+    writer = scenario.writer()
+    scenario.steps[0].routed_experts = None
+    writer.take(scenario.steps[0], 1)
+    drain(writer)
+    writer.take(nothing(FinishReason.ERROR, "out of numbers"), 1)
+    (chunk,) = drain(writer)
+
+    assert chunk.error is not None
+    assert (chunk.error.code, chunk.error.message) == (ErrorCode.ENGINE_ERROR, "out of numbers")
+
+
+def test_an_abort_before_the_first_token_has_no_rows() -> None:
+    """Zero tokens are a valid result: their routing is an array of zero rows with the model's shape."""
+    scenario = simple()
+    writer, stream = scenario.writer(), scenario.stream()
+    writer.take(nothing(FinishReason.ABORT), 1)
+    assert writer.unsent_bytes == 0
+    (chunk,) = drain(writer)
+    stream.add(chunk)
+
+    assert stream.arrays()["routed_experts"].shape == (0, 1, 1)
+    assert len(stream.arrays()["token_ids"]) == 0
+
+
+def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
+    """`start` == Lp and one token: zero rows, and the applied start is echoed."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=2, start=2, cuts=[1], routing=simple().routing)
+    (chunk,) = scenario.chunks()
+
+    assert chunk.routed_experts is not None
+    assert (chunk.routed_experts.start, chunk.routed_experts.shape) == (2, (0, 1, 1))
+    assert chunk.end is not None
+    assert chunk.end.routed_experts_start == 2
+
+
+def test_a_step_without_anything_is_no_chunk() -> None:
+    """Nothing to tell takes no chunk number."""
+    writer = simple().writer()
+    writer.take(nothing(), 1)
+
+    assert writer.next_chunk() is None
+    assert not writer.has_unsent
+
+
+def broken_steps() -> dict[str, RequestStep]:
+    """Second steps of `simple` that no engine should make, by what is wrong with them."""
+    good = simple().steps[1]
+    top = make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[3], widths=(2, None)).steps[0].top_logprobs
+    return {
+        "no rows": replace(good, routed_experts=None),
+        "rows elsewhere": replace(good, routed_experts_start=1),
+        "rows of another shape": replace(good, routed_experts=np.zeros((1, 2, 1), np.uint8)),
+        "rows of another dtype": replace(good, routed_experts=np.zeros((1, 1, 1), np.uint16)),
+        "too few logprobs": replace(good, logprobs=np.zeros(0, np.float32)),
+        "too many top logprobs": replace(good, top_logprobs=top),
+        "an error and no word of it": replace(good, finish_reason=FinishReason.ERROR),
+    }
+
+
+@pytest.mark.parametrize("name", broken_steps())
+def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
+    """A step that is refused leaves no trace: the error that follows is the next chunk, with true totals."""
+    scenario = simple()
+    writer = scenario.writer()
+    assembly = Assembly(scenario.request)
+    writer.take(scenario.steps[0], 1)
+    for chunk in drain(writer):
+        assembly.add(chunk)
+    with pytest.raises(LocalProtocolError):
+        writer.take(broken_steps()[name], 1)
+    assert not writer.has_unsent
+    assembly.add(writer.fail(ChunkError(ErrorCode.PROTOCOL_ERROR, name), 1))
+
+    assert assembly.end is not None
+    assert assembly.end.error is not None
+    assert assembly.end.error.message == name
+
+
+def test_a_step_after_the_last_is_refused() -> None:
+    """An engine that goes on after it has ended a request is told so, also while the end waits for credit."""
+    scenario = simple()
+    writer = scenario.writer()
+    for step in scenario.steps:
+        writer.take(step, 1)
+    with pytest.raises(LocalProtocolError, match="after the request's last step"):
+        writer.take(nothing(), 1)
+
+    assert len(drain(writer)) == 1
+
+
+def test_a_request_without_routing_ignores_rows() -> None:
+    """Routing that was declined is not sent, whatever the engine hands over."""
+    scenario = simple()
+    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, part_bytes=1000)
+    for step in scenario.steps:
+        writer.take(step, 1)
+    (chunk,) = drain(writer)
+
+    assert chunk.routed_experts is None
+    assert chunk.end is not None
+    assert chunk.end.routed_experts_start is None
