@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.protocol.pulling import LOST_S, MAX_BATCH, MAX_OVER, RETRY_S, STANDING_S, Answer, Pull, PullPlan, read_status
@@ -46,6 +46,7 @@ class World:
         """Do what the plan says, and check that it does not ask for too much."""
         pulls = self.plan.next_pulls(self.room, self.now)
         for pull in pulls:
+            assert pull.batch > 0
             for _ in range(count := min(pull.batch, self.waiting[pull.lane])):
                 self.send(pull.lane)
             if count < pull.batch and pull.is_standing:
@@ -55,9 +56,9 @@ class World:
         assert not pulls or self.may_come <= self.plan.claimed <= self.room + MAX_OVER
         return pulls
 
-    def publish(self, lane: Lane) -> None:
-        """A client publishes a request."""
-        self.waiting[lane] += 1
+    def publish(self, lane: Lane, count: int = 1) -> None:
+        """A client publishes requests."""
+        self.waiting[lane] += count
         for number, (stands_on, _) in list(self.standing.items()):
             if stands_on == lane:
                 del self.standing[number]
@@ -102,7 +103,7 @@ class World:
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("publish"), st.sampled_from(LANES)),
+    st.tuples(st.just("publish"), st.tuples(st.sampled_from(LANES), st.integers(1, 4))),
     st.tuples(st.just("receive"), st.none()),
     st.tuples(st.just("set_room"), st.integers(-1, 6)),
     st.tuples(st.just("advance"), st.sampled_from([0.1, STANDING_S, LOST_S + STANDING_S])),
@@ -119,12 +120,20 @@ def play(world: World, event: str, value: object) -> None:
         case "reconnect", _:
             world.lose()
             world.plan.forget()
+        case "publish", (lane, count):
+            world.publish(lane, count)
+        case "advance", float(seconds):
+            world.advance(seconds)
+        case "receive", _:
+            world.receive()
         case _:
-            getattr(world, event)(*([] if value is None else [value]))
+            world.lose()
     world.pull()
 
 
-@given(st.lists(EVENTS, max_size=60))
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(st.lists(EVENTS, min_size=20, max_size=40))
 def test_pulls_never_claim_more_than_there_is_room_for_and_three(events: list[tuple[str, object]]) -> None:
     """Whatever happens: after each pull no more requests may come than there is room for, and three."""
     world = World()
@@ -207,6 +216,20 @@ def test_nothing_is_pulled_without_room(room: int) -> None:
 
     assert world.pull() == []
     assert world.plan.next_at(world.now) is None
+
+
+def test_a_lane_found_empty_is_asked_anew_when_there_is_room_again() -> None:
+    """That a lane was empty is good for the very next pull only: later it may hold what goes before the others."""
+    world = World()
+    world.pull()
+    world.room = 0
+    world.receive()
+
+    assert world.pull() == []
+
+    world.room = 1
+
+    assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", False)]
 
 
 def test_a_refused_lane_waits_and_the_others_do_not() -> None:
