@@ -1,0 +1,62 @@
+"""A load for fault tests: requests of all kinds, and the checking of every result against the undisturbed one."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import bus
+from bus.generation import Generation
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from tests.support.invariants import assert_equal, check_results
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["VOCAB_SIZE", "Load", "greedy"]
+
+Strike = Callable[[], Awaitable[object]]
+
+
+def greedy(prompt: int, max_tokens: int, **fields: object) -> GenerateRequest:
+    """A greedy request of exactly `max_tokens`."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=[prompt, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+class Load:
+    """Requests, and what each must give on engines of one configuration; made by `mixed` or `of`."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], expected: Mapping[str, Generation]) -> None:
+        self.requests = requests
+        self.expected = expected
+
+    @classmethod
+    async def mixed(cls, count: int, config: SyntheticConfig, *, seed: int = 0) -> "Load":
+        """All kinds of requests; `config` needs the vocabulary of `VOCAB_SIZE`."""
+        return await cls.of(make_requests(count, seed), config)
+
+    @classmethod
+    async def of(cls, requests: Sequence[GenerateRequest], config: SyntheticConfig) -> "Load":
+        """These requests."""
+        return cls(requests, await undisturbed(requests, config))
+
+    async def run(
+        self, rb: bus.Client, *, strikes: Mapping[int, Strike] | None = None, max_in_flight: int = 512
+    ) -> list[Generation]:
+        """Complete all of it and check every result (I1 to I3, and equality).
+
+        Args:
+            strikes: what to do when so many results are there.
+        """
+        left = dict(strikes or {})
+        results = []
+        async for generation in rb.complete_many(self.requests, max_in_flight=max_in_flight):
+            results.append(generation)
+            strike = left.pop(len(results), None)
+            if strike is not None:
+                await strike()
+
+        assert left == {}
+        assert [(g.request_id, g.error) for g in results if g.error is not None] == []
+        check_results(results, self.requests)
+        for generation in results:
+            assert_equal(generation, self.expected[generation.request_id])
+        return results
