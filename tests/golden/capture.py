@@ -1,6 +1,6 @@
 """Record a run of a real engine as a golden vector: `python -m tests.golden.capture --help`.
 
-Speaks the protocol with nothing but a NATS client, so that what is recorded is what is on the wire.
+Speaks the protocol's plain mode with nothing but a NATS client, so that what is recorded is what is on the wire.
 """
 
 import argparse
@@ -35,12 +35,13 @@ async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[
         return_routed_experts=True,
         routed_experts_prompt_start=2,
     )
-    message = encode(RequestMessage(client=CLIENT, request=msgspec.Raw(encode(request))))
+    reply_to = f"{subjects.plain(CLIENT)}captured"
+    message = encode(RequestMessage(client=CLIENT, reply_to=reply_to, request=msgspec.Raw(encode(request))))
     frames: list[bytes] = []
     connection = await nats.connect(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            subscription = await connection.subscribe(subjects.frames_to(CLIENT))
+            subscription = await connection.subscribe(reply_to)
             await connection.flush()
             await connection.publish(subjects.request(CLIENT, model, "normal"), message)
             async for incoming in subscription.messages:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from schemas.messages import Frame, RequestMessage, decode_frame, decode_request_message, encode, encode_json
-from schemas.presence import WorkerPresence
+from schemas.presence import ClientPresence, WorkerPresence
 from tests.golden.vectors import VECTORS
 from tests.golden.view import as_json
 
@@ -44,7 +44,7 @@ def generate(root: Path) -> None:
     """Write everything that can be computed below `root`."""
     (root / "captured").mkdir(parents=True, exist_ok=True)
     for name, message in VECTORS.items():
-        if isinstance(message, WorkerPresence):
+        if isinstance(message, WorkerPresence | ClientPresence):
             (root / f"{name}.json").write_bytes(encode_json(message) + b"\n")
         else:
             (root / f"{name}.msgpack").write_bytes(encode(message))

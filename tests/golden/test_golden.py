@@ -11,6 +11,7 @@ from schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,
+    decode_client_presence,
     decode_frame,
     decode_link_message,
     decode_presence,
@@ -18,6 +19,7 @@ from schemas.messages import (
     decode_request_message,
     encode,
 )
+from schemas.presence import ClientPresence, WorkerPresence
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 from tests.golden.generate import ROOT, captured_runs, generate
@@ -53,14 +55,17 @@ def test_the_checked_in_bytes_mean_what_they_meant(name: str) -> None:
             assert decode_link_message((ROOT / f"{name}.msgpack").read_bytes()) == expected
         case RequestMessage():
             message = decode_request_message((ROOT / f"{name}.msgpack").read_bytes())
-            assert (message.client, message.attempt, message.child) == (
-                expected.client,
-                expected.attempt,
-                expected.child,
-            )
+            assert envelope(message) == envelope(expected)
             assert bytes(message.request) == bytes(expected.request)
-        case _:
+        case ClientPresence():
+            assert decode_client_presence((ROOT / f"{name}.json").read_bytes()) == expected
+        case WorkerPresence():
             assert decode_presence((ROOT / f"{name}.json").read_bytes()) == expected
+
+
+def envelope(message: RequestMessage) -> tuple[object, ...]:
+    """What stands around a request."""
+    return message.client, message.incarnation, message.reply_to, message.attempt, message.child
 
 
 def test_golden_requests_decode_to_their_fields() -> None:
@@ -73,6 +78,7 @@ def test_golden_requests_decode_to_their_fields() -> None:
 
     assert plain(requests["request_full"]) == plain(FULL_REQUEST)
     assert plain(requests["request_prompt_as_list"]) == plain(requests["request_minimal"])
+    assert plain(requests["request_plain"]) == plain(requests["request_minimal"])
     assert plain(requests["request_minimal"]) == plain(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r"))
 
 

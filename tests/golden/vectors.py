@@ -15,13 +15,20 @@ from schemas.chunk import (
 )
 from schemas.errors import ErrorCode
 from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
-from schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
+from schemas.presence import (
+    Capabilities,
+    ClientPresence,
+    ClientState,
+    RoutedExpertsInfo,
+    WorkerPresence,
+    WorkerState,
+)
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
 __all__ = ["VECTORS", "Message"]
 
-Message = RequestMessage | Frame | LinkMessage | WorkerPresence
+Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence
 
 
 def i4(*values: int) -> bytes:
@@ -98,15 +105,31 @@ STREAM = [
 
 VECTORS: dict[str, Message] = {
     "request_minimal": RequestMessage(
-        client="trainer-0", request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r")))
+        client="trainer-0",
+        incarnation="life-1",
+        request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r"))),
     ),
-    "request_full": RequestMessage(client="trainer_0", attempt=1, child=3, request=msgspec.Raw(encode(FULL_REQUEST))),
+    "request_full": RequestMessage(
+        client="trainer_0",
+        incarnation="life-2",
+        attempt=1,
+        child=3,
+        request=msgspec.Raw(encode(FULL_REQUEST)),
+    ),
+    "request_plain": RequestMessage(
+        client="c",
+        reply_to="rb.v1.default.plain.c.1",
+        request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r"))),
+    ),
     "request_prompt_as_list": RequestMessage(
-        client="c", request=msgspec.Raw(msgspec.msgpack.encode({"prompt_token_ids": [1, 2, 3], "request_id": "r"}))
+        client="c",
+        incarnation="life-1",
+        request=msgspec.Raw(msgspec.msgpack.encode({"prompt_token_ids": [1, 2, 3], "request_id": "r"})),
     ),
-    "frame_empty": Frame(1, "incarnation", 0, [], []),
-    "frame_admits": Frame(1, "incarnation", 1, [RequestKey("a"), RequestKey("b", 2, 1)], []),
-    "frame_routing_u1": Frame(1, "incarnation", 2, [], STREAM),
+    "frame_plain": Frame(1, "incarnation", 0, [RequestKey("r")], []),
+    "frame_heartbeat": Frame(1, "incarnation", 2**53, [], [], 1, "life-1"),
+    "frame_admits": Frame(1, "incarnation", 1, [RequestKey("a"), RequestKey("b", 2, 1)], [], 0, "life-1"),
+    "frame_routing_u1": Frame(1, "incarnation", 2, [], STREAM, 0, "life-1"),
     "frame_routing_u2": Frame(
         1,
         "incarnation",
@@ -173,6 +196,8 @@ VECTORS: dict[str, Message] = {
         ],
     ),
     "link_abort": LinkMessage(1, [RequestKey("a"), RequestKey("b", 1, 0)]),
+    "link_acks": LinkMessage(1, [], "life-1", "incarnation", 2, 41, 8 * 1024 * 1024),
+    "link_resend": LinkMessage(1, [RequestKey("a")], "life-1", "incarnation", 0, 3, 2**40, resend=True),
     "presence_starting": WorkerPresence(
         worker="w0",
         incarnation="i0",
@@ -206,6 +231,11 @@ VECTORS: dict[str, Message] = {
             priority=True,
             extra=("structured_outputs",),
         ),
+        held_bytes=70_000,
         model_path="/models/model-1.5",
+    ),
+    "presence_client": ClientPresence(client="trainer-0", incarnation="life-1", state=ClientState.LIVE, lease_s=5.0),
+    "presence_client_closed": ClientPresence(
+        client="trainer-0", incarnation="life-1", state=ClientState.CLOSED, lease_s=5.0
     ),
 }

@@ -24,9 +24,8 @@ def view(value: Any) -> Any:
     if isinstance(value, RequestMessage):
         request = msgspec.json.decode(encode_json(decode_request(value.request)))
         request["prompt_token_ids"] = f"<i4 {json.dumps(request['prompt_token_ids'])}"
-        return {"v": value.v, "client": value.client, "attempt": value.attempt, "child": value.child} | {
-            "request": request
-        }
+        envelope = {name: getattr(value, name) for name in value.__struct_fields__ if name != "request"}
+        return envelope | {"request": request}
     if isinstance(value, RoutedExperts):
         rows = json.dumps(value.numpy().tolist())
         return {"start": value.start, "shape": list(value.shape), "dtype": value.dtype, "rows": f"{value.dtype} {rows}"}

@@ -21,7 +21,14 @@ from schemas.chunk import (
 )
 from schemas.errors import ErrorCode
 from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
-from schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
+from schemas.presence import (
+    Capabilities,
+    ClientPresence,
+    ClientState,
+    RoutedExpertsInfo,
+    WorkerPresence,
+    WorkerState,
+)
 from schemas.request import GenerateRequest
 from schemas.rows import DTYPES, RowDtype
 from schemas.sampling import SamplingParams
@@ -112,9 +119,12 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
 
 @st.composite
 def request_messages(draw: st.DrawFn) -> RequestMessage:
-    """Any valid `RequestMessage`."""
+    """Any valid `RequestMessage`, in plain mode or not."""
+    reply_to = draw(maybe(names))
     return RequestMessage(
         client=draw(subject_tokens),
+        incarnation=draw(names) if reply_to is None else "",
+        reply_to=reply_to,
         attempt=draw(INDEX),
         child=draw(INDEX),
         request=msgspec.Raw(encode(draw(requests()))),
@@ -195,10 +205,28 @@ def chunks(draw: st.DrawFn) -> Chunk:
 
 
 keys = st.builds(RequestKey, request_ids, INDEX, INDEX)
+FRAME_NUMBER = st.integers(0, 2**53)
 frames = st.builds(
-    Frame, st.just(1), names, st.integers(0, 2**53), st.lists(keys, max_size=3), st.lists(chunks(), max_size=3)
+    Frame,
+    st.just(1),
+    names,
+    FRAME_NUMBER,
+    st.lists(keys, max_size=3),
+    st.lists(chunks(), max_size=3),
+    FRAME_NUMBER,
+    st.just("") | names,
 )
-link_messages = st.builds(LinkMessage, st.just(1), st.lists(keys, max_size=3))
+link_messages = st.builds(
+    LinkMessage,
+    st.just(1),
+    st.lists(keys, max_size=3),
+    st.just("") | names,
+    st.just("") | names,
+    FRAME_NUMBER,
+    FRAME_NUMBER,
+    st.integers(0, 2**62),
+    st.booleans(),
+)
 
 capabilities = st.builds(
     Capabilities,
@@ -233,7 +261,15 @@ presences = st.builds(
     uptime_s=st.floats(0, 1e9),
     lease_s=st.floats(1e-3, 1e6),
     capabilities=maybe(capabilities),
+    held_bytes=st.integers(0, 2**40),
     last_error=maybe(texts),
+)
+client_presences = st.builds(
+    ClientPresence,
+    client=subject_tokens,
+    incarnation=names,
+    state=st.sampled_from(ClientState),
+    lease_s=st.floats(1e-3, 1e6),
 )
 
 

@@ -16,6 +16,7 @@ from schemas.messages import (
     Frame,
     LinkMessage,
     RequestKey,
+    decode_client_presence,
     decode_frame,
     decode_link_message,
     decode_presence,
@@ -39,6 +40,7 @@ DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
     "frame": (decode_frame, wire.frames.map(encode)),
     "link_message": (decode_link_message, wire.link_messages.map(encode)),
     "presence": (decode_presence, wire.presences.map(encode_json)),
+    "client_presence": (decode_client_presence, wire.client_presences.map(encode_json)),
     "request_id": (request_id_of, wire.requests().map(encode)),
 }
 every_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -58,6 +60,7 @@ def test_request_message_round_trip(message: Any) -> None:
     again = decode_request_message(encode(message))
 
     assert (again.v, again.client, again.attempt, again.child) == (1, message.client, message.attempt, message.child)
+    assert (again.incarnation, again.reply_to) == (message.incarnation, message.reply_to)
     assert bytes(again.request) == bytes(message.request)
     assert encode(again) == encode(message)
 
@@ -97,6 +100,15 @@ def test_presence_round_trip(presence: Any) -> None:
 
     assert decode_presence(data) == presence
     assert msgspec.json.decode(data)["worker"] == presence.worker
+
+
+@given(wire.client_presences)
+def test_client_presence_round_trip(presence: Any) -> None:
+    """A client's presence decodes to what was encoded, and is readable JSON."""
+    data = encode_json(presence)
+
+    assert decode_client_presence(data) == presence
+    assert msgspec.json.decode(data)["client"] == presence.client
 
 
 @every_decoder
@@ -142,7 +154,7 @@ msgpack_values = st.recursive(
 def test_values_in_wrong_places_are_survived(name: str, data: st.DataObject) -> None:
     """Well-formed messages with any value in any field raise nothing but the documented errors."""
     decode, encoded = DECODERS[name]
-    codec: Any = msgspec.json if name == "presence" else msgspec.msgpack
+    codec: Any = msgspec.json if name.endswith("presence") else msgspec.msgpack
     message = codec.decode(data.draw(encoded))
     values = message if isinstance(message, dict) else dict(enumerate(message))
     for key in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):

@@ -61,9 +61,9 @@ def test_deep_nesting_is_a_protocol_error() -> None:
     with pytest.raises(RemoteProtocolError, match="recursion"):
         decode_request_message(b"\x81\xa7request" + nest)
     with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_frame(b"\x96\x01\xa1i\x00\x90\x90" + nest)
+        decode_frame(b"\x98\x01\xa1i\x00\x90\x90\x00\xa0" + nest)
     with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_link_message(b"\x93\x01\x90" + nest)
+        decode_link_message(b"\x99\x01\x90\xa0\xa0\x00\x00\x00\xc2" + nest)
     with pytest.raises(RemoteProtocolError, match="recursion"):
         decode_presence(b'{"x":' + b"[" * DEEP)
     assert request_id_of(b"\x81\xa1a" + nest) is None
@@ -116,7 +116,7 @@ def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
 
 def test_another_wire_version_is_refused() -> None:
     """A message of another wire version is refused, never half understood."""
-    message = RequestMessage(client="c", request=msgspec.Raw(request_with()))
+    message = RequestMessage(client="c", incarnation="i", request=msgspec.Raw(request_with()))
     with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
         decode_frame(pack([2, "i", 0, [], []]))
     with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
@@ -125,11 +125,20 @@ def test_another_wire_version_is_refused() -> None:
         decode_request_message(pack(msgspec.msgpack.decode(encode(message)) | {"v": 2}))
 
 
+@pytest.mark.parametrize(
+    "reply", [{}, {"incarnation": "i", "reply_to": "plain"}, {"incarnation": ""}, {"reply_to": None}]
+)
+def test_a_request_that_says_not_how_to_answer_is_refused(reply: dict[str, object]) -> None:
+    """A request message names the life of the client that follows the link, or a subject to reply to: one of them."""
+    with pytest.raises(RemoteProtocolError, match="either the client's incarnation or reply_to"):
+        decode_request_message(pack({"client": "c", "request": {}} | reply))
+
+
 @pytest.mark.parametrize("client", ["", "a.b", "*", ">", "a b", "ü", "a\n", "c" * 65, 5, None])
 def test_a_client_that_is_no_subject_token_is_refused(client: object) -> None:
     """A client's name becomes part of a subject: with a dot or a wildcard it would reach others' subjects."""
     with pytest.raises(RemoteProtocolError, match="client"):
-        decode_request_message(pack({"client": client, "request": {}}))
+        decode_request_message(pack({"client": client, "incarnation": "i", "request": {}}))
 
 
 @pytest.mark.parametrize(
