@@ -1,15 +1,29 @@
 """What an engine can do decides which requests it sees: everything else is refused here, before it could do harm."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from schemas.errors import ErrorCode, InvalidRequest, RequestRejected
+from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestRejected
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
-__all__ = ["check_request"]
+__all__ = ["check_reply_to", "check_request"]
+
+_SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
+"""One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
+
+
+def check_reply_to(reply_to: str, prefix: str) -> None:
+    """Refuse subjects other than those below `prefix`: frames must not reach others' subjects.
+
+    Raises:
+        RemoteProtocolError: it is none.
+    """
+    if not reply_to.startswith(prefix) or _SUBJECT_TAIL.fullmatch(reply_to.removeprefix(prefix)) is None:
+        raise RemoteProtocolError(f"reply_to is no subject below {prefix}")
 
 
 def check_request(request: GenerateRequest, capabilities: Capabilities, weight_version: int) -> None:

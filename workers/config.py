@@ -6,10 +6,13 @@ import uuid
 
 import msgspec
 
-from schemas.checks import check_int, check_name, check_subject_token
+from schemas.checks import check_float, check_int, check_name, check_subject_token
 from schemas.limits import MAX_WEIGHT_VERSION
 
-__all__ = ["WorkerConfig"]
+__all__ = ["LEASE_MARGIN_S", "WorkerConfig"]
+
+LEASE_MARGIN_S = 1.0
+"""A worker gives up this long before others may take it for dead, and takes others for dead this much later."""
 
 
 def default_worker_id() -> str:
@@ -30,6 +33,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the checkpoint that the engine loads at its start."""
     model_path: str | None = None
     """Where the checkpoint lies, for tools on the same machine that want its tokenizer."""
+    lease_s: float = 5.0
+    """For how long an announcement is good: five heartbeats. A busy machine may delay a few of them, and a dead worker
+    is still noticed soon."""
+    engine_timeout_s: float = 300.0
+    """An engine that has requests and makes no step for so long counts as dead. Far above the longest step: that of a
+    long prompt on a CPU."""
+    max_held_bytes: int = 512 * 1024**2
+    """Results that clients have not taken: above it no more requests are taken, above twice that some are given up."""
 
     def __post_init__(self) -> None:
         """Check names and range."""
@@ -37,3 +48,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_subject_token("worker_id", self.worker_id)
         check_name("model", self.model)
         check_int("weight_version", self.weight_version, 0, MAX_WEIGHT_VERSION)
+        check_float("lease_s", self.lease_s, 2 * LEASE_MARGIN_S, 60)
+        check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
+        check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)

@@ -1,0 +1,123 @@
+"""Runs an engine: requests in, steps out, and its death noticed, also when it dies in silence."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from schemas.errors import EngineDead
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from workers.engine import Engine, RequestStep
+
+__all__ = ["EngineRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineRunner:
+    """What is between a worker and its engine.
+
+    Args:
+        engine: not started.
+        timeout_s: an engine that has requests and makes no step for so long is dead.
+        on_steps: called with what each step produced.
+    """
+
+    def __init__(self, engine: Engine, *, timeout_s: float, on_steps: Callable[[Sequence[RequestStep]], None]) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._on_steps = on_steps
+        self._capabilities: Capabilities | None = None
+        # Keys from `add` until the step that ends them; as many as the worker takes.
+        self._inside: set[str] = set()
+        self._being_added: set[str] = set()
+        self._to_abort: set[str] = set()
+        self._abort_wanted = asyncio.Event()
+        self._quiet_s = 0.0
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<EngineRunner inside={len(self._inside)} quiet_s={self._quiet_s:g} engine={self._engine!r}>"
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What the engine can do; None until it has started."""
+        return self._capabilities
+
+    @property
+    def num_free(self) -> int:
+        """Requests that the engine would start at once; 0 until it has started."""
+        if self._capabilities is None:
+            return 0
+        return max(self._capabilities.max_num_seqs - len(self._inside), 0)
+
+    async def start(self) -> None:
+        """Start the engine.
+
+        Raises:
+            EngineDead: it could not be started.
+        """
+        await self._engine.start()
+        self._capabilities = self._engine.capabilities
+
+    async def run(self) -> NoReturn:
+        """Hand over what the engine produces until it dies.
+
+        Raises:
+            EngineDead: always.
+        """
+        async for steps in self._engine.steps():
+            self._quiet_s = 0.0
+            for step in steps:
+                if step.finish_reason is not None:
+                    self._inside.discard(step.key)
+            self._on_steps(steps)
+        raise EngineDead("the engine stopped by itself")
+
+    async def add(self, key: str, request: GenerateRequest) -> None:
+        """Have the engine take `request`, which has passed the worker's checks, under a key never used before.
+
+        Raises:
+            InvalidRequest: the engine refuses it and has not seen it.
+            EngineDead: the engine is gone.
+        """
+        self._inside.add(key)
+        self._being_added.add(key)
+        try:
+            await self._engine.add(key, request)
+        except Exception:
+            self._inside.discard(key)
+            raise
+        finally:
+            self._being_added.discard(key)
+            # Given up meanwhile: the engine would have ignored an abort of what it did not know yet.
+            if key in self._to_abort:
+                self._abort_wanted.set()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Have the engine end these requests soon, each by a step; those that it does not have are ignored."""
+        self._to_abort.update(self._inside.intersection(keys))
+        if self._to_abort:
+            self._abort_wanted.set()
+
+    async def run_aborts(self) -> None:
+        """Carry out aborts, until cancelled."""
+        while True:
+            await self._abort_wanted.wait()
+            self._abort_wanted.clear()
+            keys = self._to_abort - self._being_added
+            self._to_abort -= keys
+            await self._engine.abort(sorted(keys & self._inside))
+
+    def watch(self, interval_s: float) -> None:
+        """Called every `interval_s`: is the engine still moving?
+
+        Counts calls, not the clock: time for which this whole process stood still was not the engine's.
+
+        Raises:
+            EngineDead: it has requests and has made no step for too long.
+        """
+        self._quiet_s = self._quiet_s + interval_s if self._inside else 0.0
+        if self._quiet_s > self._timeout_s:
+            raise EngineDead(f"the engine made no step for {self._timeout_s:g} s with {len(self._inside)} requests")

@@ -1,0 +1,38 @@
+"""What happened on the links of a worker, counted."""
+
+from dataclasses import dataclass
+
+__all__ = ["LinkStats"]
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """Counters since the worker was started: whatever is dropped is counted."""
+
+    offered: int = 0
+    rejected: int = 0
+    ended: int = 0
+    """Ended by the engine: stopped, full, aborted or failed."""
+    failed: int = 0
+    """Ended by the worker with an error."""
+    confirmed: int = 0
+    """Offers that their clients took."""
+    late_steps: int = 0
+    """Engine output of requests that had ended."""
+    repeated: int = 0
+    """Requests that the queue delivered again although they were here."""
+    fenced: int = 0
+    """Requests given up because the worker's lease ran out."""
+    clients_gone: int = 0
+    """Lives of clients that ended: closed, expired or followed by another."""
+    requests_of_gone: int = 0
+    """Their requests that were dropped."""
+    over_budget: int = 0
+    """Requests ended because their unread results were too large."""
+    late_messages: int = 0
+    """Messages of lives of clients that are over for good."""
+    bad_messages: int = 0
+    """Messages that acknowledge what was never sent."""
+    links_broken: int = 0
+    """Links given up for a new one, since the client had lost its place or a frame could not be published."""
+    frames_resent: int = 0
