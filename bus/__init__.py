@@ -11,6 +11,7 @@ If this docstring is not what `help(bus)` shows, another package called `bus` co
 from bus.client import Client, ClientStats, connect
 from bus.fleet import Fleet, FleetState
 from bus.generation import Generation
+from bus.queue import QueueDepth
 from schemas.chunk import Chunk, FinishReason, RoutedExperts
 from schemas.errors import (
     BusBroken,
@@ -41,6 +42,7 @@ __all__ = [
     "Generation",
     "InvalidRequest",
     "NoWorkers",
+    "QueueDepth",
     "RequestError",
     "RequestFailed",
     "RequestRejected",

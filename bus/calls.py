@@ -1,160 +1,187 @@
-"""What a client knows of one request of its caller: the streams of its children, and how it ended."""
+"""The caller's end of a request: what has come for it, until the caller takes it.
+
+Two threads meet here. The bus thread writes (`deliver`, `finish`); everything else belongs to the caller's loop. Each
+field has one writer, and the order of writing makes locks needless: chunks are appended before the ending is set, so
+that who reads the ending first and the chunks then has missed nothing.
+"""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 
-from bus.generation import Generation
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, FinishReason
+from bus.generation import Generation, Sample, join_samples
+from bus.protocol.chunking import chunk_bytes
+from schemas.chunk import Chunk
 from schemas.errors import RequestError
-from schemas.messages import RequestKey
+from schemas.limits import DEFAULT_TIMEOUT_S
+from schemas.messages import encode
 from schemas.request import GenerateRequest, expand_children
 
-__all__ = ["Call", "ChildCall"]
+__all__ = ["Call", "Ending", "Inbox", "Unread"]
 
 
-class ChildCall:
-    """One sample of a request: its stream, and where its current attempt is."""
+@dataclass(slots=True)
+class Unread:
+    """Bytes of results that were delivered to the callers of one client and that none has taken."""
 
-    def __init__(self, request: GenerateRequest, *, child: int, attempt: int, keep: bool) -> None:
-        self.child = child
-        self.stream = Stream(request, child=child, attempt=attempt, keep=keep)
-        self.to_publish = request
-        """What the current attempt asks for."""
-        self.is_published = False
-        """The current attempt is on its way or in the hands of a worker, not waiting for one."""
-        self.last_error: RequestError | None = None
-        """Why the attempt before this one was given up; None for the first."""
-        self.worker: str | None = None
-        """Who admitted the current attempt; None before."""
-        self.workers: list[str] = []
-        """Who admitted its attempts, in order."""
-        self.engine_deaths = 0
-        """Attempts that ended with the death of their engine."""
-        self._since = time.monotonic()
+    delivered: int = 0
+    """Written by the bus thread."""
+    taken: int = 0
+    """Written in the caller's loop."""
+    dropped: int = 0
+    """Delivered to calls that their callers had left; written by the bus thread."""
 
     @property
-    def key(self) -> RequestKey:
-        """Of the current attempt, on the wire."""
-        return RequestKey(self.stream.request_id, self.stream.attempt, self.child)
-
-    @property
-    def is_open(self) -> bool:
-        """More is to come."""
-        return self.stream.end is None
-
-    def admit(self, worker: str) -> bool:
-        """Note who serves the current attempt; False if it is another's."""
-        if self.worker is None:
-            self.worker = worker
-            self.workers.append(worker)
-        return self.worker == worker
-
-    def publish(self) -> None:
-        """Note that the current attempt is on its way."""
-        self.is_published = True
-        self._since = time.monotonic()
-
-    def give_up(self, error: RequestError) -> GenerateRequest | Chunk:
-        """End the current attempt because of `error`; returns what to publish for the next, or the terminal chunk."""
-        self.worker = None
-        self.is_published = False
-        self.last_error = error
-        self._since = time.monotonic()
-        more = self.stream.next_attempt()
-        if not isinstance(more, Chunk):
-            self.to_publish = more
-        return more
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the current attempt was published, or since the one before it was given up."""
-        return time.monotonic() - self._since
+    def num_bytes(self) -> int:
+        """At this moment, or a moment ago."""
+        return self.delivered - self.taken - self.dropped
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a call ended; the bus thread touches none of this any more."""
+
+    samples: Sequence[Sample]
+    """What came of each child; empty where that is lost."""
+    error: RequestError | None
+    """Why it failed; None if every child has its terminal chunk."""
+
+
+class Inbox:
+    """Calls with news for the caller's loop: however many come while it is blocked, one callback waits for it.
+
+    Args:
+        tell: has a callback called in the caller's loop; to be called on the bus thread.
+    """
+
+    def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
+        self._tell = tell
+        # Appended to by the bus thread, taken from in the caller's loop. Bounded by the live calls: each is in it once.
+        self._calls: deque[Call] = deque()
+        self._is_due = False
+        self.unread = Unread()
+
+    def put(self, call: "Call") -> None:
+        """Have `call` notice its news in the caller's loop; on the bus thread."""
+        if call.is_due:
+            return
+        call.is_due = True
+        self._calls.append(call)
+        if not self._is_due:
+            self._is_due = True
+            self._tell(self._hand_out)
+
+    def _hand_out(self) -> None:
+        # Each flag falls before what it stands for is looked at: news that come later raise it again.
+        self._is_due = False
+        while self._calls:
+            call = self._calls.popleft()
+            call.is_due = False
+            call.notice()
+
+
+@dataclass(eq=False, slots=True)
 class Call:
-    """One request of the caller, from its publication to its end.
+    """One request of the caller, from its opening to its end.
 
     Buffers are bounded by what the request itself may produce; they fill on receipt, whether or not the caller reads.
 
     Args:
         request: as the caller gave it.
-        attempt: tells its chunks from those of an earlier call of the same id.
+        inbox: tells the caller's loop of news.
         streams: the caller takes chunks one by one; otherwise it takes the finished `Generation`.
+
+    Raises:
+        InvalidRequest: its samples cannot be told apart: a seed is too large.
     """
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        *,
-        streams: bool,
-        attempt: int = 0,
-    ) -> None:
-        self.request = request
-        self.model = ""
-        """Which model serves it; empty until that is known."""
-        self.children = [
-            ChildCall(child, child=index, attempt=attempt, keep=not streams)
-            for index, child in enumerate(expand_children(request))
-        ]
-        self.error: RequestError | None = None
-        """Why the call failed; None while it runs or when it succeeded."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Ends the call at its deadline."""
-        self._streams = streams
-        self._on_end: Callable[[Call], None] | None = None
-        self._chunks: deque[Chunk] = deque()
-        self._changed = asyncio.Event()
+    request: GenerateRequest
+    inbox: Inbox
+    streams: bool
+    # Set in the caller's loop before the bus thread sees the call, and not changed any more.
+    model: str = ""
+    """Which model serves it; empty until that is known."""
+    children: list[GenerateRequest] = field(init=False)
+    """The request of each sample."""
+    payloads: list[bytes] = field(init=False)
+    """These encoded: here, so that what cannot be encoded fails before anybody else sees it."""
+    deadline_s: float = field(init=False)
+    """On `time.monotonic()`."""
+    # In the caller's loop.
+    is_submitted: bool = False
+    is_aborted: bool = False
+    """The caller gave it up before it was submitted."""
+    _taken: int = 0
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _on_end: Callable[["Call"], None] | None = None
+    # By the bus thread.
+    delivered: int = 0
+    """Bytes that came; those of a streamed call leave as they are taken, all others when the caller leaves the call."""
+    ending: Ending | None = None
+    """How it ended; None while it is open. Set after the last chunk was appended."""
+    _chunks: deque[tuple[Chunk, int]] = field(init=False, default_factory=deque)
+    # By both, in the order that `Inbox` explains.
+    is_due: bool = False
+
+    def __post_init__(self) -> None:
+        """Prepare what is published."""
+        self.children = expand_children(self.request)
+        self.payloads = [encode(child) for child in self.children]
+        self.deadline_s = time.monotonic() + self.timeout_s
 
     def __repr__(self) -> str:
         """One line with the state."""
-        state = self.error.code if self.error else ("ended" if self.has_ended else "open")
+        state = "open" if self.ending is None else "ended" if self.error is None else self.error.code
         return f"<Call {self.request.request_id} {state} children={len(self.children)}>"
 
     @property
-    def has_ended(self) -> bool:
-        """All children have their terminal chunk, or the call has failed as a whole."""
-        return self.error is not None or not any(child.is_open for child in self.children)
+    def timeout_s(self) -> float:
+        """Seconds from its opening to its deadline."""
+        return DEFAULT_TIMEOUT_S if self.request.timeout_s is None else self.request.timeout_s
 
     @property
-    def is_unadmitted(self) -> bool:
-        """Some child has no worker."""
-        return any(child.is_open and child.worker is None for child in self.children)
+    def error(self) -> RequestError | None:
+        """Why the call failed; None while it runs or when it succeeded."""
+        return None if self.ending is None else self.ending.error
 
-    @property
-    def next_attempt(self) -> int:
-        """A number that no attempt of any child has."""
-        return max(child.stream.attempt for child in self.children) + 1
+    # On the bus thread.
 
-    def deliver(self, chunks: list[Chunk]) -> None:
-        """Hand a child's chunks to the caller; they have been checked."""
-        if self._streams:
-            self._chunks.extend(chunks)
-        if chunks:
-            self._notify()
+    def deliver(self, chunks: Sequence[Chunk]) -> None:
+        """Hand over a child's chunks; they have been checked, and the call has not ended."""
+        if not chunks:
+            return
+        sized = [(chunk, chunk_bytes(chunk)) for chunk in chunks]
+        num_bytes = sum(size for _, size in sized)
+        self.delivered += num_bytes
+        self.inbox.unread.delivered += num_bytes
+        if self.streams:
+            self._chunks.extend(sized)
+            self.inbox.put(self)
 
-    def fail(self, error: RequestError) -> None:
-        """End the call with `error`; without effect once it has ended."""
-        if not self.has_ended:
-            self.error = error
-            self._notify()
+    def finish(self, ending: Ending) -> None:
+        """End the call; nothing is delivered any more."""
+        self.ending = ending
+        self.inbox.put(self)
+
+    def forget(self) -> None:
+        """Count as dropped what came after the caller had left the call."""
+        self.inbox.unread.dropped += self.delivered - self._taken
+
+    # In the caller's loop.
+
+    def notice(self) -> None:
+        """Wake who waits for this call."""
+        self._changed.set()
+        if self.ending is not None and self._on_end is not None:
+            callback, self._on_end = self._on_end, None
+            callback(self)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
         """Call `callback` once when the call has ended; at once if it has."""
         self._on_end = callback
-        if self.has_ended:
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        if self.has_ended:
-            if self.timer is not None:
-                self.timer.cancel()
-            callback, self._on_end = self._on_end, None
-            if callback is not None:
-                callback(self)
+        self.notice()
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Yield chunks as they come, those of several children interleaved.
@@ -163,41 +190,34 @@ class Call:
             RequestError: the request failed; what came before has been yielded.
         """
         while True:
-            while self._chunks:
-                yield self._chunks.popleft()
-            if self.has_ended:
-                break
             self._changed.clear()
+            # Before the chunks: what came ahead of the ending is seen by then.
+            ending = self.ending
+            while self._chunks:
+                chunk, size = self._chunks.popleft()
+                self._take(size)
+                yield chunk
+            if ending is not None:
+                break
             await self._changed.wait()
-        if self.error is not None:
-            raise self.error
+        if ending.error is not None:
+            raise ending.error
 
     async def wait(self) -> None:
         """Wait until the call has ended, well or not."""
-        while not self.has_ended:
+        while self.ending is None:
             self._changed.clear()
             await self._changed.wait()
 
-    def generation(self) -> Generation:
-        """The result of a call that has ended, child 0 with its siblings; on failure what had arrived."""
-        first, *others = self.children
-        return self._child_generation(first, tuple(self._child_generation(child) for child in others))
+    def leave(self) -> None:
+        """Take no more of it: what has come counts as taken."""
+        self._take(self.delivered - self._taken)
 
-    def _child_generation(self, child: ChildCall, siblings: tuple[Generation, ...] = ()) -> Generation:
-        stream = child.stream
-        end = stream.end
-        return Generation(
-            request_id=self.request.request_id,
-            child=child.child,
-            prompt_len=self.request.prompt_len,
-            start=stream.start,
-            finish_reason=FinishReason.ERROR if end is None or self.error is not None else end.finish_reason,
-            stop_reason=None if end is None else end.stop_reason,
-            cached_tokens=None if end is None else end.cached_tokens,
-            attempts=stream.num_attempts,
-            worker_ids=tuple(child.workers),
-            exact=stream.is_exact,
-            siblings=siblings,
-            error=self.error,
-            **stream.arrays(),
-        )
+    def _take(self, num_bytes: int) -> None:
+        self._taken += num_bytes
+        self.inbox.unread.taken += num_bytes
+
+    def generation(self) -> Generation:
+        """The result of a call that has ended and was not streamed; on failure what had arrived."""
+        samples = () if self.ending is None else self.ending.samples
+        return join_samples(self.request, samples, self.error)

@@ -1,31 +1,28 @@
 """The client that trainers use: requests in, chunks or finished generations out."""
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from bus.calls import Call
-from bus.connection import Connection, close_connection, default_url, open_connection, subscribe
-from bus.exchange import ClientStats, Exchange
+from bus.connection import default_url
+from bus.desk import Desk, check_ids
 from bus.fleet import Fleet
-from bus.generation import Generation
+from bus.generation import Generation, join_samples
 from bus.subjects import Subjects
-from schemas.checks import check_float, check_subject_token
+from bus.traffic import ClientConfig, ClientStats
+from schemas.checks import check_float, check_int, check_subject_token
 from schemas.chunk import Chunk
-from schemas.errors import BusBroken, BusClosed, NoWorkers, RequestError
-from schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
+from schemas.errors import BusClosed, NoWorkers, RequestError
+from schemas.limits import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_UNREAD_BYTES, MAX_TIMEOUT_S
 from schemas.request import GenerateRequest
 
 __all__ = ["Client", "ClientStats", "connect"]
 
 DEFAULT_WORKER_GRACE_S = 15.0
 """Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
-LEASE_CHECK_S = 0.5
-"""How often leases are looked at: a tenth of a lease."""
 
 
 def connect(
@@ -34,6 +31,7 @@ def connect(
     fleet: str = "default",
     client: str | None = None,
     worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
+    max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
 ) -> "Client":
     """A client of a fleet, to be entered with `async with`.
 
@@ -41,36 +39,46 @@ def connect(
         url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
         fleet: whose workers serve the requests.
         client: this client's name in subjects, unique among live clients; None: drawn at random.
-        worker_grace_s: seconds that a request whose worker was lost may wait for another to come up.
+        worker_grace_s: seconds that requests may wait for a worker to come up when the last one of their model is gone.
+        max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
 
     Raises:
-        InvalidRequest: a name that cannot stand in a subject, or a negative time.
+        InvalidRequest: a name that cannot stand in a subject, or a number out of range.
     """
-    return Client(url or default_url(), fleet=fleet, client=client, worker_grace_s=worker_grace_s)
+    return Client(
+        url or default_url(),
+        fleet=fleet,
+        client=client,
+        worker_grace_s=worker_grace_s,
+        max_unread_bytes=max_unread_bytes,
+    )
 
 
 class Client:
     """Requests and their streams over one connection. Made by `connect`; use it from one event loop.
 
+    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and the lease holds.
+
     Entering raises `BusBroken` when no server answers. Leaving aborts what is still open, so that no engine works
-    for nobody, and closes the connection.
+    for nobody, and closes the connection; a cancellation meanwhile is raised once that is done.
     """
 
-    def __init__(self, url: str, *, fleet: str, client: str | None, worker_grace_s: float) -> None:
+    def __init__(
+        self, url: str, *, fleet: str, client: str | None, worker_grace_s: float, max_unread_bytes: int
+    ) -> None:
         self._url = url
         self._worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
+        self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
         self._subjects = Subjects(fleet)
         self._client = check_subject_token("client", client or f"c-{uuid.uuid4().hex[:12]}")
-        self._tasks: asyncio.TaskGroup
-        self._background: list[asyncio.Task[None]] = []
         # Set while connected.
-        self._nats: Connection | None = None
-        self._fleet: Fleet | None = None
-        self._exchange: Exchange | None = None
+        self._connected: Desk | None = None
 
     def __repr__(self) -> str:
         """One line with the state."""
-        return f"<Client {self._client} fleet={self._subjects.fleet} {self._exchange or 'closed'}>"
+        desk = self._connected
+        state = "closed" if desk is None else f"calls={desk.num_calls} unread_bytes={desk.unread_bytes}"
+        return f"<Client {self._client} fleet={self._subjects.fleet} {state}>"
 
     @property
     def fleet(self) -> Fleet:
@@ -79,15 +87,13 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        if self._fleet is None:
-            raise BusClosed("this client is not connected; use it inside `async with`")
-        return self._fleet
+        return self._desk.fleet
 
     @property
-    def _traffic(self) -> Exchange:
-        if self._exchange is None:
+    def _desk(self) -> Desk:
+        if self._connected is None:
             raise BusClosed("this client is not connected; use it inside `async with`")
-        return self._exchange
+        return self._connected
 
     def stats(self) -> ClientStats:
         """A copy of the counters.
@@ -95,80 +101,32 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        return replace(self._traffic.stats)
+        return self._desk.stats()
 
     async def __aenter__(self) -> Self:
         """Connect, listen, and ask who is there."""
-        if self._nats is not None:
+        if self._connected is not None:
             raise BusClosed("this client is entered already")
-        nats = await open_connection(
-            self._url, name=f"rollbus client {self._client}", on_reconnect=self._on_reconnect, on_error=self._on_error
+        desk = Desk(
+            ClientConfig(
+                url=self._url,
+                subjects=self._subjects,
+                client=self._client,
+                incarnation=uuid.uuid4().hex[:12],
+                worker_grace_s=self._worker_grace_s,
+            )
         )
-        exchange = Exchange(nats, self._subjects, self._client, worker_grace_s=self._worker_grace_s)
-        fleet = Fleet(nats, self._subjects, exchange.worker_gone)
-        try:
-            await subscribe(nats, self._subjects.presences, fleet.receive)
-            await subscribe(nats, self._subjects.frames_to(self._client), exchange.receive)
-            # In order on one connection: the server knows both subscriptions before any request can cause an answer.
-            await fleet.listen_anew()
-        except BaseException:
-            await close_connection(nats)
-            raise
-        self._nats, self._exchange, self._fleet = nats, exchange, fleet
-        self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._background = [
-            self._tasks.create_task(exchange.send_aborts(), name="client.aborts"),
-            self._tasks.create_task(exchange.republish(fleet), name="client.republish"),
-            self._tasks.create_task(self._watch(nats, fleet, exchange), name="client.watch"),
-        ]
+        await desk.start()
+        self._connected = desk
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is open and close."""
-        nats, exchange = self._nats, self._exchange
-        if nats is None or exchange is None:
-            raise BusClosed("this client is not connected")
-        self._nats = self._fleet = self._exchange = None
-        exchange.close()
-        for task in self._background:
-            task.cancel()
-        try:
-            # The body's exception is not shown to the group, which would wrap it: callers catch what they raised.
-            await self._tasks.__aexit__(None, None, None)
-            await exchange.flush_aborts()
-        finally:
-            await close_connection(nats)
-
-    async def _on_reconnect(self) -> None:
-        if self._exchange is not None:
-            self._exchange.lose_all("the connection to NATS was lost meanwhile")
-            await self.fleet.listen_anew()
-
-    def _on_error(self, error: Exception) -> None:
-        if self._exchange is None:
-            return
-        if isinstance(error, BusBroken):
-            self._exchange.fail_all(str(error))
-        else:
-            # Frames were dropped unread, or one upset us.
-            self._exchange.lose_all(f"frames were lost: {error}")
-
-    async def _watch(self, nats: Connection, fleet: Fleet, exchange: Exchange) -> None:
-        """Look at leases, and at what nobody has admitted."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(LEASE_CHECK_S)
-            if not nats.is_connected:
-                # Lease clocks stand still: nobody could be heard.
-                continue
-            if time.monotonic() - before > 2 * LEASE_CHECK_S:
-                # This loop was blocked: what workers said meanwhile has yet to be read.
-                await fleet.listen_anew()
-            else:
-                fleet.expire()
-                exchange.lose_unadmitted()
+        desk = self._desk
+        self._connected = None
+        await desk.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`, those of n > 1 samples interleaved and told apart by `child`.
@@ -178,13 +136,13 @@ class Client:
         Raises:
             RequestError: it was rejected, failed or timed out; what came before has been yielded.
         """
-        traffic = self._traffic
-        call = await traffic.open(request, self.fleet, streams=True)
+        desk = self._desk
+        call = await desk.open(request, streams=True)
         try:
             async for chunk in call.chunks():
                 yield chunk
         finally:
-            traffic.drop(call)
+            desk.drop(call)
 
     async def complete(self, request: GenerateRequest) -> Generation:
         """The finished result of `request`; for n > 1 child 0 with `siblings`.
@@ -194,23 +152,24 @@ class Client:
         Raises:
             RequestError: it was rejected, failed or timed out.
         """
-        traffic = self._traffic
-        call = await traffic.open(request, self.fleet, streams=False)
+        desk = self._desk
+        call = await desk.open(request, streams=False)
         try:
             await call.wait()
+            if call.error is not None:
+                raise call.error
+            return call.generation()
         finally:
-            traffic.drop(call)
-        if call.error is not None:
-            raise call.error
-        return call.generation()
+            desk.drop(call)
 
     async def complete_many(
         self, requests: Iterable[GenerateRequest], *, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     ) -> AsyncGenerator[Generation, None]:
         """Results of many requests in the order in which they finish, `max_in_flight` at a time.
 
-        `requests` is taken from as there is room, so that it may be endless. A request that fails harms no other:
-        it comes as a `Generation` with `finish_reason` ERROR and `error` set. Leaving the loop aborts what is open.
+        `requests` is taken from as there is room, so that it may be endless. No more are taken while results of more
+        than `max_unread_bytes` wait to be read. A request that fails harms no other: it comes as a `Generation` with
+        `finish_reason` ERROR and `error` set. Leaving the loop aborts what is open.
 
         Raises:
             NoWorkers: no worker is left to take the next request; every result before it has been yielded.
@@ -218,7 +177,7 @@ class Client:
         """
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
-        traffic = self._traffic
+        desk = self._desk
         source = iter(requests)
         request = next(source, None)
         in_flight: set[Call] = set()
@@ -227,31 +186,54 @@ class Client:
         no_workers: NoWorkers | None = None
         try:
             while request is not None or in_flight:
-                if request is not None and len(in_flight) < max_in_flight and ended.empty():
-                    try:
-                        in_flight.add(await self._start(request, ended))
-                        request = next(source, None)
-                    except NoWorkers as exc:
-                        request, no_workers = None, exc
+                # With nothing in flight nothing can end: then unread results of others must not hold up this.
+                has_room = not in_flight or (
+                    len(in_flight) < max_in_flight and desk.unread_bytes < self._max_unread_bytes
+                )
+                if request is None or not has_room or not ended.empty():
+                    yield _take(desk, in_flight, await ended.get())
                     continue
-                call = await ended.get()
-                in_flight.remove(call)
-                traffic.drop(call)
-                yield call.generation()
+                opened = await _try_open(desk, request)
+                if isinstance(opened, NoWorkers):
+                    request, no_workers = None, opened
+                    continue
+                if isinstance(opened, Call):
+                    in_flight.add(opened)
+                    opened.when_ended(ended.put_nowait)
+                else:
+                    yield join_samples(request, (), opened)
+                request = next(source, None)
         finally:
             for call in in_flight:
-                traffic.drop(call)
+                desk.drop(call)
         if no_workers is not None:
             raise no_workers
 
-    async def _start(self, request: GenerateRequest, ended: asyncio.Queue[Call]) -> Call:
-        """Open a call that ends in `ended`, also when it is refused; only `NoWorkers` is raised."""
-        try:
-            call = await self._traffic.open(request, self.fleet, streams=False)
-        except NoWorkers:
-            raise
-        except RequestError as exc:
-            call = Call(request, streams=False)
-            call.fail(exc)
-        call.when_ended(ended.put_nowait)
-        return call
+    async def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.
+
+        What had arrived stays with its caller: `complete` returns it. The engines stop working for them.
+
+        Returns:
+            Those that were open; an id that is unknown, or whose request has ended, is passed over.
+
+        Raises:
+            InvalidRequest: there are no ids.
+            BusClosed: the client is not connected.
+        """
+        return await self._desk.abort(check_ids(request_ids))
+
+
+async def _try_open(desk: Desk, request: GenerateRequest) -> Call | RequestError:
+    """Open a call, or say why it was refused."""
+    try:
+        return await desk.open(request, streams=False)
+    except RequestError as exc:
+        return exc
+
+
+def _take(desk: Desk, in_flight: set[Call], call: Call) -> Generation:
+    """The result of a call that has ended."""
+    in_flight.remove(call)
+    desk.drop(call)
+    return call.generation()

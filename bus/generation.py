@@ -1,15 +1,18 @@
 """The finished answer to one request, as arrays."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bus.protocol.stream import Stream
 from schemas.chunk import FinishReason
 from schemas.errors import RequestError
+from schemas.request import GenerateRequest
 from schemas.rows import Rows
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "Sample", "join_samples"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,3 +71,43 @@ class Generation:
             f"<Generation {self.request_id}/{self.child} {self.finish_reason} tokens={len(self.token_ids)} "
             f"rows={rows} start={self.start} attempts={self.attempts}>"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What came of one child of a request."""
+
+    child: int
+    stream: Stream
+    """Kept, and not touched by anybody else any more."""
+    workers: tuple[str, ...] = ()
+    """Who served its attempts, in order."""
+
+
+def join_samples(request: GenerateRequest, samples: Sequence[Sample], error: RequestError | None) -> Generation:
+    """The result of `request`: its first sample, with the others as siblings; without `samples`, empty ones."""
+    if not samples:
+        samples = [Sample(i, Stream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)]
+    first, *others = samples
+    return _join(request, first, error, tuple(_join(request, sample, error) for sample in others))
+
+
+def _join(
+    request: GenerateRequest, sample: Sample, error: RequestError | None, siblings: tuple[Generation, ...] = ()
+) -> Generation:
+    stream, end = sample.stream, sample.stream.end
+    return Generation(
+        request_id=request.request_id,
+        child=sample.child,
+        prompt_len=request.prompt_len,
+        start=stream.start,
+        finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
+        stop_reason=None if end is None else end.stop_reason,
+        cached_tokens=None if end is None else end.cached_tokens,
+        attempts=stream.num_attempts,
+        worker_ids=sample.workers,
+        exact=stream.is_exact,
+        siblings=siblings,
+        error=error,
+        **stream.arrays(),
+    )

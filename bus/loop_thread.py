@@ -31,11 +31,18 @@ class LoopThread(Generic[T]):
     Args:
         name: of the thread.
         resident: entered and left on the thread; owns every task that lasts there.
+        on_end: called in the owner's loop when a thread that had started has ended, with what ended it too early.
     """
 
-    def __init__(self, name: str, resident: AbstractAsyncContextManager[T]) -> None:
+    def __init__(
+        self,
+        name: str,
+        resident: AbstractAsyncContextManager[T],
+        on_end: Callable[[BaseException | None], None] = lambda _: None,
+    ) -> None:
         self._name = name
         self._resident = resident
+        self._on_end = on_end
         self._owner: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
@@ -49,6 +56,7 @@ class LoopThread(Generic[T]):
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._is_stopping = False
+        self._callback_error: BaseException | None = None
         # Written by the thread before `_ended` is set.
         self._error: BaseException | None = None
 
@@ -175,12 +183,15 @@ class LoopThread(Generic[T]):
         self._task = asyncio.current_task()
         if self._is_stopping:
             return
+        self._loop.set_exception_handler(self._take_error)
         async with self._resident as resident:
             self.tell_owner(lambda: self._enter(resident))
             while not self._is_stopping:
                 await self._wake.wait()
                 self._wake.clear()
                 self._take_posts()
+                if self._callback_error is not None:
+                    raise self._callback_error
 
     def _take_posts(self) -> None:
         # First: what is posted from here on wakes the thread again.
@@ -188,6 +199,15 @@ class LoopThread(Generic[T]):
         while self._posts:
             function, args = self._posts.popleft()
             function(*args)
+
+    def _take_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" not in context or error is None:
+            loop.default_exception_handler(context)
+            return
+        # A timer's callback failed. Nobody waits for it, so that it has to end the thread to be heard of.
+        self._callback_error = error
+        self._wake.set()
 
     def _cancel(self) -> None:
         self._is_stopping = True
@@ -215,3 +235,5 @@ class LoopThread(Generic[T]):
         self._ended.set()
         if not self._entered.done():
             self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))
+        elif not self._entered.cancelled():
+            self._on_end(self._error)

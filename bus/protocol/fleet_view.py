@@ -1,10 +1,16 @@
 """Which workers live, as far as their announcements tell. Time is passed in; nothing here waits."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
+from schemas.errors import InvalidRequest, NoWorkers
 from schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["FleetView", "Gone"]
+__all__ = ["FleetSnapshot", "FleetView", "Gone"]
+
+LEASE_MARGIN_S: Final = 1.0
+"""A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,50 @@ class Gone:
     model: str
     reason: str
     is_final: bool = True
-    """The worker itself is gone; False: it lives on as another incarnation."""
+    """The worker itself is gone; False: it lives on, or comes back, as another incarnation."""
+
+
+@dataclass(frozen=True)
+class FleetSnapshot:
+    """Which workers live, and what they are doing. Made anew when that changes; any thread may read it."""
+
+    workers: tuple[WorkerPresence, ...]
+    """By id. What else they announced may be older than the snapshot."""
+
+    @cached_property
+    def served(self) -> tuple[str, ...]:
+        """The models that some worker takes requests for, sorted."""
+        return tuple(sorted({worker.model for worker in self.workers if worker.state is WorkerState.SERVING}))
+
+    def is_served(self, model: str | None) -> bool:
+        """Some worker takes requests for `model`, or for any."""
+        return bool(self.served) if model is None else model in self.served
+
+    def resolve_model(self, model: str | None) -> str:
+        """The model that a request for `model` goes to; None means the fleet's only one.
+
+        Raises:
+            NoWorkers: no worker serves it.
+            InvalidRequest: no model was named and the fleet serves several, or only others.
+        """
+        if model is None and len(self.served) > 1:
+            raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(self.served)}")
+        if model is None and self.served:
+            return self.served[0]
+        if model is not None and model in self.served:
+            return model
+        if model is not None and self.served and all(worker.model != model for worker in self.workers):
+            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=f"one of {', '.join(self.served)}")
+        raise NoWorkers(message=f"no live worker serves {model or 'any model'}{self.others(model)}")
+
+    def others(self, model: str | None) -> str:
+        """What the workers of `model`, or all, are doing that do not serve; in brackets, empty if there are none."""
+        others = [
+            f"{worker.worker} is {worker.state}"
+            for worker in self.workers
+            if worker.state is not WorkerState.SERVING and model in (None, worker.model)
+        ]
+        return f" ({', '.join(others)})" if others else ""
 
 
 class FleetView:
@@ -25,6 +74,7 @@ class FleetView:
     def __init__(self) -> None:
         self._seen: dict[str, WorkerPresence] = {}
         self._expires: dict[str, float] = {}
+        self._snapshot: FleetSnapshot | None = None
 
     def __repr__(self) -> str:
         """One line with each worker and its state."""
@@ -37,10 +87,15 @@ class FleetView:
             self._forget(presence.worker)
             return Gone(presence.worker, presence.incarnation, presence.model, f"it is {presence.state}")
         self._seen[presence.worker] = presence
-        self._expires[presence.worker] = now + presence.lease_s
+        self._expires[presence.worker] = now + presence.lease_s + LEASE_MARGIN_S
+        if previous is None or _differs(previous, presence):
+            self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
             reason = "it came back as a new incarnation"
             return Gone(previous.worker, previous.incarnation, previous.model, reason, is_final=False)
+        if presence.state is WorkerState.FENCED:
+            reason = "it has fenced itself"
+            return Gone(presence.worker, presence.incarnation, presence.model, reason, is_final=False)
         return None
 
     def expire(self, now: float) -> list[Gone]:
@@ -57,7 +112,14 @@ class FleetView:
     def renew_all(self, now: float) -> None:
         """Start every lease anew: while our own connection was down, nobody could be heard."""
         for worker, presence in self._seen.items():
-            self._expires[worker] = now + presence.lease_s
+            self._expires[worker] = now + presence.lease_s + LEASE_MARGIN_S
+
+    @property
+    def snapshot(self) -> FleetSnapshot:
+        """The live workers; the same object until one comes, goes or changes its state."""
+        if self._snapshot is None:
+            self._snapshot = FleetSnapshot(self.workers())
+        return self._snapshot
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Live workers by id, of one model or of all."""
@@ -67,6 +129,15 @@ class FleetView:
         """Those of them that take requests."""
         return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING)
 
+    def get(self, worker: str) -> WorkerPresence | None:
+        """The latest announcement of a live worker."""
+        return self._seen.get(worker)
+
     def _forget(self, worker: str) -> None:
+        self._snapshot = None
         self._seen.pop(worker, None)
         self._expires.pop(worker, None)
+
+
+def _differs(a: WorkerPresence, b: WorkerPresence) -> bool:
+    return (a.state, a.model, a.incarnation) != (b.state, b.model, b.incarnation)

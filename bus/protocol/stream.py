@@ -49,6 +49,7 @@ class Stream:
         self._num_tokens = 0
         self._num_rows = 0
         self._weight_version = 0
+        self._num_withdrawn = 0
         self.attempt = attempt
         """Number of the current attempt; chunks of others are not for this stream."""
         self.is_exact = True
@@ -68,8 +69,8 @@ class Stream:
 
     @property
     def num_attempts(self) -> int:
-        """How often the request was published."""
-        return self.attempt - self._first_attempt + 1
+        """How often the request was published, without the attempts that were withdrawn."""
+        return self.attempt - self._first_attempt - self._num_withdrawn + 1
 
     @property
     def start(self) -> int:
@@ -138,6 +139,16 @@ class Stream:
         request = self._continuation()
         self._assembly = Assembly(request)
         return request
+
+    def withdraw(self) -> None:
+        """Go on under the next attempt number because nobody took the current one: it does not count as an attempt."""
+        self.attempt += 1
+        self._num_withdrawn += 1
+
+    def abort(self) -> Chunk:
+        """End the stream, which must be open, where it stands; returns the terminal chunk."""
+        self._held = []
+        return self._finish(FinishReason.ABORT, None)
 
     def _start_over(self) -> None:
         self._kept, self._token_ids = [], []

@@ -1,151 +1,34 @@
-"""What a client does with frames that are missing, doubled, of another life or for nobody: sent by hand."""
+"""Which attempt and which worker count: offers, lives and losses, with a worker by hand."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
-import msgspec
-import numpy as np
-from nats.aio.msg import Msg
+import pytest
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from bus.connection import Connection, close_connection, open_connection, publish, subscribe
-from bus.subjects import Subjects
-from schemas.chunk import Chunk, End, FinishReason
-from schemas.messages import (
-    WIRE_VERSION,
-    Frame,
-    LinkMessage,
-    RequestKey,
-    RequestMessage,
-    decode_link_message,
-    decode_request_message,
-    encode,
-    encode_json,
-    request_id_of,
-)
-from schemas.presence import WorkerPresence, WorkerState
+from bus import GenerateRequest, RequestFailed, SamplingParams
+from bus.connection import publish
+from schemas.errors import ErrorCode
+from schemas.messages import WIRE_VERSION, Frame, encode
+from schemas.presence import WorkerState
+from tests.support.hand_worker import chunk, failure, hand_worker, request
 
 
-@dataclass
-class HandWorker:
-    """A worker whose every message the test writes."""
-
-    nats: Connection
-    subjects: Subjects
-    incarnation: str = "life-1"
-    requests: asyncio.Queue[RequestMessage] = field(default_factory=lambda: asyncio.Queue(100))
-    links: asyncio.Queue[LinkMessage] = field(default_factory=lambda: asyncio.Queue(100))
-
-    async def announce(self, state: WorkerState = WorkerState.SERVING) -> None:
-        """Say that this worker lives."""
-        presence = WorkerPresence(
-            worker="hand",
-            incarnation=self.incarnation,
-            model="m",
-            state=state,
-            weight_version=0,
-            in_flight=0,
-            free_slots=1,
-            uptime_s=0,
-            lease_s=60,
-        )
-        await publish(self.nats, self.subjects.presence("hand"), encode_json(presence))
-
-    async def frame(self, number: int, *chunks: Chunk, admitted: tuple[RequestKey, ...] = ()) -> None:
-        """Send a frame of the current incarnation."""
-        frame = Frame(WIRE_VERSION, self.incarnation, number, list(admitted), list(chunks))
-        await publish(self.nats, self.subjects.frame("me", "hand"), encode(frame))
-
-    async def next_key(self) -> RequestKey:
-        """The key of the next request that arrives."""
-        message = await self.requests.get()
-        return RequestKey(request_id_of(message.request) or "", message.attempt, message.child)
-
-
-@contextlib.asynccontextmanager
-async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, bus.Client]]:
-    """A worker by hand, announced, and the client `me`."""
-    nats = await open_connection(nats_url, name="hand")
-    worker = HandWorker(nats, Subjects(fleet))
-
-    async def take_request(message: Msg) -> None:
-        worker.requests.put_nowait(decode_request_message(message.data))
-
-    async def take_link(message: Msg) -> None:
-        worker.links.put_nowait(decode_link_message(message.data))
-
-    async def answer_ping(_message: Msg) -> None:
-        await worker.announce()
-
-    try:
-        await subscribe(nats, worker.subjects.ping, answer_ping)
-        await subscribe(nats, worker.subjects.requests_for("m"), take_request)
-        await subscribe(nats, worker.subjects.links_to("hand"), take_link)
-        # The server knows them before the client asks who is there.
-        await nats.flush()
-        async with bus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.timeout(30):
-            await rb.fleet.wait_for_workers()
-            yield worker, rb
-    finally:
-        await close_connection(nats)
-
-
-def chunk(key: RequestKey, index: int, token: int, *, end: bool = False, total: int = 0) -> Chunk:
-    """One token without logprobs and routing."""
-    return Chunk(
-        request_id=key.request_id,
-        attempt=key.attempt,
-        child=key.child,
-        chunk_index=index,
-        weight_version=0,
-        token_ids_data=np.array([token], "<i4").tobytes(),
-        end=End(finish_reason=FinishReason.LENGTH, num_tokens=total, num_rows=0) if end else None,
-    )
-
-
-def request(max_tokens: int = 3, **fields: object) -> GenerateRequest:
-    """A greedy request without logprobs."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=None)
-    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, **fields)  # type: ignore[arg-type]
-
-
-async def test_after_a_gap_the_rest_is_asked_for_again(nats_url: str, fleet: str) -> None:
-    """A missing frame: what came before stays, the next attempt's prompt ends with it, the old one is told to stop."""
+async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet: str) -> None:
+    """The plain course: published once, offered, acknowledged, ended."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request()))
-        first = await worker.next_key()
-        await worker.frame(0, chunk(first, 0, 7), admitted=(first,))
-        await worker.frame(2, chunk(first, 2, 9, end=True, total=3))
-        message = await worker.requests.get()
-        resumed = msgspec.msgpack.decode(message.request)
-        second = RequestKey(first.request_id, message.attempt, 0)
-        await worker.frame(3, chunk(second, 0, 8), chunk(second, 1, 9, end=True, total=2), admitted=(second,))
+        taken = await worker.take()
+        key = taken.key
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(1, chunk(key, 1, 8, 9, total=3))
         generation = await completing
-        stopped = await worker.links.get()
+        acknowledged = await worker.acked(2)
+        stats = rb.stats()
 
-    assert (message.attempt, np.frombuffer(resumed["prompt_token_ids"], "<i4").tolist()) == (1, [1, 2, 7])
-    assert resumed["sampling"]["max_tokens"] == 2
+    assert list(taken.request.prompt_token_ids) == [1, 2]
     assert list(generation.token_ids) == [7, 8, 9]
-    assert generation.attempts == 2
-    assert first in stopped.abort
-
-
-async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
-    """The same frame twice is taken once."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(2)))
-        key = await worker.next_key()
-        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        await worker.frame(1, chunk(key, 1, 8, end=True, total=2))
-        generation = await completing
-        assert rb.stats().duplicate_frames == 1
-
-    assert list(generation.token_ids) == [7, 8]
-    assert generation.attempts == 1
+    assert (generation.attempts, generation.worker_ids) == (1, ("hand",))
+    assert acknowledged.abort == []
+    assert (stats.requests, stats.frames, stats.attempts_lost, stats.late_chunks) == (1, 2, 0, 0)
 
 
 async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str, fleet: str) -> None:
@@ -157,13 +40,32 @@ async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str
         other = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
         worker.incarnation = "life-2"
-        await worker.frame(0, chunk(key, 0, 5, end=True, total=1), admitted=(key,))
+        await worker.frame(0, chunk(key, 0, 5, total=1), admitted=(key,))
         second = await worker.next_key()
-        await worker.frame(1, chunk(second, 0, 8, end=True, total=1), admitted=(second,))
+        await worker.frame(1, chunk(second, 0, 8, total=1), admitted=(second,))
         generation = await lost
 
     assert list(other.result().token_ids) == [5]
     assert list(generation.token_ids) == [7, 8]
+
+
+async def test_a_later_link_ends_what_the_earlier_one_had(nats_url: str, fleet: str) -> None:
+    """A worker that opens a new link has forgotten the old one, with all that was open there."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(2)))
+        first = await worker.next_key()
+        await worker.frame(0, chunk(first, 0, 7), admitted=(first,))
+        worker.link = 1
+        await worker.frame(0)
+        taken = await worker.take()
+        await worker.frame(0, chunk(taken.key, 0, 8, total=1), admitted=(taken.key,))
+
+    assert taken.key.attempt == 1
+    assert taken.queued is not None
+    assert taken.queued.lane == "resume"
+    assert list(taken.request.prompt_token_ids) == [1, 2, 7]
+    assert taken.request.sampling.max_tokens == 1
+    assert list(completing.result().token_ids) == [7, 8]
 
 
 async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str, fleet: str) -> None:
@@ -172,13 +74,35 @@ async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str,
         completing = tasks.create_task(rb.complete(request(1)))
         first = await worker.next_key()
         await worker.frame(0, admitted=(first,))
+        await worker.acked(1)
         worker.incarnation = "life-2"
         await worker.announce(WorkerState.STOPPED)
         await worker.announce()
         second = await worker.next_key()
-        await worker.frame(0, chunk(second, 0, 8, end=True, total=1), admitted=(second,))
+        await worker.frame(0, chunk(second, 0, 8, total=1), admitted=(second,))
 
     assert list(completing.result().token_ids) == [8]
+
+
+async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: str, fleet: str) -> None:
+    """`fenced` ends what this life of the worker had; what is only in the queue stays there."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        running, queued = tasks.create_task(rb.complete(request(1))), tasks.create_task(rb.complete(request(1)))
+        first, untouched = await worker.next_key(), await worker.next_key()
+        await worker.frame(0, admitted=(first,))
+        await worker.acked(1)
+        await worker.announce(WorkerState.FENCED)
+        worker.incarnation = "life-2"
+        await worker.announce()
+        second = await worker.next_key()
+        await worker.frame(
+            0, chunk(second, 0, 8, total=1), chunk(untouched, 0, 9, total=1), admitted=(second, untouched)
+        )
+
+    assert (second.request_id, second.attempt) == (first.request_id, 1)
+    by_id = {task.result().request_id: task.result() for task in (running, queued)}
+    assert by_id[second.request_id].attempts == 2
+    assert by_id[untouched.request_id].attempts == 1
 
 
 async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str) -> None:
@@ -187,24 +111,136 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str) -> N
         completing = tasks.create_task(rb.complete(request(2)))
         key = await worker.next_key()
         await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        frame = Frame(WIRE_VERSION, "x", 0, [key], [chunk(key, 0, 666), chunk(key, 1, 666, end=True, total=2)])
+        chunks = [chunk(key, 0, 666), chunk(key, 1, 666, total=2)]
+        frame = Frame(WIRE_VERSION, "x", 0, [key], chunks, 0, worker.client_incarnation)
         await publish(worker.nats, worker.subjects.frame("me", "impostor"), encode(frame))
-        await worker.frame(1, chunk(key, 1, 8, end=True, total=2))
+        await worker.frame(1, chunk(key, 1, 8, total=2))
         generation = await completing
+        late = rb.stats().late_chunks
 
     assert list(generation.token_ids) == [7, 8]
+    assert generation.worker_ids == ("hand",)
+    assert late == 2
+
+
+async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: str) -> None:
+    """A worker that offers what was given up meanwhile is told to stop."""
+    async with hand_worker(nats_url, fleet) as (worker, rb):
+        async with asyncio.TaskGroup() as tasks:
+            completing = tasks.create_task(rb.complete(request()))
+            key = await worker.next_key()
+            completing.cancel()
+        await worker.frame(0, admitted=(key,))
+        assert await worker.aborted() == [key]
 
 
 async def test_aborts_of_thousands_fit_into_messages(nats_url: str, fleet: str) -> None:
-    """Giving up very many requests with long ids at once tells the worker of each."""
-    requests = [request(request_id=f"{'x' * 100}{i}") for i in range(90)]
+    """Giving up very many requests with long ids at once tells the worker of each, in messages of a bounded size."""
+    requests = [request(request_id=f"{'x' * 100}{i}") for i in range(600)]
     async with hand_worker(nats_url, fleet) as (worker, rb):
-        results = rb.complete_many(requests, max_in_flight=90)
+        results = rb.complete_many(requests, max_in_flight=600)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(anext(results))
             keys = [await worker.next_key() for _ in requests]
-            await worker.frame(0, chunk(keys[0], 0, 5, end=True, total=1), admitted=tuple(keys))
+            await worker.frame(0, chunk(keys[0], 0, 5, total=1), admitted=tuple(keys))
         await results.aclose()
-        aborted = (await worker.links.get()).abort
+        first = await worker.aborted()
+        aborted = [*first, *await worker.aborted(599 - len(first))]
 
-    assert set(aborted) == set(keys[1:])
+    assert sorted(aborted) == sorted(keys[1:])
+    assert len(first) <= 256
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        ErrorCode.WORKER_STOPPED,
+        ErrorCode.WORKER_FENCED,
+        ErrorCode.CLIENT_LOST,
+        ErrorCode.OVER_BUDGET,
+        ErrorCode.ENGINE_DEAD,
+    ],
+)
+async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt(
+    nats_url: str, fleet: str, code: ErrorCode
+) -> None:
+    """What says nothing about the request itself does not reach its caller: it goes on elsewhere."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(2)))
+        first = await worker.next_key()
+        await worker.frame(0, chunk(first, 0, 7), failure(first, 1, code, total=1), admitted=(first,))
+        second = await worker.next_key()
+        await worker.frame(1, chunk(second, 0, 8, total=1), admitted=(second,))
+        generation = await completing
+        assert rb.stats().attempts_lost == 1
+
+    assert list(generation.token_ids) == [7, 8]
+    assert generation.attempts == 2
+
+
+async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet: str) -> None:
+    """An engine's error about this request alone is its caller's, also when it was refused without an offer."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        many = tasks.create_task(collect(rb.complete_many([request(request_id="a"), request(request_id="b")])))
+        keys = {key.request_id: key for key in (await worker.next_key(), await worker.next_key())}
+        await worker.frame(0, failure(keys["a"], 0, ErrorCode.UNSUPPORTED))
+        await worker.frame(1, chunk(keys["b"], 0, 7), failure(keys["b"], 1, ErrorCode.ENGINE_ERROR, total=1))
+        by_id = {generation.request_id: generation for generation in await many}
+
+    assert by_id["a"].error is not None
+    assert by_id["b"].error is not None
+    assert (by_id["a"].error.code, by_id["a"].worker_ids) == (ErrorCode.UNSUPPORTED, ())
+    assert (by_id["b"].error.code, by_id["b"].worker_ids) == (ErrorCode.ENGINE_ERROR, ("hand",))
+    assert list(by_id["b"].token_ids) == [7]
+
+
+async def collect(results: object) -> list[object]:
+    """All of an async iterator."""
+    return [result async for result in results]  # type: ignore[attr-defined]
+
+
+async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
+    """A worker whose totals are wrong is not believed, and is told to stop."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        failing = tasks.create_task(expect_failed(rb.complete(request())))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7, 8, total=3), admitted=(key,))
+        assert (await failing).code is ErrorCode.PROTOCOL_ERROR
+        assert await worker.aborted() == [key]
+
+
+async def expect_failed(awaitable: object) -> RequestFailed:
+    """The error of what must fail."""
+    with pytest.raises(RequestFailed) as caught:
+        await awaitable  # type: ignore[misc]
+    return caught.value
+
+
+async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, fleet: str) -> None:
+    """A request under the id of one that has ended is another to workers and queue: the old one's frames are late."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(rb.complete(request(1, request_id="same")))
+        old = await worker.next_key()
+        await worker.frame(0, chunk(old, 0, 1, total=1), admitted=(old,))
+        await first
+        second = tasks.create_task(rb.complete(request(1, request_id="same")))
+        new = await worker.next_key()
+        await worker.frame(1, chunk(old, 0, 666, total=1), admitted=(old,))
+        await worker.frame(2, chunk(new, 0, 2, total=1), admitted=(new,))
+
+    assert old != new
+    assert list(second.result().token_ids) == [2]
+    assert second.result().attempts == 1
+
+
+async def test_samples_of_one_request_end_together_when_one_fails(nats_url: str, fleet: str) -> None:
+    """One child of three fails: the call fails once, and the others are stopped where they run."""
+    sampling = SamplingParams(max_tokens=5, n=3, logprobs=None)
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        call = rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=sampling))
+        failing = tasks.create_task(expect_failed(call))
+        keys = [await worker.next_key() for _ in range(3)]
+        await worker.frame(0, admitted=tuple(keys))
+        await worker.frame(1, failure(keys[1], 0, ErrorCode.ENGINE_ERROR))
+        assert (await failing).code is ErrorCode.ENGINE_ERROR
+        assert sorted(await worker.aborted(2)) == sorted([keys[0], keys[2]])

@@ -206,6 +206,21 @@ async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
     assert threads() == []
 
 
+async def test_what_a_timer_raises_ends_the_thread_too() -> None:
+    """The error of a callback on the thread's loop is raised by `stop`, and its owner hears of it before."""
+
+    async def fail_later() -> None:
+        asyncio.get_running_loop().call_later(0.001, [].pop)
+
+    ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    thread = LoopThread("t", resident([]), ended.set_result)
+    await thread.start()
+    await thread.run(fail_later())
+    assert isinstance(await ended, IndexError)
+    with pytest.raises(IndexError):
+        await thread.stop()
+
+
 async def expect_broken(awaitable: Awaitable[object]) -> str:
     """The message of the `BusBroken` that this must raise."""
     with pytest.raises(BusBroken) as caught:

@@ -1,0 +1,195 @@
+"""The bus thread's end of a request: each sample's stream, and where its current attempt is.
+
+A request of n samples is n requests to the fleet, its children; they end together when one of them fails.
+"""
+
+import asyncio
+import time
+
+from bus.calls import Call, Ending
+from bus.generation import Sample
+from bus.protocol.states import REQUEST, RequestEvent, RequestState
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk
+from schemas.errors import ErrorCode, RequestError, RequestFailed
+from schemas.messages import RequestKey, encode
+from schemas.request import GenerateRequest, Lane, lane_of
+
+__all__ = ["Child", "LiveCall"]
+
+
+class LiveCall:
+    """A call while it is open.
+
+    Args:
+        call: the caller's end.
+        serial: no other call of this client has it.
+        attempt: number of the first attempt: above 0 when what is left of an earlier call of the same id may turn up.
+    """
+
+    def __init__(self, call: Call, *, serial: int, attempt: int) -> None:
+        self.call = call
+        self.serial = serial
+        self.request_id = call.request.request_id
+        self.model = call.model
+        self.first_attempt = attempt
+        self.children = [
+            Child(self, request, payload, index=index, attempt=attempt)
+            for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
+        ]
+        self.has_ended = False
+        """All children have their terminal chunk, or the call has failed as a whole."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends the call at its deadline."""
+
+    @property
+    def is_unadmitted(self) -> bool:
+        """Some child has no worker."""
+        return any(child.is_open and child.worker is None for child in self.children)
+
+    @property
+    def next_attempt(self) -> int:
+        """A number that no attempt of any child has."""
+        return max(child.stream.attempt for child in self.children) + 1
+
+    def finish(self, error: RequestError | None = None) -> None:
+        """Tell the caller that it is over; without effect the second time."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if self.timer is not None:
+            self.timer.cancel()
+        self.call.finish(Ending([child.sample() for child in self.children], error))
+
+    def failure(self, code: ErrorCode, message: str) -> RequestFailed:
+        """An error of this call."""
+        return RequestFailed(code=code, message=message, request_id=self.request_id)
+
+
+class Child:
+    """One sample of a request: its stream, and where its current attempt is."""
+
+    def __init__(self, live: LiveCall, request: GenerateRequest, payload: bytes, *, index: int, attempt: int) -> None:
+        self.live = live
+        self.index = index
+        self.stream = Stream(request, child=index, attempt=attempt, keep=not live.call.streams)
+        self.state = RequestState.PUBLISHING
+        self.is_sent = False
+        """The current attempt was handed to NATS."""
+        self.is_direct = False
+        """The current attempt went to the worker of its session alone, not to the queue."""
+        self.worker: str | None = None
+        """Who admitted the current attempt; None before."""
+        self.incarnation: str | None = None
+        """Which life of that worker."""
+        self.workers: list[str] = []
+        """Who admitted its attempts, in order."""
+        self.last_error: RequestError | None = None
+        """Why the attempt before this one was given up; None for the first."""
+        self.engine_deaths = 0
+        """Attempts that ended with the death of their engine."""
+        self.seq: int | None = None
+        """Of the current attempt in its queue; None until that has confirmed it, and for a direct try."""
+        self.since = time.monotonic()
+        """When it entered its state, or when it was last seen in the queue."""
+        self._request = request
+        self._payload: bytes | None = payload
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<Child {self.live.request_id}/{self.stream.attempt}/{self.index} {self.state} worker={self.worker}>"
+
+    @property
+    def key(self) -> RequestKey:
+        """Of the current attempt, on the wire."""
+        return RequestKey(self.live.request_id, self.stream.attempt, self.index)
+
+    @property
+    def token(self) -> str:
+        """Of the current attempt: no other of this client has it, in whichever call."""
+        return f"{self.live.serial}.{self.stream.attempt}.{self.index}"
+
+    @property
+    def is_open(self) -> bool:
+        """More is to come."""
+        return self.state is not RequestState.ENDED
+
+    @property
+    def is_first_attempt(self) -> bool:
+        """No worker and no queue has had it yet."""
+        return self.stream.num_attempts == 1
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of the current attempt."""
+        return lane_of(self.live.call.request.priority) if self.is_first_attempt else "resume"
+
+    def sample(self) -> Sample:
+        """What came of it; the bus thread must not touch the stream any more."""
+        return Sample(self.index, self.stream, tuple(self.workers))
+
+    def payload(self) -> bytes:
+        """What the current attempt asks for, encoded."""
+        if self._payload is None:
+            self._payload = encode(self._request)
+        return self._payload
+
+    def sent(self, *, is_direct: bool) -> None:
+        """The current attempt is being handed to NATS."""
+        self.is_sent = True
+        self.is_direct = is_direct
+        self._payload = None
+        if self.state is RequestState.WAITING:
+            self._move(RequestEvent.PUBLISHED)
+
+    def unsent(self) -> None:
+        """NATS did not take it."""
+        self.is_sent = False
+
+    def stored(self, seq: int) -> None:
+        """Its queue has confirmed that it holds the current attempt."""
+        self.seq = seq
+        self._move(RequestEvent.STORED)
+
+    def admit(self, worker: str, incarnation: str) -> bool:
+        """Note who serves the current attempt; False if another does already."""
+        if self.worker is None:
+            self._move(RequestEvent.ADMITTED)
+            self.worker, self.incarnation = worker, incarnation
+            self.workers.append(worker)
+        return self.worker == worker and self.incarnation == incarnation
+
+    def released(self) -> None:
+        """Its worker has ended the current attempt by itself."""
+        self.worker = self.incarnation = None
+
+    def give_up(self, error: RequestError) -> Chunk | None:
+        """End the current attempt because of `error`; returns the terminal chunk if all there will be is there."""
+        self._lose(error)
+        more = self.stream.next_attempt()
+        if isinstance(more, Chunk):
+            return more
+        self._request = more
+        return None
+
+    def withdraw(self, error: RequestError) -> None:
+        """Give the current attempt another number, because nobody took it: it does not count as an attempt."""
+        self._lose(error)
+        self.stream.withdraw()
+
+    def _lose(self, error: RequestError) -> None:
+        self._move(RequestEvent.LOST)
+        self.released()
+        self.seq = None
+        self.is_sent = False
+        self._payload = None
+        self.last_error = error
+
+    def finish(self) -> None:
+        """Nothing more is to come; without effect the second time."""
+        if self.is_open:
+            self._move(RequestEvent.FINISHED)
+
+    def _move(self, event: RequestEvent) -> None:
+        self.state = REQUEST.next(self.state, event)
+        self.since = time.monotonic()

@@ -1,0 +1,298 @@
+"""How requests get to the workers: through the queue, or straight to the worker of their session. On the bus thread.
+
+Invariant: a request that is open and that no worker has admitted is in one of four places: in the line here, on its way
+to the queue, in the queue, or on its way to the worker of its session. What has left the queue without a worker's offer
+is an orphan, and is published again.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from bus.children import Child
+from bus.connection import Connection, publish
+from bus.fleet_watch import FleetWatch
+from bus.protocol.states import RequestState
+from bus.queue_publisher import PublishResult, QueuePublisher
+from bus.sessions import Sessions
+from bus.subjects import Subjects
+from schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
+from schemas.messages import RequestMessage, encode
+
+__all__ = ["Arbiter", "Dispatch", "DispatchStats"]
+
+logger = logging.getLogger(__name__)
+
+DIRECT_WAIT_S: Final = 1.0
+"""How long the worker of a session may take to answer: a thousand round trips, then anybody may have the request."""
+ORPHAN_AGE_S: Final = 10.0
+"""How long a request waits before it is looked for in the queue: what nobody has lost needs no looking for."""
+ORPHANS_PER_ROUND: Final = 256
+"""Requests looked for in one round, so that a long queue costs the server a few questions, not thousands."""
+ROUND_S: Final = 0.5
+"""How often what waits is looked at."""
+HEADER_BYTES: Final = 512
+"""Room below `max_payload` for the headers of a publish."""
+
+
+@dataclass(slots=True)
+class DispatchStats:
+    """Counters of what was sent to workers."""
+
+    requests: int = 0
+    """Messages published: one for each attempt of each child of each request."""
+    direct: int = 0
+    """Those of them that went straight to the worker of their session."""
+    orphans: int = 0
+    """Requests that had left the queue without a worker's offer, and were published again."""
+
+
+class Arbiter(Protocol):
+    """Who decides what becomes of a request that could not be handed over."""
+
+    def fail(self, child: Child, error: RequestError) -> None:
+        """End its call with `error`."""
+
+    def refuse(self, child: Child, error: RequestError) -> None:
+        """Its attempt was not taken, because of `error`: end the call, or line up the next."""
+
+    def lose(self, child: Child, error: RequestError) -> None:
+        """Give up its attempt, and line up the next."""
+
+    def withdraw(self, child: Child, error: RequestError) -> None:
+        """Line it up again under another number: nobody took it."""
+
+
+class Dispatch:
+    """The line of requests that are to be published, and those that wait for a worker's offer.
+
+    Args:
+        nats: connected.
+        identity: the client's name in subjects, and which life of it this is.
+        watch: of the fleet.
+        arbiter: decides about what failed.
+        worker_grace_s: how long requests wait for a worker to come up where there is none.
+    """
+
+    def __init__(
+        self,
+        nats: Connection,
+        subjects: Subjects,
+        identity: tuple[str, str],
+        watch: FleetWatch,
+        arbiter: Arbiter,
+        *,
+        worker_grace_s: float,
+    ) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._client, self._incarnation = identity
+        self._watch = watch
+        self._arbiter = arbiter
+        self._worker_grace_s = worker_grace_s
+        self._publisher = QueuePublisher(nats, subjects, self._client, self._take_result)
+        self._sessions = Sessions()
+        # Bounded by the requests in flight, all of these: a child is in the line once or twice, elsewhere once.
+        self._line: deque[Child] = deque()
+        self._line_wanted = asyncio.Event()
+        self._unadmitted: dict[Child, None] = {}
+        self._published: dict[str, Child] = {}
+        # In the queue, the one longest not looked for first.
+        self._queued: dict[Child, None] = {}
+        # Since when nobody serves a model for which something waits.
+        self._unserved: dict[str, float] = {}
+        self.stats = DispatchStats()
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<Dispatch line={len(self._line)} unadmitted={len(self._unadmitted)} queued={len(self._queued)}>"
+
+    @property
+    def republished(self) -> int:
+        """Publishes that were repeated for want of an answer."""
+        return self._publisher.stats.repeats
+
+    async def start(self) -> None:
+        """Listen for the queue's answers.
+
+        Raises:
+            BusClosed: the connection is closed.
+        """
+        await self._publisher.start()
+
+    def add(self, child: Child) -> None:
+        """Publish the current attempt of `child` as soon as that is possible."""
+        self._unadmitted[child] = None
+        self._line.append(child)
+        self._line_wanted.set()
+
+    def admitted(self, child: Child) -> None:
+        """A worker has it."""
+        self.remove(child)
+        request = child.live.call.request
+        if request.session_id is not None and child.worker is not None:
+            self._sessions.served(child.live.model, request.session_id, child.worker)
+
+    def remove(self, child: Child) -> None:
+        """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop."""
+        self._unadmitted.pop(child, None)
+        self._queued.pop(child, None)
+        if self._published.pop(child.token, None) is not None:
+            self._publisher.forget(child.token)
+
+    def look_again(self) -> None:
+        """What waits in the line may have become possible."""
+        if self._line:
+            self._line_wanted.set()
+
+    def begin_anew(self) -> None:
+        """The connection is back, or this process: who was not heard meanwhile is not missing."""
+        self._unserved.clear()
+        self.look_again()
+
+    async def publish_again(self) -> None:
+        """Repeat what the queue does not answer, until cancelled."""
+        await self._publisher.run()
+
+    async def run(self) -> None:
+        """Publish what comes into the line, until cancelled."""
+        while True:
+            await self._line_wanted.wait()
+            self._line_wanted.clear()
+            for _ in range(len(self._line)):
+                child = self._line.popleft()
+                if not await self._publish(child):
+                    self._line.append(child)
+
+    async def _publish(self, child: Child) -> bool:
+        """Publish its current attempt; False if that must wait."""
+        if child.is_sent or not child.is_open:
+            return True
+        if not self._nats.is_connected:
+            return False
+        if child.state is RequestState.WAITING and not self._watch.snapshot.is_served(child.live.model):
+            return False
+        data = encode(
+            RequestMessage(
+                client=self._client,
+                incarnation=self._incarnation,
+                attempt=child.stream.attempt,
+                child=child.index,
+                request=msgspec.Raw(child.payload()),
+            )
+        )
+        allowed = self._nats.max_payload - HEADER_BYTES
+        if len(data) > allowed:
+            message = f"{len(data)} bytes are over the {allowed} that the server's max_payload leaves"
+            self._arbiter.fail(child, request_error(ErrorCode.TOO_LARGE, message, request_id=child.live.request_id))
+            return True
+        try:
+            await self._send(child, data)
+        except BusBroken as exc:
+            logger.warning("request.waits error=%s", exc)
+            child.unsent()
+            return False
+        return True
+
+    async def _send(self, child: Child, data: bytes) -> None:
+        worker = self._direct_worker(child)
+        child.sent(is_direct=worker is not None)
+        self.stats.requests += 1
+        if worker is not None:
+            self.stats.direct += 1
+            message = f"the worker of its session did not answer within {DIRECT_WAIT_S:g} s"
+            self._withdraw_in(DIRECT_WAIT_S, child, child.live.failure(ErrorCode.WORKER_LOST, message))
+            await publish(self._nats, self._subjects.direct(self._client, worker), data)
+            return
+        token = child.token
+        self._published[token] = child
+        await self._publisher.publish(
+            token=token,
+            model=child.live.model,
+            lane=child.lane,
+            data=data,
+            msg_id=f"{self._client}.{self._incarnation}.{token}",
+            ttl_s=max(child.live.call.deadline_s - time.monotonic(), 0),
+        )
+
+    def _direct_worker(self, child: Child) -> str | None:
+        """The worker that this attempt should go to directly; None: anybody may take it."""
+        live = child.live
+        session_id = live.call.request.session_id
+        if session_id is None or child.stream.attempt != live.first_attempt:
+            return None
+        worker = self._sessions.choose(live.model, session_id, self._watch.serving(live.model))
+        return worker.worker if worker is not None and worker.free_slots > 0 else None
+
+    def _withdraw_in(self, delay_s: float, child: Child, error: RequestError) -> None:
+        """Have another attempt published then, unless this one has been stored or admitted."""
+        token = child.token
+
+        def withdraw() -> None:
+            if child.state is RequestState.PUBLISHING and child.token == token:
+                self._arbiter.withdraw(child, error)
+
+        asyncio.get_running_loop().call_later(delay_s, withdraw)
+
+    def _take_result(self, token: str, result: PublishResult) -> None:
+        child = self._published.pop(token, None)
+        if child is None:
+            return
+        if result.ok:
+            child.stored(result.seq)
+            self._queued[child] = None
+            return
+        code = result.code or ErrorCode.UNKNOWN
+        error = request_error(code, result.message, request_id=child.live.request_id)
+        if code is ErrorCode.NO_WORKERS and self._watch.snapshot.is_served(child.live.model):
+            # Somebody serves it, so that there will be a queue again: it was deleted.
+            self._withdraw_in(ROUND_S, child, error)
+        else:
+            self._arbiter.refuse(child, error)
+
+    async def look_after(self) -> None:
+        """Look for what waits too long, until cancelled."""
+        while True:
+            await asyncio.sleep(ROUND_S)
+            self.look_again()
+            if self._nats.is_connected:
+                self._fail_unserved()
+                await self._find_orphans()
+
+    def _fail_unserved(self) -> None:
+        """Fail what waits for a model that nobody has served for too long."""
+        now = time.monotonic()
+        waiting = {child.live.model for child in self._unadmitted}
+        unserved = {model for model in waiting if not self._watch.snapshot.is_served(model)}
+        self._unserved = {model: self._unserved.get(model, now) for model in unserved}
+        lost = {model for model, since in self._unserved.items() if now - since >= self._worker_grace_s}
+        for child in [child for child in self._unadmitted if lost and child.live.model in lost]:
+            others = self._watch.snapshot.others(child.live.model)
+            message = f"nobody has served {child.live.model} for {self._worker_grace_s:g} s{others}"
+            nobody = NoWorkers(message=message, request_id=child.live.request_id)
+            self._arbiter.fail(child, child.last_error if child.workers and child.last_error else nobody)
+
+    async def _find_orphans(self) -> None:
+        """Publish again what has left the queue unnoticed."""
+        for _ in range(min(len(self._queued), ORPHANS_PER_ROUND)):
+            child = next(iter(self._queued), None)
+            if child is None or child.seq is None or time.monotonic() - child.since < ORPHAN_AGE_S:
+                return
+            token = child.token
+            del self._queued[child]
+            self._queued[child] = None
+            child.since = time.monotonic()
+            try:
+                is_there = await self._publisher.exists(child.live.model, child.lane, child.seq)
+            except BusBroken as exc:
+                logger.warning("queue.not_searched error=%s", exc)
+                return
+            if not is_there and child.state is RequestState.QUEUED and child.token == token:
+                self.stats.orphans += 1
+                message = "it left the queue, and no worker has offered to run it"
+                self._arbiter.lose(child, child.live.failure(ErrorCode.WORKER_LOST, message))

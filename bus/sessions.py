@@ -1,0 +1,57 @@
+"""Which worker a session's next request should go to: the one that holds its prefix cache.
+
+The worker that served the session last comes first. Where it is gone, or this client never saw the session, all clients
+agree on a worker without talking to each other: rendezvous hashing, under which a worker that comes or goes moves only
+the sessions that it gains or leaves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Final
+
+from schemas.presence import WorkerPresence
+
+__all__ = ["Sessions", "rendezvous"]
+
+MAX_SESSIONS: Final = 65_536
+"""Sessions that are remembered; of those not used for longest, the rendezvous finds a worker again."""
+
+
+class Sessions:
+    """The sessions of one client. Not a promise: a worker that is full or gone is passed over."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Sessions that are remembered."""
+        return len(self._workers)
+
+    def served(self, model: str, session_id: str, worker: str) -> None:
+        """Remember who served the session last."""
+        self._workers[model, session_id] = worker
+        self._workers.move_to_end((model, session_id))
+        if len(self._workers) > MAX_SESSIONS:
+            self._workers.popitem(last=False)
+
+    def choose(self, model: str, session_id: str, serving: Iterable[WorkerPresence]) -> WorkerPresence | None:
+        """The worker for the session's next request, whether or not it has room; None if nobody serves.
+
+        Args:
+            serving: the workers that take requests for `model`.
+        """
+        by_id = {presence.worker: presence for presence in serving}
+        if not by_id:
+            return None
+        last = self._workers.get((model, session_id))
+        return by_id[last] if last in by_id else by_id[rendezvous(session_id, by_id)]
+
+
+def rendezvous(session_id: str, workers: Iterable[str]) -> str:
+    """The worker of highest weight for this session, the same wherever it is asked.
+
+    Raises:
+        ValueError: there are no workers.
+    """
+    return max(workers, key=lambda worker: (blake2b(f"{worker} {session_id}".encode(), digest_size=8).digest(), worker))

@@ -1,0 +1,238 @@
+"""A worker whose every message the test writes: for faults that a real one commits too rarely."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from nats.aio.msg import Msg
+
+import bus
+from bus import GenerateRequest, SamplingParams
+from bus.connection import Connection, close_connection, open_connection, publish, subscribe
+from bus.queue import ensure_queue
+from bus.queue_puller import QueuedRequest, QueuePuller
+from bus.subjects import Subjects
+from schemas.chunk import Chunk, ChunkError, End, FinishReason
+from schemas.errors import ErrorCode
+from schemas.messages import (
+    WIRE_VERSION,
+    Frame,
+    LinkMessage,
+    RequestKey,
+    RequestMessage,
+    decode_client_presence,
+    decode_link_message,
+    decode_request,
+    decode_request_message,
+    encode,
+    encode_json,
+    request_id_of,
+)
+from schemas.presence import ClientPresence, WorkerPresence, WorkerState
+
+__all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "worker_by_hand"]
+
+MODEL = "m"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A request that came, from the queue or directly."""
+
+    message: RequestMessage
+    queued: QueuedRequest | None
+    """None: it came directly."""
+
+    @property
+    def key(self) -> RequestKey:
+        """What frames about it name."""
+        return RequestKey(request_id_of(self.message.request) or "", self.message.attempt, self.message.child)
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What is asked for."""
+        return decode_request(self.message.request)
+
+
+@dataclass
+class HandWorker:
+    """A worker by hand. It takes what is in the queue and acks it at once, without a word to the client."""
+
+    nats: Connection
+    subjects: Subjects
+    name: str = "hand"
+    incarnation: str = "life-1"
+    link: int = 0
+    free_slots: int = 1
+    client: str = "me"
+    client_incarnation: str = ""
+    """As of the last presence or request of the client."""
+    requests: asyncio.Queue[Taken] = field(default_factory=lambda: asyncio.Queue(10_000))
+    links: asyncio.Queue[LinkMessage] = field(default_factory=lambda: asyncio.Queue(10_000))
+    presences: asyncio.Queue[ClientPresence] = field(default_factory=lambda: asyncio.Queue(10_000))
+
+    async def announce(self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0) -> None:
+        """Say that this worker lives."""
+        presence = WorkerPresence(
+            worker=self.name,
+            incarnation=self.incarnation,
+            model=MODEL,
+            state=state,
+            weight_version=0,
+            in_flight=0,
+            free_slots=self.free_slots,
+            uptime_s=0,
+            lease_s=lease_s,
+        )
+        await publish(self.nats, self.subjects.presence(self.name), encode_json(presence))
+
+    async def frame(self, number: int, *chunks: Chunk, admitted: tuple[RequestKey, ...] = ()) -> None:
+        """Send a frame of the current link; without content it is a heartbeat."""
+        frame = Frame(
+            WIRE_VERSION, self.incarnation, number, list(admitted), list(chunks), self.link, self.client_incarnation
+        )
+        await publish(self.nats, self.subjects.frame(self.client, self.name), encode(frame))
+
+    async def take(self) -> Taken:
+        """The next request that arrives."""
+        return await self.requests.get()
+
+    async def next_key(self) -> RequestKey:
+        """The key of the next request that arrives."""
+        return (await self.take()).key
+
+    async def next_link(self) -> LinkMessage:
+        """The next message of the client about this worker's current link."""
+        while True:
+            message = await self.links.get()
+            if (message.incarnation, message.link) == (self.incarnation, self.link):
+                return message
+
+    async def acked(self, number: int) -> LinkMessage:
+        """The next message that acknowledges all frames below `number`."""
+        while (message := await self.next_link()).acked < number:
+            pass
+        return message
+
+    async def resend_wanted(self) -> LinkMessage:
+        """The next message that asks for frames again."""
+        while not (message := await self.next_link()).resend:
+            pass
+        return message
+
+    async def aborted(self, count: int = 1) -> list[RequestKey]:
+        """The next keys that the client wants stopped."""
+        keys: list[RequestKey] = []
+        while len(keys) < count:
+            keys += (await self.links.get()).abort
+        return keys
+
+    def take_queued(self, queued: QueuedRequest) -> None:
+        """Take a request from the queue."""
+        self._take(Taken(decode_request_message(queued.data), queued))
+
+    async def take_direct(self, message: Msg) -> None:
+        """Take a request that came directly."""
+        self._take(Taken(decode_request_message(message.data), None))
+
+    def _take(self, taken: Taken) -> None:
+        self.client_incarnation = taken.message.incarnation
+        self.requests.put_nowait(taken)
+
+    async def take_link(self, message: Msg) -> None:
+        """Take what the client says."""
+        self.links.put_nowait(decode_link_message(message.data))
+
+    async def take_presence(self, message: Msg) -> None:
+        """Take a client's presence."""
+        presence = decode_client_presence(message.data)
+        self.client_incarnation = presence.incarnation
+        self.presences.put_nowait(presence)
+
+    async def answer_ping(self, _message: Msg) -> None:
+        """Say that this worker lives."""
+        await self.announce()
+
+
+@contextlib.asynccontextmanager
+async def worker_by_hand(
+    nats_url: str, fleet: str, name: str = "hand", *, pulls: bool = True, acks: bool = True
+) -> AsyncIterator[HandWorker]:
+    """A worker by hand that answers pings, and pulls from its queue unless told otherwise."""
+    nats = await open_connection(nats_url, name=name)
+    worker = HandWorker(nats, Subjects(fleet), name=name)
+    acking: asyncio.Queue[QueuedRequest] = asyncio.Queue(10_000)
+
+    def take(queued: QueuedRequest) -> None:
+        worker.take_queued(queued)
+        acking.put_nowait(queued)
+
+    async def ack() -> None:
+        while True:
+            queued = await acking.get()
+            if acks:
+                await queued.ack()
+
+    try:
+        await ensure_queue(nats, worker.subjects, MODEL)
+        await subscribe(nats, worker.subjects.ping, worker.answer_ping)
+        await subscribe(nats, worker.subjects.links_to(name), worker.take_link)
+        await subscribe(nats, worker.subjects.directs_to(name), worker.take_direct)
+        await subscribe(nats, worker.subjects.clients, worker.take_presence)
+        # The server knows them before a client asks who is there.
+        await nats.flush()
+        async with asyncio.TaskGroup() as tasks:
+            puller = QueuePuller(nats, worker.subjects, MODEL, room=lambda: 1000, on_request=take)
+            background = [tasks.create_task(ack())]
+            if pulls:
+                background.append(tasks.create_task(puller.run()))
+            yield worker
+            for task in background:
+                task.cancel()
+    finally:
+        await close_connection(nats)
+
+
+@contextlib.asynccontextmanager
+async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, bus.Client]]:
+    """A worker by hand, announced, and the client `me`."""
+    async with (
+        worker_by_hand(nats_url, fleet) as worker,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.timeout(30),
+    ):
+        await rb.fleet.wait_for_workers()
+        yield worker, rb
+
+
+def chunk(key: RequestKey, index: int, *tokens: int, total: int | None = None) -> Chunk:
+    """Tokens without logprobs and routing; terminal where the total of all tokens is given."""
+    return Chunk(
+        request_id=key.request_id,
+        attempt=key.attempt,
+        child=key.child,
+        chunk_index=index,
+        weight_version=0,
+        token_ids_data=np.array(tokens, "<i4").tobytes(),
+        end=None if total is None else End(finish_reason=FinishReason.LENGTH, num_tokens=total, num_rows=0),
+    )
+
+
+def failure(key: RequestKey, index: int, code: ErrorCode, total: int = 0) -> Chunk:
+    """A terminal chunk with an error."""
+    return Chunk(
+        request_id=key.request_id,
+        attempt=key.attempt,
+        child=key.child,
+        chunk_index=index,
+        weight_version=0,
+        end=End(finish_reason=FinishReason.ERROR, num_tokens=total, num_rows=0, error=ChunkError(code, "by hand")),
+    )
+
+
+def request(max_tokens: int = 3, **fields: object) -> GenerateRequest:
+    """A greedy request without logprobs."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=None)
+    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, **fields)  # type: ignore[arg-type]
