@@ -1,0 +1,128 @@
+"""Links without a bus: requests as they come from the queue, steps as an engine makes them, and a client to hear it."""
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus.connection import Connection
+from bus.protocol.link_receiver import LinkReceiver, Verdict
+from bus.queue_puller import QueuedRequest
+from schemas.chunk import Chunk, FinishReason
+from schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
+from schemas.presence import Capabilities, ClientPresence, ClientState, RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.config import WorkerConfig
+from workers.engine import RequestStep
+from workers.held import Origin
+from workers.links import Links
+
+MAX_PAYLOAD = 8 * 1024 * 1024
+ROUTING = RoutedExpertsInfo(num_layers=4, top_k=8, num_experts=64, dtype="u1")
+ROW_BYTES = 32
+NOW = 1000.0
+
+
+def capabilities(*, routing: bool = True) -> Capabilities:
+    """Of an engine whose rows take `ROW_BYTES`."""
+    return Capabilities(
+        engine="none",
+        engine_version="1",
+        max_model_len=1_000_000,
+        vocab_size=1000,
+        max_num_seqs=8,
+        max_logprobs=20,
+        dtype="none",
+        routed_experts=ROUTING if routing else None,
+    )
+
+
+def make_links(**fields: object) -> Links:
+    """Links of a worker `w` in its incarnation `w1`."""
+    config = WorkerConfig(nats_url="", model="m", worker_id="w", **fields)  # type: ignore[arg-type]
+    return Links(config, "w1", max_payload=MAX_PAYLOAD)
+
+
+def queued(*, client: str = "alice", num_delivered: int = 1) -> QueuedRequest:
+    """One delivery of a message of the queue; nothing can be said about it, as there is no connection."""
+    reply = f"$JS.ACK.stream.normal.{num_delivered}.1.1.1.0"
+    message = Msg(cast(Client, None), subject=f"rb.v1.f.req.{client}.m.normal", reply=reply)
+    return QueuedRequest(cast(Connection, None), message)
+
+
+def request_of(prompt_len: int = 2, **fields: object) -> GenerateRequest:
+    """A request with a prompt of this length."""
+    sampling = SamplingParams(max_tokens=100_000)
+    return GenerateRequest(prompt_token_ids=[1] * prompt_len, sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def step(name: str, num_tokens: int = 1, *, rows: tuple[int, int] | None = None, end: bool = False) -> RequestStep:
+    """One engine step of a request.
+
+    Args:
+        rows: positions of the rows, as (first, past).
+    """
+    array = None if rows is None else np.ones((rows[1] - rows[0], 4, 8), np.uint8)
+    return RequestStep(
+        key=name,
+        token_ids=np.full(num_tokens, 7, np.int32),
+        routed_experts=array,
+        routed_experts_start=0 if rows is None else rows[0],
+        finish_reason=FinishReason.LENGTH if end else None,
+    )
+
+
+class Ear:
+    """One life of a client as a worker's links see it: it takes frames, and says what it is told to say."""
+
+    def __init__(self, links: Links, *, client: str = "alice", incarnation: str = "a1") -> None:
+        self.links = links
+        self.client = client
+        self.incarnation = incarnation
+        self.receiver = LinkReceiver(incarnation)
+        self.frames: list[Frame] = []
+        """Those taken, without heartbeats."""
+
+    def origin(self, request_id: str, message: QueuedRequest | None = None) -> Origin:
+        """As of a request of this client."""
+        return Origin(self.client, self.incarnation, RequestKey(request_id), message)
+
+    def offer(self, request_id: str, *, prompt_len: int = 2, routing: bool = False) -> tuple[str, QueuedRequest]:
+        """Have a request from the queue taken; returns its engine name and its message."""
+        message = queued(client=self.client)
+        request = request_of(prompt_len, request_id=request_id)
+        able = capabilities(routing=routing)
+        return self.links.offer(self.origin(request_id, message), request, able, NOW), message
+
+    def hear(self) -> list[Frame]:
+        """Take all that can be published now; returns the new frames."""
+        before = len(self.frames)
+        while routes := self.links.routes.sendable():
+            for route in routes:
+                outgoing = self.links.next_frame(route)
+                if outgoing is not None:
+                    self.take(outgoing.data)
+        return self.frames[before:]
+
+    def take(self, data: bytes) -> Frame:
+        """Take one frame."""
+        frame = decode_frame(data)
+        if self.receiver.receive(frame, len(data), time.monotonic()) is Verdict.TAKEN:
+            self.frames.append(frame)
+        return frame
+
+    def message(self, abort: Sequence[RequestKey] = (), *, window: int = 1 << 30) -> LinkMessage:
+        """Acknowledge what was heard."""
+        return self.receiver.message(window=window, now=time.monotonic(), abort=abort)
+
+    def chunks(self, request_id: str) -> list[Chunk]:
+        """What was heard of a request."""
+        return [chunk for frame in self.frames for chunk in frame.chunks if chunk.request_id == request_id]
+
+    def presence(self, state: ClientState = ClientState.LIVE, lease_s: float = 5.0) -> ClientPresence:
+        """Announce this life."""
+        return ClientPresence(client=self.client, incarnation=self.incarnation, state=state, lease_s=lease_s)

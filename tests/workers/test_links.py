@@ -1,0 +1,333 @@
+"""What a worker holds for its clients: when a message may leave the queue, and who is told what."""
+
+from schemas.chunk import FinishReason
+from schemas.errors import ErrorCode, InvalidRequest
+from schemas.limits import INITIAL_CREDIT_BYTES
+from schemas.messages import LinkMessage, RequestKey
+from schemas.presence import ClientState
+from tests.workers.links_support import MAX_PAYLOAD, NOW, ROW_BYTES, Ear, capabilities, make_links, request_of, step
+from workers.links import REMEMBER_S
+
+LATE = NOW + 7.0
+"""After a lease and its margin."""
+
+
+def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
+    """An offered request stays in the queue until its client acknowledges the frame with the offer."""
+    links = make_links()
+    ear = Ear(links)
+    _, message = ear.offer("r")
+
+    assert [frame.admitted for frame in ear.hear()] == [[RequestKey("r")]]
+    assert links.messages == [message]
+    assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
+    assert links.messages == []
+    assert len(links) == 1
+
+
+def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() -> None:
+    """The end of a request says nothing of whether its client heard it: the message waits for the acknowledgement."""
+    links = make_links()
+    ear = Ear(links)
+    name, message = ear.offer("r")
+    links.take([step(name, end=True)])
+    ear.hear()
+
+    assert len(links) == 0
+    assert links.messages == [message]
+    assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
+
+
+def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
+    """Where the client does not want a request here, the engine stops it, and nobody else gets it."""
+    links = make_links()
+    ear = Ear(links)
+    name, message = ear.offer("r")
+    todo = links.on_link_message("alice", ear.message([RequestKey("r"), RequestKey("unknown")]), NOW)
+
+    assert (todo.abort, todo.ack) == ([name], [message])
+    assert links.messages == []
+
+
+def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
+    """A request that is refused gets its terminal chunk behind an offer, whose acknowledgement settles the message."""
+    links = make_links()
+    ear = Ear(links)
+    origin = ear.origin("r", (message := ear.offer("other")[1]))
+    error = InvalidRequest(field="prompt_token_ids", problem="is wrong", allowed="others")
+    links.reject(origin, error, NOW)
+    ear.hear()
+
+    (chunk,) = ear.chunks("r")
+    assert chunk.error is not None
+    assert (chunk.error.code, chunk.error.field) == (ErrorCode.INVALID_REQUEST, "prompt_token_ids")
+    assert message in links.on_link_message("alice", ear.message(), NOW).ack
+    assert links.messages == []
+
+
+def test_a_direct_request_that_is_refused_is_not_offered() -> None:
+    """A direct request has no message in the queue: its refusal is the terminal chunk alone."""
+    links = make_links()
+    ear = Ear(links)
+    links.reject(ear.origin("r"), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
+
+    (frame,) = ear.hear()
+    assert (frame.admitted, len(frame.chunks)) == ([], 1)
+
+
+def test_a_closed_clients_requests_end_at_once() -> None:
+    """When a client says that it is closed, its requests are aborted and leave the queue, and its link is forgotten."""
+    links = make_links()
+    ear, other = Ear(links), Ear(links, client="bob", incarnation="b1")
+    name, message = ear.offer("r")
+    other.offer("r")
+    todo = links.on_presence(ear.presence(ClientState.CLOSED), NOW)
+
+    assert (todo.abort, todo.ack) == ([name], [message])
+    assert len(links) == 1
+    assert [link.client for link in links.routes.links()] == ["bob"]
+    assert links.is_gone(ear.origin("later"))
+    assert links.stats.requests_of_gone == 1
+
+
+def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> None:
+    """A client that is silent for longer than its lease and the margin loses its requests; back soon, it learns why."""
+    links = make_links()
+    ear = Ear(links)
+    name, message = ear.offer("r")
+    # Published, but nobody listens.
+    for route in links.routes.sendable():
+        links.next_frame(route)
+
+    assert links.expire(NOW + 5.5).abort == []
+    todo = links.expire(LATE)
+    assert (todo.abort, todo.ack) == ([name], [message])
+    assert links.is_gone(ear.origin("later"))
+    for route in links.routes.sendable():
+        links.next_frame(route)
+
+    links.on_presence(ear.presence(), LATE + 20)
+    links.routes.beat()
+    ear.hear()
+    links.on_link_message("alice", ear.message(), LATE + 20)
+    ear.hear()
+    (chunk,) = ear.chunks("r")
+    assert chunk.error is not None
+    assert chunk.error.code is ErrorCode.CLIENT_LOST
+    assert not links.is_gone(ear.origin("later"))
+
+
+def test_a_lost_clients_link_is_forgotten_at_last() -> None:
+    """What a lost client missed is dropped after a while; when it returns later it finds a later link."""
+    links = make_links()
+    ear = Ear(links)
+    ear.offer("r")
+    ear.hear()
+    links.expire(LATE)
+    links.expire(LATE + REMEMBER_S + 1)
+
+    assert list(links.routes.links()) == []
+    links.on_link_message("alice", ear.message(), LATE + 100)
+    ear.hear()
+    assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
+
+
+def test_another_life_of_a_client_ends_the_first() -> None:
+    """A message about a link, or an announcement, of a later life of a client ends what the earlier one had."""
+    for speaks_of_link in (True, False):
+        links = make_links()
+        first, second = Ear(links), Ear(links, incarnation="a2")
+        name, message = first.offer("r")
+        second.offer("s")
+        if speaks_of_link:
+            second.hear()
+            todo = links.on_link_message("alice", second.message(), NOW)
+        else:
+            todo = links.on_presence(second.presence(), NOW)
+
+        assert todo.abort == [name]
+        assert message in todo.ack
+        assert links.is_gone(first.origin("later"))
+        assert len(links) == 1
+
+
+def test_a_life_that_is_over_is_not_heard() -> None:
+    """What a closed client says is counted, and changes nothing."""
+    links = make_links()
+    ear = Ear(links)
+    links.on_presence(ear.presence(ClientState.CLOSED), NOW)
+    todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100), NOW)
+
+    assert (todo.abort, todo.ack) == ([], [])
+    assert list(links.routes.links()) == []
+    assert links.stats.late_messages == 1
+
+
+def test_a_fence_gives_up_everything_without_a_word() -> None:
+    """A worker that lost its lease aborts all, acks nothing, and says nothing more of what it had."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r")
+    links.take([step(name)])
+    (route,) = links.routes.sendable()
+    todo = links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
+
+    assert (todo.abort, todo.ack, todo.nak) == ([name], [], [])
+    assert links.messages == []
+    assert links.next_frame(route) is None
+    assert links.routes.sendable() == []
+    assert links.stats.fenced == 1
+    ear.offer("s")
+    assert [frame.incarnation for frame in ear.hear()] == ["w2"]
+
+
+def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
+    """A client that takes nothing cannot fill a worker: the largest backlog ends as `over_budget`, others go on."""
+    links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
+    ear = Ear(links)
+    large, _ = ear.offer("large")
+    small, _ = ear.offer("small")
+    ear.hear()
+    rounds, aborted = 0, []
+    while not aborted and rounds < 1000:
+        rounds += 1
+        todo = links.take([step(large, 2000), step(small, 10)])
+        aborted += todo.abort
+        ear.hear()
+
+    assert aborted == [large]
+    assert links.routes.held_bytes <= 4 * INITIAL_CREDIT_BYTES
+    assert links.stats.over_budget == 1
+    links.take([step(small, end=True)])
+    links.on_link_message("alice", ear.message(), NOW)
+    ear.hear()
+    last = ear.chunks("large")[-1]
+    assert last.error is not None
+    assert last.error.code is ErrorCode.OVER_BUDGET
+    assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
+
+
+def test_what_is_delivered_again_is_not_run_twice() -> None:
+    """Another delivery of a request that is here is settled with the first, or at once where that is settled."""
+    links = make_links()
+    ear = Ear(links)
+    _, first = ear.offer("r")
+    again, third = ear.offer("other")[1], ear.offer("third")[1]
+
+    todo = links.repeated(ear.origin("r", again))
+    assert todo is not None
+    assert todo.ack == []
+    assert first not in links.messages
+    ear.hear()
+    assert again in links.on_link_message("alice", ear.message(), NOW).ack
+    todo = links.repeated(ear.origin("r", third))
+    assert todo is not None
+    assert todo.ack == [third]
+    assert links.repeated(ear.origin("unknown", third)) is None
+    assert links.stats.repeated == 2
+
+
+def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
+    """Asked for frames that were acknowledged, a worker gives up that link with its requests and opens another."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r")
+    ear.hear()
+    links.on_link_message("alice", ear.message(), NOW)
+    todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100, True), NOW)
+    ear.hear()
+
+    assert todo.abort == [name]
+    assert ear.receiver.link == 1
+    assert len(links) == 0
+
+
+def test_a_foolish_acknowledgement_is_counted() -> None:
+    """A client that acknowledges what was never sent changes nothing but a counter."""
+    links = make_links()
+    ear = Ear(links)
+    ear.offer("r")
+    ear.hear()
+    todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 99, 100), NOW)
+
+    assert todo.ack == []
+    assert links.stats.bad_messages == 1
+
+
+def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
+    """Rows of the wrong position end their request as `protocol_error` and abort it; the others go on."""
+    links = make_links()
+    ear = Ear(links)
+    bad, _ = ear.offer("bad", routing=True)
+    good, _ = ear.offer("good", routing=True)
+    todo = links.take([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")])
+    ear.hear()
+
+    assert todo.abort == [bad]
+    assert [chunk.error.code for chunk in ear.chunks("bad") if chunk.error] == [ErrorCode.PROTOCOL_ERROR]
+    assert [chunk.num_tokens for chunk in ear.chunks("good")] == [1]
+    assert links.stats.late_steps == 1
+
+
+def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
+    """While one request's routing of 4 MiB leaves in parts, another's new token is in the next frame but one."""
+    links = make_links()
+    ear = Ear(links)
+    rows = 4 * 1024 * 1024 // ROW_BYTES
+    large, _ = ear.offer("large", prompt_len=rows, routing=True)
+    small, _ = ear.offer("small")
+    ear.hear()
+    links.on_link_message("alice", ear.message(), NOW)
+    links.take([step(large, rows=(0, rows))])
+    (route,) = links.routes.sendable()
+    frames_since_token = []
+    num_frames = num_tokens = 0
+    while len(ear.chunks("large")) < 33:
+        # A step lands behind every frame, as the engine goes on meanwhile.
+        links.take([step(small)])
+        outgoing = links.next_frame(route)
+        assert outgoing is not None
+        assert len(outgoing.data) < 160 * 1024
+        frame = ear.take(outgoing.data)
+        num_frames += 1
+        if any(chunk.request_id == "small" for chunk in frame.chunks):
+            num_tokens += sum(chunk.num_tokens for chunk in frame.chunks if chunk.request_id == "small")
+            frames_since_token.append(num_frames)
+            num_frames = 0
+
+    assert max(frames_since_token) == 1
+    assert num_tokens >= 33
+
+
+def test_an_unknown_step_of_a_stopped_request_is_its_end() -> None:
+    """A request that its client stopped still gets one terminal chunk, when the engine has stopped."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r")
+    ear.hear()
+    links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
+    stopped = step(name, 0, end=True)
+    stopped.finish_reason = FinishReason.ABORT
+    links.take([stopped])
+    ear.hear()
+
+    assert [chunk.finish_reason for chunk in ear.chunks("r")] == [FinishReason.ABORT]
+
+
+def test_small_servers_get_small_frames() -> None:
+    """Under a `max_payload` of 64 KiB every frame fits, whatever the routing weighs."""
+    links = make_links()
+    links.fence("w2", NOW, max_payload=65_536)
+    ear = Ear(links)
+    name = links.offer(ear.origin("r"), request_of(10_000, request_id="r"), capabilities(), NOW)
+    links.take([step(name, rows=(0, 10_000), end=True)])
+    (route,) = links.routes.sendable()
+    sizes = []
+    while outgoing := links.next_frame(route):
+        sizes.append(len(outgoing.data))
+    links.on_link_message("alice", LinkMessage(1, [], "a1", "w2", 0, 0, 1 << 30), NOW)
+    while outgoing := links.next_frame(route):
+        sizes.append(len(outgoing.data))
+
+    assert max(sizes) <= 65_536
+    assert sum(sizes) > 10_000 * ROW_BYTES
