@@ -1,0 +1,192 @@
+"""Who is still there: leases on clocks that are handed in."""
+
+import pytest
+
+from bus.protocol import lease
+from bus.protocol.lease import DEFAULT_LEASE_S, MAX_LEASE_S, ClientLeases, Ended, OwnLease
+from schemas.presence import ClientPresence, ClientState
+
+
+def presence(
+    incarnation: str = "a", *, client: str = "c", state: ClientState = ClientState.LIVE, lease_s: float = 5.0
+) -> ClientPresence:
+    """What a client says of itself."""
+    return ClientPresence(client=client, incarnation=incarnation, state=state, lease_s=lease_s)
+
+
+def closed(incarnation: str = "a") -> ClientPresence:
+    """The last word of a client."""
+    return presence(incarnation, state=ClientState.CLOSED)
+
+
+def test_ones_own_lease_ends_a_margin_early() -> None:
+    """A worker stops before others give it up; the lease counts from when the announcement was published."""
+    own = OwnLease(5.0, 1.0, now=100.0)
+    first = [own.is_held(104.0), own.is_held(104.1)]
+    own.confirm(103.0)
+    second = [own.is_held(107.0), own.is_held(107.1)]
+
+    assert first == second == [True, False]
+    assert own.expires_at == 107.0
+
+
+def test_an_older_confirmation_takes_nothing_back() -> None:
+    """Confirmations may overtake each other: the latest announcement counts."""
+    own = OwnLease(5.0, 1.0, now=0.0)
+    own.confirm(10.0)
+    own.confirm(9.0)
+
+    assert own.expires_at == 14.0
+
+
+def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
+    """After an outage the next confirmed announcement begins another stretch."""
+    own = OwnLease(5.0, 1.0, now=0.0)
+    over = own.is_held(50.0)
+    own.confirm(50.0)
+
+    assert (over, own.is_held(51.0)) == (False, True)
+
+
+@pytest.mark.parametrize("margin_s", [-1.0, 5.0, 6.0])
+def test_a_margin_fits_its_lease(margin_s: float) -> None:
+    """A margin as long as the lease would leave no time to act."""
+    with pytest.raises(ValueError, match="does not fit"):
+        OwnLease(5.0, margin_s, now=0.0)
+
+
+def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
+    """It is reported once, as not closed; each announcement starts the lease anew."""
+    leases = ClientLeases(margin_s=1.0)
+    assert leases.renew(presence(), 0.0) == []
+    leases.renew(presence(), 3.0)
+    ended = [leases.expire(8.9), leases.expire(9.0), leases.expire(99.0)]
+
+    assert ended == [[], [Ended("c", "a", "its lease expired", is_closed=False)], []]
+    assert leases.is_dead("c", "a")
+
+
+def test_an_expired_client_that_is_heard_again_is_alive() -> None:
+    """A client that was away and returns is served again: its next requests are not dropped."""
+    leases = ClientLeases(margin_s=1.0)
+    for sign in (lambda: leases.hear("c", "a", 100.0), lambda: leases.renew(presence(), 100.0)):
+        leases.renew(presence(), 0.0)
+        leases.expire(50.0)
+        was_dead = leases.is_dead("c", "a")
+        sign()
+        assert (was_dead, leases.is_dead("c", "a")) == (True, False)
+        assert len(leases.expire(200.0)) == 1
+        leases.hear("c", "a", 0.0)
+
+
+def test_a_closed_client_ends_at_once_and_for_good() -> None:
+    """Nothing that still arrives of it brings it back."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(), 0.0)
+    ended = leases.renew(closed(), 1.0)
+    leases.hear("c", "a", 2.0)
+
+    assert ended == [Ended("c", "a", "it was closed", is_closed=True)]
+    assert leases.renew(presence(), 2.0) == []
+    assert leases.renew(closed(), 3.0) == []
+    assert leases.is_dead("c", "a")
+
+
+def test_an_expired_client_can_still_be_closed() -> None:
+    """The word that it will not come back counts after its lease, too."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(), 0.0)
+    leases.expire(50.0)
+
+    assert leases.renew(closed(), 60.0) == [Ended("c", "a", "it was closed", is_closed=True)]
+
+
+def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
+    """Nothing ends, but its requests that still wait in the queue are known to be nobody's."""
+    leases = ClientLeases(margin_s=1.0)
+
+    assert leases.renew(closed(), 0.0) == []
+    assert leases.is_dead("c", "a")
+
+
+def test_a_later_life_ends_the_one_before() -> None:
+    """The first announcement of another incarnation ends the older ones for good; other clients are not touched."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence("a"), 0.0)
+    leases.renew(presence("a", client="d"), 0.0)
+    leases.hear("c", "heard", 0.0)
+    ended = leases.renew(presence("b"), 1.0)
+    late = leases.renew(presence("a"), 1.5)
+    leases.hear("c", "a", 2.0)
+
+    assert [(end.incarnation, end.is_closed) for end in ended] == [("a", False), ("heard", False)]
+    assert late == []
+    assert [leases.is_dead(*life) for life in (("c", "a"), ("c", "b"), ("d", "a"))] == [True, False, False]
+
+
+def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
+    """A request may have waited long: only an announcement tells which life is the later one."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence("b"), 0.0)
+    leases.hear("c", "a", 0.0)
+    again = leases.renew(presence("b"), 5.0)
+    ended = leases.expire(DEFAULT_LEASE_S + 1.0)
+
+    assert again == []
+    assert [end.incarnation for end in ended] == ["a"]
+
+
+def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
+    """A stopped process that wakes up after its successor was announced stays dead."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence("a"), 0.0)
+    leases.expire(50.0)
+    leases.renew(presence("b"), 51.0)
+    leases.hear("c", "a", 52.0)
+
+    assert leases.renew(presence("a"), 52.0) == []
+    assert leases.is_dead("c", "a")
+    assert not leases.is_dead("c", "b")
+
+
+def test_messages_renew_the_announced_lease() -> None:
+    """Whoever acknowledges frames is there, also when an announcement is late."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(lease_s=10.0), 0.0)
+    leases.hear("c", "a", 8.0)
+
+    assert leases.expire(18.9) == []
+    assert len(leases.expire(19.0)) == 1
+
+
+def test_ones_own_outage_ends_nobody() -> None:
+    """Every lease starts anew when the connection is back: until then nobody could be heard."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(), 0.0)
+    leases.renew_all(100.0)
+
+    assert leases.expire(105.9) == []
+    assert len(leases.expire(106.0)) == 1
+
+
+def test_no_lease_is_endless() -> None:
+    """Whatever a client announces, it ends some time after it was last heard."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(lease_s=1e300), 0.0)
+
+    assert len(leases.expire(MAX_LEASE_S + 1.0)) == 1
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound new clients are not followed, and the oldest of the dead are forgotten."""
+    monkeypatch.setattr(lease, "MAX_CLIENTS", 3)
+    leases = ClientLeases(margin_s=1.0)
+    for i in range(5):
+        leases.renew(presence(client=f"c{i}"), 0.0)
+    first = [end.client for end in leases.expire(50.0)]
+    for i in range(5, 7):
+        leases.renew(presence(client=f"c{i}"), 50.0)
+    leases.expire(100.0)
+
+    assert first == ["c0", "c1", "c2"]
+    assert [leases.is_dead(f"c{i}", "a") for i in range(7)] == [False, False, True, False, False, True, True]

@@ -1,0 +1,348 @@
+"""A link over a channel that loses, doubles and reorders in both directions: nothing is lost, doubled or mixed up."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from bus.protocol.link_receiver import LinkReceiver, Verdict
+from bus.protocol.link_sender import LinkSender
+from bus.protocol.step import RequestStep
+from bus.protocol.stream import Stream
+from schemas.chunk import ChunkError, FinishReason
+from schemas.errors import ErrorCode
+from schemas.limits import INITIAL_CREDIT_BYTES
+from schemas.messages import Frame, RequestKey, decode_frame, decode_link_message, encode
+from schemas.presence import RoutedExpertsInfo
+from schemas.rows import expected_rows
+from tests.support.scenarios import Scenario, make_scenario
+
+pytestmark = pytest.mark.slow
+
+ERROR = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
+SHAPES = {0: None, 1: (2, 2), 2: (64, 64)}
+"""Layers and top-k: no routing, 4 bytes a row, 4 KiB a row, which soon exceeds the initial credit."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request at both ends: what the engine will make of it, and what the client has of it."""
+
+    scenario: Scenario
+    link: tuple[str, int]
+    stream: Stream
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    is_over: bool = False
+    """The engine, or the worker, has ended it."""
+    is_given_up: bool = False
+    """The client lost its place and reads it no more."""
+
+    def next_step(self) -> RequestStep:
+        """Let the engine run once more."""
+        step = self.scenario.steps[self.num_steps]
+        self.num_steps += 1
+        self.num_tokens += len(step.token_ids)
+        self.num_rows += 0 if step.routed_experts is None else len(step.routed_experts)
+        self.is_over = step.finish_reason is not None
+        return step
+
+    def abort(self) -> RequestStep:
+        """Let the engine stop here."""
+        self.is_over = True
+        return RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)
+
+    @property
+    def version(self) -> int:
+        """Of the last step."""
+        return self.scenario.versions[max(self.num_steps - 1, 0)]
+
+    def check(self) -> None:
+        """What the client has is the beginning of what the engine made; without an error it is all of that."""
+        end = self.stream.end
+        if end is None:
+            return
+        if end.error is None:
+            assert end.num_tokens == self.num_tokens
+            assert self.scenario.routing is None or end.num_rows == expected_rows(
+                self.scenario.request.prompt_len,
+                self.scenario.request.routed_experts_prompt_start,
+                self.num_tokens,
+            )
+        got = self.stream.arrays()
+        for name in ("token_ids", "weight_versions", "logprobs", "routed_experts"):
+            expected = self.scenario.arrays[name]
+            if got[name] is not None and expected is not None:
+                np.testing.assert_array_equal(got[name], expected[: len(got[name])])
+
+
+class LinkMachine(RuleBasedStateMachine):
+    """A worker and a client, and what is under way between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.num_requests = 0
+        self.requests: dict[RequestKey, Request] = {}
+        self.to_client: list[bytes] = []
+        self.to_worker: list[bytes] = []
+        self.receiver = LinkReceiver("c")
+        self.has_forgotten = False
+        self.followed: set[int] = set()
+        """Lives of the worker that the client has heard of."""
+
+    @initialize(max_frame_bytes=st.sampled_from([1500, 6000, 60_000, 2**20]))
+    def begin(self, max_frame_bytes: int) -> None:
+        """Any server's `max_payload`."""
+        self.max_frame_bytes = max_frame_bytes
+        self.open_link("w0", 0)
+
+    def open_link(self, incarnation: str, link: int) -> None:
+        """Begin a link at the worker; what the one before had is lost."""
+        self.sender = LinkSender(
+            incarnation=incarnation, link=link, client_incarnation="c", max_frame_bytes=self.max_frame_bytes
+        )
+        self.frames: list[bytes] = []
+        self.acked = self.offset = 0
+        self.credit = INITIAL_CREDIT_BYTES
+        self.confirmed: list[RequestKey] = []
+
+    @property
+    def link(self) -> tuple[str, int]:
+        """The worker's."""
+        return self.sender.incarnation, self.sender.link
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that the engine works on."""
+        return [request for request in self.requests.values() if request.link == self.link and not request.is_over]
+
+    def key_of(self, request: Request) -> RequestKey:
+        """The wire key of a request."""
+        return next(key for key, other in self.requests.items() if other is request)
+
+    def pick(self, index: int) -> tuple[RequestKey, Request]:
+        """One of those that run."""
+        request = self.running[index % len(self.running)]
+        return self.key_of(request), request
+
+    def new_request(self, scenario: Scenario) -> RequestKey:
+        """Publish another request."""
+        key = RequestKey(f"r{self.num_requests}")
+        self.num_requests += 1
+        self.requests[key] = Request(scenario, self.link, Stream(scenario.request, child=0, attempt=0, keep=True))
+        return key
+
+    # What the worker does.
+
+    @rule(seed=st.integers(0, 2**32), shape=st.sampled_from([0, 1, 1, 2]), num_steps=st.integers(1, 12))
+    def open(self, seed: int, shape: int, num_steps: int) -> None:
+        """Take on a request."""
+        rng = np.random.default_rng(seed)
+        routing = None
+        if (dims := SHAPES[shape]) is not None:
+            routing = RoutedExpertsInfo(num_layers=dims[0], top_k=dims[1], num_experts=9, dtype="u1")
+        prompt_len = int(rng.integers(1, 40))
+        scenario = make_scenario(
+            rng,
+            prompt_len=prompt_len,
+            cuts=np.cumsum(rng.integers(1, 4, num_steps)).tolist(),
+            start=int(rng.integers(0, prompt_len + 1)),
+            routing=routing,
+            widths=([None, 0, 2][seed % 3], [None, None, 1][seed % 5 % 3]),
+        )
+        key = self.new_request(scenario)
+        self.sender.open(key, scenario.writer(self.max_frame_bytes - 500, key))
+
+    @precondition(lambda self: self.running)
+    @rule(indices=st.lists(st.integers(0, 20), min_size=1, max_size=8))
+    def step(self, indices: list[int]) -> None:
+        """Let the engine make some steps."""
+        for index in indices:
+            if self.running:
+                key, request = self.pick(index)
+                step = request.next_step()
+                self.sender.take(key, step, request.version)
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 20))
+    def abort(self, index: int) -> None:
+        """Let the engine stop a request, as after a client's abort."""
+        key, request = self.pick(index)
+        self.sender.take(key, request.abort(), request.version)
+
+    @precondition(lambda self: self.sender.keys)
+    @rule(index=st.integers(0, 20))
+    def fail(self, index: int) -> None:
+        """End a request with an error, also one whose last step waits for credit."""
+        key = list(self.sender.keys)[index % len(self.sender.keys)]
+        self.requests[key].is_over = True
+        self.sender.fail(key, ERROR, 1)
+
+    @rule()
+    def reject(self) -> None:
+        """Refuse a request."""
+        key = self.new_request(make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]))
+        self.requests[key].is_over = True
+        self.sender.reject(key, ERROR, 1)
+
+    @rule()
+    def seal(self) -> None:
+        """Send the next frame, and see that there was credit for it and room."""
+        data = self.sender.seal()
+        if data is None:
+            return
+        frame = decode_frame(data)
+        has_data = any(
+            chunk.token_ids_data or chunk.prompt_logprobs or (chunk.routed_experts and chunk.routed_experts.data)
+            for chunk in frame.chunks
+        )
+        assert frame.number == len(self.frames)
+        assert not has_data or self.offset < self.credit
+        assert len(data) <= self.max_frame_bytes or len(frame.chunks) == 1
+        self.frames.append(data)
+        self.offset += len(data)
+        self.to_client.append(data)
+
+    @rule()
+    def heartbeat(self) -> None:
+        """Say how far the link is."""
+        self.to_client.append(self.sender.heartbeat())
+
+    @rule(is_new_life=st.booleans())
+    def restart(self, is_new_life: bool) -> None:
+        """Begin a new link, in this life or the next."""
+        incarnation, link = self.link
+        if is_new_life:
+            self.open_link(f"w{int(incarnation[1:]) + 1}", 0)
+        else:
+            self.open_link(incarnation, link + 1)
+
+    # What the channel does.
+
+    @precondition(lambda self: self.to_client)
+    @rule(index=st.integers(0, 20), fate=st.sampled_from(["arrive", "arrive", "doubled", "lost"]), first=st.booleans())
+    def carry_frame(self, index: int, fate: str, first: bool) -> None:
+        """Deliver any frame under way, or lose it."""
+        at = 0 if first else index % len(self.to_client)
+        data = self.to_client[at] if fate == "doubled" else self.to_client.pop(at)
+        if fate != "lost":
+            self.client_receives(data)
+
+    @precondition(lambda self: self.to_worker)
+    @rule(index=st.integers(0, 20), fate=st.sampled_from(["arrive", "arrive", "doubled", "lost"]))
+    def carry_message(self, index: int, fate: str) -> None:
+        """Deliver any message under way, or lose it."""
+        at = index % len(self.to_worker)
+        data = self.to_worker[at] if fate == "doubled" else self.to_worker.pop(at)
+        if fate != "lost":
+            self.worker_receives(data)
+
+    @rule(seconds=st.sampled_from([0.001, 0.1, 0.3]))
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+    # What the client does.
+
+    @rule(window=st.sampled_from([1, 300, 5000, 2**20]))
+    def speak(self, window: int) -> None:
+        """Acknowledge, grant credit, ask for what is missing."""
+        self.to_worker.append(encode(self.receiver.message(window=window, now=self.now)))
+
+    @rule()
+    def forget(self) -> None:
+        """Lose the client's place on the link."""
+        self.receiver = LinkReceiver("c")
+        self.followed.clear()
+        self.has_forgotten = True
+        for request in self.requests.values():
+            request.is_given_up = True
+
+    def client_receives(self, data: bytes) -> None:
+        """Read a frame as a client does."""
+        frame = decode_frame(data)
+        life = int(frame.incarnation[1:])
+        if life not in self.followed and life < max(self.followed, default=0):
+            # Lives do not overlap: one of which nothing was heard before the next began is not heard later.
+            return
+        self.followed.add(life)
+        before = self.receiver.incarnation, self.receiver.link
+        is_new = self.receiver.begins_anew(frame)
+        verdict = self.receiver.receive(frame, len(data), self.now)
+        after = self.receiver.incarnation, self.receiver.link
+        assert is_new == (before not in ((None, None), after))
+        if verdict is Verdict.TAKEN:
+            self.client_takes(frame)
+
+    def client_takes(self, frame: Frame) -> None:
+        """Read the content of a frame."""
+        for chunk in frame.chunks:
+            request = self.requests[RequestKey(chunk.request_id, chunk.attempt, chunk.child)]
+            if request.is_given_up:
+                continue
+            assert request.link == (frame.incarnation, frame.link) == (self.receiver.incarnation, self.receiver.link)
+            request.stream.add(chunk)
+            request.check()
+
+    def worker_receives(self, data: bytes) -> None:
+        """Read a message as a worker does."""
+        message = decode_link_message(data)
+        progress = self.sender.receive(message)
+        if (message.incarnation, message.link) != self.link:
+            assert not progress.resend
+            assert not progress.confirmed
+            return
+        self.acked = max(self.acked, message.acked)
+        self.credit = max(self.credit, message.credit)
+        self.confirmed += progress.confirmed
+        if progress.resend:
+            assert progress.resend == self.frames[self.acked :]
+            self.to_client += progress.resend
+        # Messages that overtook each other look like it too; between real peers none does.
+        if progress.is_forgotten and self.has_forgotten:
+            self.has_forgotten = False
+            self.restart(is_new_life=False)
+
+    def teardown(self) -> None:
+        """Once the channel is fair, all that was taken arrives, and nobody holds anything any more."""
+        if not hasattr(self, "sender"):
+            return
+        self.to_client.clear()
+        self.to_worker.clear()
+        for request in self.running:
+            self.sender.take(self.key_of(request), request.abort(), request.version)
+        for _ in range(2000):
+            self.now += 1
+            before = -1
+            while before < len(self.frames):
+                before = len(self.frames)
+                self.seal()
+            if self.sender.needs_heartbeat:
+                self.heartbeat()
+            for data in self.take_all(self.to_client):
+                self.client_receives(data)
+            self.speak(2**16)
+            for data in self.take_all(self.to_worker):
+                self.worker_receives(data)
+            if self.sender.is_idle:
+                break
+
+        assert self.sender.is_idle
+        assert (self.sender.held_bytes, self.sender.needs_heartbeat) == (0, False)
+        assert self.confirmed == [key for data in self.frames for key in decode_frame(data).admitted]
+        for request in self.requests.values():
+            assert request.link != self.link or request.is_given_up or request.stream.end is not None
+
+    def take_all(self, channel: list[bytes]) -> list[bytes]:
+        """All that is under way, in order."""
+        data, channel[:] = list(channel), []
+        return data
+
+
+LinkMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestLink = LinkMachine.TestCase

@@ -1,0 +1,203 @@
+"""What a client takes from a link and tells its worker: each frame once and in order, and what is missing again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, LinkReceiver, Verdict
+from bus.protocol.link_sender import LinkSender
+from schemas.messages import WIRE_VERSION, Frame, RequestKey, decode_frame
+from tests.support.scenarios import simple
+
+OFFER = [RequestKey("r")]
+WINDOW = 2**20
+
+
+def frame(number: int, *, incarnation: str = "w", link: int = 0, client: str = "c") -> Frame:
+    """A frame with an offer."""
+    return Frame(WIRE_VERSION, incarnation, number, OFFER, [], link, client)
+
+
+def heartbeat(number: int, *, incarnation: str = "w", link: int = 0) -> Frame:
+    """A frame without content."""
+    return Frame(WIRE_VERSION, incarnation, number, [], [], link, "c")
+
+
+def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[Verdict]:
+    """What the receiver makes of frames of 100 bytes."""
+    return [receiver.receive(item, 100, now) for item in frames]
+
+
+def test_frames_are_taken_once_and_in_order() -> None:
+    """A doubled frame is told as such; one behind a gap is not taken, and comes again when the gap is filled."""
+    receiver = LinkReceiver("c")
+    verdicts = receive(receiver, frame(0), frame(0), frame(2), frame(1), frame(1), frame(2), frame(3))
+
+    assert verdicts == [
+        Verdict.TAKEN,
+        Verdict.DUPLICATE,
+        Verdict.GAP,
+        Verdict.TAKEN,
+        Verdict.DUPLICATE,
+        Verdict.TAKEN,
+        Verdict.TAKEN,
+    ]
+    assert receiver.message(window=WINDOW, now=0).acked == 4
+
+
+def test_credit_counts_what_was_taken_and_never_falls() -> None:
+    """The offset granted is that of the frames taken plus the window; a smaller window takes nothing back."""
+    receiver = LinkReceiver("c")
+    receive(receiver, frame(0), frame(0), frame(2))
+    first = receiver.message(window=1000, now=0)
+    second = receiver.message(window=10, now=0)
+    receive(receiver, frame(1), frame(2))
+    third = receiver.message(window=1000, now=0)
+
+    assert [message.credit for message in (first, second, third)] == [1100, 1100, 1300]
+    assert [message.acked for message in (first, second, third)] == [1, 1, 3]
+
+
+def test_before_the_first_frame_only_aborts_are_said() -> None:
+    """Without a link there is nothing to acknowledge: the message names no incarnation of the worker."""
+    message = LinkReceiver("c").message(window=WINDOW, now=0, abort=OFFER)
+
+    assert (message.client_incarnation, message.incarnation, message.abort) == ("c", "", OFFER)
+
+
+def test_a_gap_is_asked_for_at_once_and_then_at_intervals() -> None:
+    """The first frame behind a gap makes a message due; while nothing comes it is asked for again, not too often."""
+    receiver = LinkReceiver("c")
+    receive(receiver, frame(0))
+    due = [receiver.is_ack_due(WINDOW)]
+    receive(receiver, frame(2))
+    due.append(receiver.is_ack_due(WINDOW))
+    asked = [receiver.message(window=WINDOW, now=0).resend]
+    receive(receiver, frame(3), now=0.1)
+    due.append(receiver.is_ack_due(WINDOW))
+    asked.append(receiver.message(window=WINDOW, now=0.1).resend)
+    receive(receiver, frame(4), now=RESEND_INTERVAL_S)
+    due.append(receiver.is_ack_due(WINDOW))
+    asked.append(receiver.message(window=WINDOW, now=RESEND_INTERVAL_S).resend)
+
+    assert due == [False, True, False, True]
+    assert asked == [True, False, True]
+
+
+def test_a_resend_under_way_is_not_asked_for_again() -> None:
+    """As long as missing frames keep coming, time starts anew with each; a gap that is filled is forgotten."""
+    receiver = LinkReceiver("c")
+    receive(receiver, frame(3))
+    asked = [receiver.message(window=WINDOW, now=0).resend]
+    receive(receiver, frame(0), now=0.2)
+    asked.append(receiver.message(window=WINDOW, now=0.3).resend)
+    asked.append(receiver.message(window=WINDOW, now=0.5).resend)
+    receive(receiver, frame(1), frame(2), frame(3), now=0.6)
+    asked.append(receiver.message(window=WINDOW, now=9).resend)
+
+    assert asked == [True, False, True, False]
+
+
+def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
+    """A heartbeat beyond what was taken is a gap; one that names the next frame is not."""
+    receiver = LinkReceiver("c")
+    verdicts = receive(receiver, frame(0), heartbeat(1))
+    due = [receiver.is_ack_due(WINDOW)]
+    verdicts += receive(receiver, heartbeat(2))
+    due.append(receiver.is_ack_due(WINDOW))
+
+    assert verdicts == [Verdict.TAKEN, Verdict.HEARTBEAT, Verdict.HEARTBEAT]
+    assert due == [False, True]
+    assert receiver.message(window=WINDOW, now=0).resend
+
+
+def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
+    """A frame number is only compared; a heartbeat that knows better ends a gap that was never there."""
+    receiver = LinkReceiver("c")
+    verdicts = receive(receiver, frame(0), frame(2**53), heartbeat(1), frame(1))
+
+    assert verdicts == [Verdict.TAKEN, Verdict.GAP, Verdict.HEARTBEAT, Verdict.TAKEN]
+    assert not receiver.message(window=WINDOW, now=9).resend
+
+
+def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames() -> None:
+    """Few small frames wait for more; a quarter of the window, or 64 frames, do not. Telling starts it over."""
+    receiver = LinkReceiver("c")
+    receive(receiver, *map(frame, range(MAX_UNACKED_FRAMES - 1)))
+    due = [receiver.is_ack_due(WINDOW), receiver.is_ack_due(4 * 100 * (MAX_UNACKED_FRAMES - 1))]
+    receive(receiver, frame(MAX_UNACKED_FRAMES - 1))
+    due.append(receiver.is_ack_due(WINDOW))
+    unacked = [receiver.has_unacked]
+    receiver.message(window=WINDOW, now=0)
+    due.append(receiver.is_ack_due(WINDOW))
+    unacked.append(receiver.has_unacked)
+
+    assert due == [False, True, True, False]
+    assert unacked == [True, False]
+
+
+def test_a_later_link_replaces_the_one_before() -> None:
+    """A later link, or another incarnation, begins anew from frame 0; what comes of the one before is stale."""
+    receiver = LinkReceiver("c")
+    news = [receiver.begins_anew(frame(0))]
+    receive(receiver, frame(0), frame(1))
+    news.append(receiver.begins_anew(frame(2)))
+    later = frame(0, link=2)
+    news.append(receiver.begins_anew(later))
+    verdicts = receive(receiver, later, frame(2), heartbeat(9), frame(0, link=1))
+    acked = [receiver.message(window=1000, now=0)]
+    other = heartbeat(0, incarnation="x")
+    news.append(receiver.begins_anew(other))
+    verdicts += receive(receiver, other, frame(1, link=2))
+    news.append(receiver.begins_anew(frame(5, link=7)))
+    acked.append(receiver.message(window=1000, now=0))
+
+    assert news == [False, False, True, True, False]
+    assert verdicts == [Verdict.TAKEN, *[Verdict.STALE] * 3, Verdict.HEARTBEAT, Verdict.STALE]
+    assert [(message.incarnation, message.link, message.acked, message.credit) for message in acked] == [
+        ("w", 2, 1, 1100),
+        ("x", 0, 0, 1000),
+    ]
+
+
+def test_frames_for_another_life_of_the_client_are_stale() -> None:
+    """What a worker still sends to an earlier life of this client's name opens no link."""
+    receiver = LinkReceiver("c")
+    verdicts = receive(receiver, frame(0, client="b"), frame(0, client=""), frame(0))
+    is_new = receiver.begins_anew(frame(0, client="b", link=5))
+
+    assert verdicts == [Verdict.STALE, Verdict.STALE, Verdict.TAKEN]
+    assert not is_new
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
+    """Whatever number is seen first, frames are taken from 0: what was sent before is asked for."""
+    receiver = LinkReceiver("c")
+    verdicts = receive(receiver, frame(number))
+
+    assert verdicts == [Verdict.TAKEN if number == 0 else Verdict.GAP]
+    assert receiver.message(window=WINDOW, now=0).resend == (number > 0)
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_any_order_of_arrival_is_made_good(order: list[int]) -> None:
+    """However frames of a sender arrive, one exchange of what is missing gives each exactly once, in order."""
+    sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
+    sealed = []
+    for i in range(31):
+        sender.open(RequestKey(f"r{i}"), simple().writer())
+        sealed.append(sender.seal() or b"")
+    receiver = LinkReceiver("c")
+    taken: list[RequestKey] = []
+    arrivals = [sealed[i] for i in order] + [sender.heartbeat()]
+    for _ in range(2):
+        for data in arrivals:
+            item = decode_frame(data)
+            if receiver.receive(item, len(data), 0) is Verdict.TAKEN:
+                taken += item.admitted
+        arrivals = sender.receive(receiver.message(window=WINDOW, now=1)).resend
+
+    assert [key.request_id for key in taken] == [f"r{i}" for i in range(31)]
+    assert arrivals == []
+    assert not [data for data, _ in sender._unacked]

@@ -1,0 +1,353 @@
+"""The frames that a worker seals: numbered, whole, within credit and size, and kept until they are acknowledged."""
+
+import numpy as np
+import pytest
+
+from bus.protocol.chunking import ChunkWriter
+from bus.protocol.link_sender import SMALL_BYTES, LinkSender, PlainSender, Progress
+from schemas.chunk import ChunkError
+from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from schemas.limits import INITIAL_CREDIT_BYTES
+from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
+from schemas.presence import RoutedExpertsInfo
+from tests.support.scenarios import Scenario, assert_complete, make_scenario, simple
+
+MAX_FRAME_BYTES = 64 * 1024 - 4096
+"""Of a server with a `max_payload` of 64 KiB."""
+PART_BYTES = 32 * 1024
+ERROR = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
+WIDE = RoutedExpertsInfo(num_layers=64, top_k=16, num_experts=256, dtype="u1")
+"""1 KiB a row."""
+
+
+def make_sender(max_frame_bytes: int = MAX_FRAME_BYTES) -> LinkSender:
+    """A new link."""
+    return LinkSender(incarnation="w", link=3, client_incarnation="c", max_frame_bytes=max_frame_bytes)
+
+
+def make_keys(count: int) -> list[RequestKey]:
+    """Keys with the longest ids there are."""
+    return [RequestKey(f"{i:0128}") for i in range(count)]
+
+
+def seal(sender: LinkSender) -> bytes:
+    """The next frame, of which there is one."""
+    data = sender.seal()
+    assert data is not None
+    return data
+
+
+def seal_all(sender: LinkSender | PlainSender) -> list[Frame]:
+    """All frames that may be sent now."""
+    if isinstance(sender, PlainSender):
+        return [decode_frame(data) for data in sender.frames()]
+    frames = []
+    while (data := sender.seal()) is not None:
+        frames.append(decode_frame(data))
+    return frames
+
+
+def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> Progress:
+    """Let the client speak."""
+    return sender.receive(LinkMessage(WIRE_VERSION, [], "c", "w", 3, acked, credit, resend))
+
+
+def take_all(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
+    """Let the engine make all of a request at once."""
+    for step, version in zip(scenario.steps, scenario.versions, strict=True):
+        sender.take(key, step, version)
+
+
+def long_prompt(num_kib: int) -> Scenario:
+    """A request of one token whose rows take `num_kib` KiB."""
+    return make_scenario(np.random.default_rng(0), prompt_len=num_kib, cuts=[1], routing=WIDE)
+
+
+def use_up_credit(sender: LinkSender) -> int:
+    """Send data until there is no more credit; returns how many frames that took."""
+    (key,) = make_keys(1)
+    scenario = long_prompt(2 * INITIAL_CREDIT_BYTES // 1024)
+    sender.open(key, scenario.writer(PART_BYTES, key))
+    take_all(sender, key, scenario)
+    return len(seal_all(sender))
+
+
+def test_no_frame_is_larger_than_allowed() -> None:
+    """Thousands of offers and large chunks are spread over frames that each fit a `max_payload` of 64 KiB, in order."""
+    sender = make_sender()
+    tell(sender, credit=2**30)
+    keys = make_keys(3000)
+    scenario = long_prompt(40)
+    for key in keys:
+        sender.open(key, scenario.writer(PART_BYTES, key))
+    for key in keys[:5]:
+        take_all(sender, key, scenario)
+    sealed = []
+    while (data := sender.seal()) is not None:
+        sealed.append(data)
+    frames = [decode_frame(data) for data in sealed]
+
+    assert max(map(len, sealed)) <= MAX_FRAME_BYTES
+    assert [key for frame in frames for key in frame.admitted] == keys
+    assert [frame.number for frame in frames] == list(range(len(frames)))
+    for key in keys[:5]:
+        assert_complete(scenario, [c for frame in frames for c in frame.chunks if c.request_id == key.request_id])
+
+
+def test_little_is_one_frame_and_nothing_is_none() -> None:
+    """One step of few requests is one message that also offers them; without anything there is none."""
+    sender = make_sender()
+    scenario = simple()
+    assert sender.seal() is None
+    for key in make_keys(3):
+        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.take(key, scenario.steps[0], 1)
+    (frame,) = seal_all(sender)
+
+    assert (frame.incarnation, frame.link, frame.client_incarnation, frame.number) == ("w", 3, "c", 0)
+    assert frame.admitted == make_keys(3)
+    assert [chunk.chunk_index for chunk in frame.chunks] == [0, 0, 0]
+    for key in make_keys(3):
+        sender.take(key, scenario.steps[1], 1)
+    assert [chunk.is_terminal for frame in seal_all(sender) for chunk in frame.chunks] == [True] * 3
+    assert not sender.keys
+
+
+def test_without_credit_steps_gather_and_are_merged() -> None:
+    """Out of credit nothing with data is sent; with credit again, what gathered is one chunk."""
+    sender = make_sender()
+    num_frames = use_up_credit(sender)
+    key = RequestKey("late")
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=simple().routing)
+    sender.open(key, scenario.writer(PART_BYTES, key))
+    assert [frame.admitted for frame in seal_all(sender)] == [[key]]
+    for step in scenario.steps:
+        sender.take(key, step, 1)
+    assert sender.seal() is None
+    assert sender.unsent_bytes(key) == 30 * (4 + 4 + 1)
+    tell(sender, acked=num_frames, credit=INITIAL_CREDIT_BYTES + 100 * 1024)
+    frames = seal_all(sender)
+    chunks = [chunk for frame in frames for chunk in frame.chunks if chunk.request_id == "late"]
+
+    assert [chunk.num_tokens for chunk in chunks] == [30]
+    assert sender.unsent_bytes(key) == 0
+
+
+def test_credit_is_exceeded_by_one_frame_at_most() -> None:
+    """A frame begins below the granted offset and ends at most one part above it, however much has gathered."""
+    sender = make_sender(2**20)
+    use_up_credit(sender)
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=8, cuts=[1], routing=WIDE)
+    for key in make_keys(200)[1:]:
+        sender.open(key, scenario.writer(PART_BYTES, key))
+        take_all(sender, key, scenario)
+    seal_all(sender)
+    sizes = []
+    tell(sender, credit=2 * INITIAL_CREDIT_BYTES)
+    while (data := sender.seal()) is not None:
+        sizes.append(len(data))
+
+    assert len(sizes) > 1
+    assert max(sizes) < INITIAL_CREDIT_BYTES + SMALL_BYTES
+
+
+def test_what_needs_no_credit_is_sent_without() -> None:
+    """Offers, errors, rejections and ends that bring nothing go out when there is no credit."""
+    sender = make_sender()
+    use_up_credit(sender)
+    failed, empty, data, rejected = (RequestKey(name) for name in ("failed", "empty", "data", "rejected"))
+    scenario = simple()
+    for key in (failed, empty, data):
+        sender.open(key, scenario.writer(PART_BYTES, key))
+    sender.take(failed, scenario.steps[0], 1)
+    sender.fail(failed, ERROR, 1)
+    ending = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]).steps[0]
+    ending.token_ids, ending.logprobs = ending.token_ids[:0], None
+    sender.take(empty, ending, 1)
+    take_all(sender, data, scenario)
+    sender.reject(rejected, ERROR, 1)
+    (frame,) = seal_all(sender)
+
+    assert frame.admitted == [failed, empty, data]
+    assert [chunk.request_id for chunk in frame.chunks] == ["failed", "empty", "rejected"]
+    assert frame.chunks[0].end is not None
+    assert (frame.chunks[0].chunk_index, frame.chunks[0].end.num_tokens) == (0, 0)
+    assert list(sender.keys) == [make_keys(1)[0], data]
+
+
+def test_a_failure_drops_what_is_unsent() -> None:
+    """What a failed request had waiting is never sent and held no more; its error is its next chunk."""
+    sender = make_sender()
+    num_frames = use_up_credit(sender)
+    (key,) = make_keys(1)
+    sent = num_frames - 1
+    assert sender.unsent_bytes(key) > 0
+    sender.fail(key, ERROR, 1)
+    (frame,) = seal_all(sender)
+    tell(sender, acked=num_frames + 1, credit=2**30)
+
+    assert [chunk.error for chunk in frame.chunks] == [ERROR]
+    assert frame.chunks[0].chunk_index in (sent, sent + 1)
+    assert sender.seal() is None
+    assert sender.is_idle
+    assert sender.held_bytes == 0
+
+
+def test_large_parts_take_turns_behind_everything_small() -> None:
+    """Each frame has all that is small and one large part; requests with large parts take turns."""
+    sender = make_sender()
+    tell(sender, credit=2**30)
+    first, second, small = (RequestKey(name) for name in ("first", "second", "small"))
+    prompts = {first: long_prompt(100), second: long_prompt(70)}
+    for key, scenario in prompts.items():
+        sender.open(key, scenario.writer(PART_BYTES, key))
+        take_all(sender, key, scenario)
+    tokens = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 11))
+    sender.open(small, tokens.writer(PART_BYTES, small))
+    order = []
+    for step in tokens.steps:
+        sender.take(small, step, 1)
+        order.append([chunk.request_id for chunk in decode_frame(seal(sender)).chunks])
+
+    assert order[:3] == [["small", "first"], ["small", "second"], ["small", "first"]]
+    assert all("small" in row for row in order)
+    assert [row.count("first") for row in order] == [1, 0, 1, 0, 1, 1, 0, 0, 0, 0]
+
+
+def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
+    """A resend repeats all frames from the first missing one, byte for byte, also those sealed since."""
+    sender = make_sender()
+    scenario = simple()
+    sealed: list[bytes] = []
+    for key in make_keys(4):
+        sender.open(key, scenario.writer(PART_BYTES, key))
+        sealed.append(seal(sender))
+    progress = tell(sender, acked=1, resend=True)
+    take_all(sender, make_keys(1)[0], scenario)
+    sealed.append(seal(sender))
+
+    assert progress == Progress(sealed[1:4], make_keys(1))
+    assert tell(sender, acked=2, resend=True) == Progress(sealed[2:], make_keys(2)[1:])
+    assert tell(sender, acked=2) == Progress()
+    assert tell(sender, acked=5).confirmed == make_keys(4)[2:]
+    assert sender.held_bytes == 0
+
+
+def test_a_heartbeat_names_the_next_frame() -> None:
+    """It is neither numbered nor kept nor counted against credit."""
+    sender = make_sender()
+    wants_at_first = sender.needs_heartbeat
+    sender.open(RequestKey("r"), simple().writer(PART_BYTES))
+    sender.seal()
+    heartbeats = [decode_frame(sender.heartbeat()) for _ in range(2)]
+
+    assert (wants_at_first, sender.needs_heartbeat) == (False, True)
+    assert all(heartbeat.is_heartbeat and heartbeat.number == 1 for heartbeat in heartbeats)
+    assert (heartbeats[0].incarnation, heartbeats[0].link, heartbeats[0].client_incarnation) == ("w", 3, "c")
+    assert tell(sender, acked=1, resend=True).resend == []
+
+
+def test_acknowledging_what_was_never_sent_is_refused() -> None:
+    """A client that acknowledges frames beyond the last breaks the protocol, and nothing of its message counts."""
+    sender = make_sender()
+    sender.open(RequestKey("r"), simple().writer(PART_BYTES))
+    sender.seal()
+    with pytest.raises(RemoteProtocolError, match="up to 2 were acknowledged, 1 were sent"):
+        tell(sender, acked=2, credit=2**40)
+
+    assert sender.held_bytes > 0
+    assert tell(sender, acked=1).confirmed == [RequestKey("r")]
+
+
+def test_outdated_messages_change_nothing() -> None:
+    """Acknowledgements and credit never fall, and what is said of another link, life or client does not count."""
+    sender = make_sender()
+    use_up_credit(sender)
+    tell(sender, acked=3, credit=2**20)
+    held = sender.held_bytes
+    others = [("x", "w", 3), ("c", "x", 3), ("c", "w", 2), ("c", "", 3)]
+    for client, incarnation, link in others:
+        message = LinkMessage(WIRE_VERSION, [], client, incarnation, link, 5, 2**40, True)
+        assert sender.receive(message) == Progress()
+
+    assert tell(sender, acked=2, credit=0) == Progress()
+    assert sender.held_bytes == held
+    assert len(seal_all(sender)) > 1
+
+
+def test_a_client_that_lost_its_place_is_noticed() -> None:
+    """Asked for frames that were acknowledged and are gone, a worker knows that only a new link helps."""
+    sender = make_sender()
+    use_up_credit(sender)
+    tell(sender, acked=3)
+
+    assert tell(sender, acked=0, resend=True) == Progress(is_forgotten=True)
+    assert not tell(sender, acked=3, resend=True).is_forgotten
+
+
+def test_requests_are_open_once() -> None:
+    """A key can be opened again only when its terminal chunk has left; steps and failures need it to be open."""
+    sender = make_sender()
+    key = RequestKey("r")
+    with pytest.raises(KeyError):
+        sender.take(key, simple().steps[0], 1)
+    with pytest.raises(KeyError):
+        sender.fail(key, ERROR, 1)
+    sender.open(key, simple().writer(PART_BYTES))
+    with pytest.raises(ValueError, match="is open"):
+        sender.open(key, simple().writer(PART_BYTES))
+    with pytest.raises(ValueError, match="is open"):
+        sender.reject(key, ERROR, 1)
+    sender.fail(key, ERROR, 1)
+    sender.open(key, simple().writer(PART_BYTES))
+
+    assert list(sender.keys) == [key]
+
+
+def test_a_broken_step_takes_nothing_along() -> None:
+    """A step that makes no sense is refused, and what the sender holds stays as it was."""
+    sender = make_sender()
+    key, scenario = RequestKey("r"), simple()
+    sender.open(key, scenario.writer(PART_BYTES))
+    sender.take(key, scenario.steps[0], 1)
+    held = sender.held_bytes
+    with pytest.raises(LocalProtocolError):
+        sender.take(key, scenario.steps[0], 1)
+
+    assert sender.held_bytes == held
+
+
+def test_a_plain_request_is_numbered_by_itself() -> None:
+    """A program without a link gets frames from 0, the first of which admits the request, none above the limit."""
+    scenario = long_prompt(100)
+    key = RequestKey("r")
+    sender = PlainSender(key, scenario.writer(PART_BYTES), incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
+    (first,) = seal_all(sender)
+    for step, version in zip(scenario.steps, scenario.versions, strict=True):
+        sender.take(step, version)
+    had_left = sender.has_left
+    sealed = sender.frames()
+    frames = [first, *map(decode_frame, sealed)]
+
+    assert (first.admitted, first.chunks) == ([key], [])
+    assert max(map(len, sealed)) <= MAX_FRAME_BYTES
+    assert [frame.number for frame in frames] == list(range(len(frames)))
+    assert {(frame.link, frame.client_incarnation) for frame in frames} == {(0, "")}
+    assert_complete(scenario, [chunk for frame in frames for chunk in frame.chunks])
+    assert (had_left, sender.has_left) == (False, True)
+    assert sender.frames() == []
+
+
+def test_a_plain_request_that_fails_first_is_rejected() -> None:
+    """An error before the first frame is a rejection: nothing is admitted. Later it ends the request."""
+    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, part_bytes=PART_BYTES)
+    sender = PlainSender(RequestKey("r"), writer, incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
+    sender.fail(ERROR, 1)
+    had_left = sender.has_left
+    (frame,) = seal_all(sender)
+
+    assert frame.admitted == []
+    assert [chunk.error for chunk in frame.chunks] == [ERROR]
+    assert (had_left, sender.has_left) == (False, True)
+    with pytest.raises(LocalProtocolError):
+        sender.fail(ERROR, 1)
