@@ -37,6 +37,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
     parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
+    parser.add_argument("--lease-s", metavar="S", type=float, default=5.0, help="how long an announcement is good for")
+    parser.add_argument(
+        "--engine-timeout-s", metavar="S", type=float, default=300.0, help="a busy engine without a step is dead"
+    )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
     return parser
@@ -69,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
+            lease_s=args.lease_s,
+            engine_timeout_s=args.engine_timeout_s,
         )
         engine = make_engine(args.engine, args.model or "", args.engine_args)
     except InvalidRequest as exc:

@@ -26,6 +26,9 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-version", metavar="N", type=non_negative_int, default=0, help="version of the weights in --model"
     )
+    parser.add_argument(
+        "--engine-timeout-s", metavar="S", type=float, help="an engine busy for so long without a step is dead (300)"
+    )
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
@@ -35,6 +38,8 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
         flags += ["--served-model-name", args.served_model_name]
     if args.engine_args is not None:
         flags += ["--engine-args", args.engine_args]
+    if args.engine_timeout_s is not None:
+        flags += ["--engine-timeout-s", str(args.engine_timeout_s)]
     if args.verbose:
         flags += ["--log-level", "debug"]
     return flags

@@ -188,7 +188,8 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
     large, _ = ear.offer("large")
     small, _ = ear.offer("small")
     ear.hear()
-    rounds, aborted = 0, []
+    rounds = 0
+    aborted: list[str] = []
     while not aborted and rounds < 1000:
         rounds += 1
         todo = links.take([step(large, 2000), step(small, 10)])

@@ -1,0 +1,159 @@
+"""A client of which the test says every word, for what a real one would never do."""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus.connection import Connection, publish, subscribe
+from bus.protocol.link_receiver import LinkReceiver, Verdict
+from bus.queue import ensure_queue
+from bus.subjects import Subjects
+from schemas.chunk import Chunk
+from schemas.messages import (
+    WIRE_VERSION,
+    Frame,
+    LinkMessage,
+    RequestKey,
+    RequestMessage,
+    decode_frame,
+    decode_presence,
+    encode,
+    encode_json,
+)
+from schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
+from schemas.request import GenerateRequest, Lane
+from tests.support.connections import opened
+
+__all__ = ["HandClient", "hand_client"]
+
+MODEL = "synthetic"
+WINDOW_BYTES = 8 * 1024 * 1024
+
+
+class HandClient:
+    """One life of one client; made by `hand_client`.
+
+    Args:
+        answers: acknowledge every frame at once, with credit; else the test does.
+    """
+
+    def __init__(self, nats: Connection, fleet: str, *, name: str, incarnation: str, answers: bool) -> None:
+        self.nats = nats
+        self.subjects = Subjects(fleet)
+        self.name = name
+        self.incarnation = incarnation
+        self.answers = answers
+        self.receivers: dict[str, LinkReceiver] = {}
+        self.frames: list[tuple[str, Frame]] = []
+        """Every frame that came, taken or not, with its worker."""
+        self.sizes: list[int] = []
+        """Of these frames."""
+        self.offers: list[tuple[str, RequestKey]] = []
+        """In order, with the worker."""
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        """Those taken, by request id."""
+        self.presences: dict[str, WorkerPresence] = {}
+        """The latest of each worker."""
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Listen."""
+        await subscribe(self.nats, self.subjects.frames_to(self.name), self._take)
+        await subscribe(self.nats, self.subjects.presences, self._take_presence)
+        await ensure_queue(self.nats, self.subjects, MODEL)
+        await publish(self.nats, self.subjects.ping, b"")
+
+    async def _take(self, message: Msg) -> None:
+        worker = message.subject.rpartition(".")[2]
+        frame = decode_frame(message.data)
+        self.frames.append((worker, frame))
+        self.sizes.append(len(message.data))
+        receiver = self.receivers.setdefault(worker, LinkReceiver(self.incarnation))
+        if receiver.receive(frame, len(message.data), time.monotonic()) is Verdict.TAKEN:
+            self.offers += [(worker, key) for key in frame.admitted]
+            for chunk in frame.chunks:
+                self.chunks[chunk.request_id].append(chunk)
+        if self.answers:
+            await self.answer(worker)
+        self._changed.set()
+
+    async def _take_presence(self, message: Msg) -> None:
+        presence = decode_presence(message.data)
+        self.presences[presence.worker] = presence
+        self._changed.set()
+
+    async def until(self, is_met: Callable[[], object]) -> None:
+        """Wait until something that was received makes `is_met` true."""
+        while not is_met():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_serving(self, *workers: str) -> None:
+        """Wait until all of these announce that they serve."""
+        await self.until(
+            lambda: all(
+                worker in self.presences and self.presences[worker].state is WorkerState.SERVING for worker in workers
+            )
+        )
+
+    async def until_ended(self, *request_ids: str) -> None:
+        """Wait for the terminal chunks of these."""
+        await self.until(lambda: all(self.ended(request_id) for request_id in request_ids))
+
+    def ended(self, request_id: str) -> bool:
+        """The terminal chunk of the request was taken."""
+        return any(chunk.is_terminal for chunk in self.chunks[request_id])
+
+    def error_of(self, request_id: str) -> str | None:
+        """The error code in the last chunk of a request."""
+        error = self.chunks[request_id][-1].error
+        return None if error is None else error.code
+
+    def message(self, request: GenerateRequest, **fields: Any) -> bytes:
+        """A request as it is published."""
+        fields = {"client": self.name, "incarnation": self.incarnation, **fields}
+        return encode(RequestMessage(request=msgspec.Raw(encode(request)), **fields))
+
+    async def enqueue(self, request: GenerateRequest, *, lane: Lane = "normal", **fields: Any) -> None:
+        """Publish a request to the queue; it is stored on return."""
+        subject = self.subjects.request(self.name, MODEL, lane)
+        await self.nats.jetstream().publish(subject, self.message(request, **fields))
+
+    async def hand_over(self, request: GenerateRequest, worker: str, **fields: Any) -> None:
+        """Give a request to one worker."""
+        await publish(self.nats, self.subjects.direct(self.name, worker), self.message(request, **fields))
+
+    async def answer(self, worker: str, abort: Sequence[RequestKey] = ()) -> None:
+        """Acknowledge what was taken from `worker`, with credit."""
+        receiver = self.receivers.setdefault(worker, LinkReceiver(self.incarnation))
+        await self.say(worker, receiver.message(window=WINDOW_BYTES, now=time.monotonic(), abort=abort))
+
+    async def say(self, worker: str, message: LinkMessage) -> None:
+        """Publish a message about a link."""
+        await publish(self.nats, self.subjects.link(self.name, worker), encode(message))
+
+    async def abort(self, worker: str, *keys: RequestKey) -> None:
+        """Stop requests, and say nothing else."""
+        await self.say(worker, LinkMessage(WIRE_VERSION, list(keys), self.incarnation))
+
+    async def announce(self, state: ClientState = ClientState.LIVE, *, lease_s: float = 5.0) -> None:
+        """Publish this life's presence."""
+        presence = ClientPresence(client=self.name, incarnation=self.incarnation, state=state, lease_s=lease_s)
+        await publish(self.nats, self.subjects.client(self.name), encode_json(presence))
+
+
+@contextlib.asynccontextmanager
+async def hand_client(
+    url: str, fleet: str, *, name: str = "hand", incarnation: str = "h1", answers: bool = True
+) -> AsyncIterator[HandClient]:
+    """Provide a client of the model `synthetic` that listens; nothing of it stays."""
+    async with opened(url) as nats:
+        client = HandClient(nats, fleet, name=name, incarnation=incarnation, answers=answers)
+        await client.open()
+        yield client

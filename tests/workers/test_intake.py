@@ -1,0 +1,242 @@
+"""What a worker takes in: as much as it has slots for, once, and from clients that are there."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from bus.protocol.pulling import MAX_OVER
+from bus.queue import queue_depths
+from bus.queue_puller import QueuedRequest, QueuePuller
+from schemas.errors import ErrorCode
+from schemas.limits import MAX_DELIVERIES
+from schemas.messages import RequestKey
+from schemas.presence import ClientState
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.hand_client import MODEL, HandClient, hand_client
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
+
+
+def endless(request_id: str, **fields: object) -> GenerateRequest:
+    """A request that runs until somebody stops it."""
+    sampling = SamplingParams(max_tokens=4_000_000, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
+
+
+def short(request_id: str, **fields: object) -> GenerateRequest:
+    """A request for three tokens."""
+    sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
+
+
+async def left_in_queue(client: HandClient) -> int:
+    """Messages of the queue that no worker has acked."""
+    depths = await queue_depths(client.nats, client.subjects, (MODEL,))
+    return sum(depth.waiting + depth.in_hand for depth in depths)
+
+
+async def until_left(client: HandClient, count: int) -> None:
+    """Wait until so many are left; each look is a round trip."""
+    while await left_in_queue(client) != count:
+        pass
+
+
+async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fleet: str) -> None:
+    """Of five requests two workers with two slots each take four; the fifth waits in the queue until a slot is free."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (a, _),
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="b") as (b, _),
+    ):
+        await client.until_serving("a", "b")
+        for number in range(5):
+            await client.enqueue(endless(f"r{number}"))
+        await client.until(lambda: len(client.offers) == 4)
+        await until_left(client, 1)
+
+        assert (a.presence().in_flight, b.presence().in_flight) == (2, 2)
+        assert (a.presence().free_slots, b.presence().free_slots) == (0, 0)
+        worker, key = client.offers[0]
+        await client.abort(worker, key)
+        await client.until(lambda: len(client.offers) == 5)
+        assert client.offers[4][0] == worker
+        assert client.ended(key.request_id)
+
+
+async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(nats_url: str, fleet: str) -> None:
+    """Unconfirmed, a request stays with its worker beyond `ack_wait`; when that worker is gone, another gets it."""
+    async with (
+        hand_client(nats_url, fleet, answers=False) as client,
+        asyncio.TaskGroup() as tasks,
+        contextlib.AsyncExitStack() as survivor,
+    ):
+        async with contextlib.AsyncExitStack() as first:
+            a, _ = await first.enter_async_context(
+                synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a", lease_s=30.0)
+            )
+            await client.until_serving("a")
+            await client.enqueue(endless("r"))
+            await client.until(lambda: client.offers)
+            await survivor.enter_async_context(synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="b"))
+            await client.until_serving("b")
+            presence = tasks.create_task(announce_for_ever(client))
+            await asyncio.sleep(6.0)  # longer than the queue waits for a word
+
+            assert [worker for worker, _ in client.offers] == ["a"]
+            assert a.presence().in_flight == 1
+        await client.until(lambda: len(client.offers) == 2)
+        assert client.offers[1] == ("b", RequestKey("r"))
+        presence.cancel()
+
+
+async def announce_for_ever(client: HandClient) -> None:
+    """Announce the client as a real one does."""
+    while True:
+        await client.announce()
+        await asyncio.sleep(1.0)
+
+
+async def test_an_offer_that_is_refused_leaves_the_queue(nats_url: str, fleet: str) -> None:
+    """A client that does not want an offer answers with an abort: the engine stops it, the queue forgets it."""
+    async with (
+        hand_client(nats_url, fleet, answers=False) as client,
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.offers)
+        await client.abort("a", RequestKey("r"))
+        await until_left(client, 0)
+        await client.until(lambda: client.ended("r"))
+
+        assert worker.presence().in_flight == 0
+
+
+async def test_requests_of_a_closed_client_are_stopped_and_dropped(nats_url: str, fleet: str) -> None:
+    """What a closed client had is aborted; what it left in the queue is dropped when it is pulled, and counted."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_client(nats_url, fleet, name="other") as other,
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        for number in range(5):
+            await client.enqueue(endless(f"r{number}"))
+        await client.until(lambda: len(client.offers) == 2)
+        await client.announce(ClientState.CLOSED)
+        await other.enqueue(short("s"))
+        await other.until_ended("s")
+
+        assert worker._intake.stats.gone == 3
+        assert worker._links.stats.requests_of_gone == 2
+        assert worker.presence().in_flight == 0
+        await until_left(client, 0)
+
+
+async def test_a_client_that_falls_silent_has_its_requests_stopped(nats_url: str, fleet: str) -> None:
+    """Once a client's lease and the margin have passed, its requests are aborted in the engine."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_client(nats_url, fleet, name="other") as other,
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        await client.announce(lease_s=0.1)
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.offers)
+        client.answers = False
+        await client.until(lambda: client.ended("r"))
+
+        assert client.error_of("r") == ErrorCode.CLIENT_LOST
+        await other.enqueue(short("s"))
+        await other.until_ended("s")
+        assert worker.presence().in_flight == 0
+        assert worker._links.stats.clients_gone == 1
+
+
+async def test_a_direct_request_without_a_free_slot_is_refused_at_once(nats_url: str, fleet: str) -> None:
+    """A worker takes what is handed to it directly while it has a slot, and else answers `queue_full`."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        for number in range(3):
+            await client.hand_over(endless(f"r{number}"), "a")
+        await client.until_ended("r2")
+
+        assert client.error_of("r2") == ErrorCode.QUEUE_FULL
+        assert [key.request_id for _, key in client.offers] == ["r0", "r1"]
+        assert worker._intake.stats.refused == 1
+
+
+async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
+    """A request that many workers were given and no client confirmed is refused as `poison_request`."""
+    given: asyncio.Queue[QueuedRequest] = asyncio.Queue(2)
+    async with hand_client(nats_url, fleet) as client, asyncio.timeout(60):
+        await client.enqueue(short("r"))
+        puller = QueuePuller(client.nats, client.subjects, MODEL, room=lambda: 1, on_request=given.put_nowait)
+        async with asyncio.TaskGroup() as tasks:
+            pulling = tasks.create_task(puller.run())
+            for _ in range(MAX_DELIVERIES):
+                await (await given.get()).nak()
+                puller.wake()
+            pulling.cancel()
+        async with synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _):
+            await client.until_ended("r")
+
+            assert client.error_of("r") == ErrorCode.POISON_REQUEST
+            assert worker._intake.stats.poison == 1
+            await until_left(client, 0)
+
+
+async def test_a_request_that_nobody_can_be_answered_for_is_dropped(nats_url: str, fleet: str) -> None:
+    """Requests without an id, or signed by another client than their subject names, leave the queue, counted."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        await client.enqueue(short("r"), client="mallory")
+        await client.nats.jetstream().publish(client.subjects.request(client.name, MODEL, "high"), b"\x93")
+        await client.enqueue(short("s"))
+        await client.until_ended("s")
+
+        assert worker._intake.stats.bad == 2
+        await until_left(client, 0)
+
+
+async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str) -> None:
+    """A worker that holds more than its budget for a client that grants no credit takes no requests until it may."""
+    config = SyntheticConfig(max_num_seqs=4, max_model_len=10_000_000, num_layers=256, top_k=32)
+    async with (
+        hand_client(nats_url, fleet, answers=False) as client,
+        hand_client(nats_url, fleet, name="other") as other,
+        # Less than what may be sent at first: what was sent and not acknowledged is over it already.
+        synthetic_worker(nats_url, fleet, config=config, worker_id="a", max_held_bytes=200_000) as (worker, engine),
+        asyncio.TaskGroup() as tasks,
+    ):
+        presence = tasks.create_task(announce_for_ever(client))
+        await client.until_serving("a")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: worker._links.stats.over_budget)
+        for number in range(8):
+            await other.enqueue(short(f"s{number}"))
+        await client.until(lambda: client.presences["a"].held_bytes > 200_000)
+
+        assert worker.presence().free_slots == 0
+        assert is_idle(engine)
+        # Those that pulls brought which were under way already.
+        assert len(other.offers) <= MAX_OVER
+        client.answers = True
+        await client.answer("a")
+        await client.until_ended("r")
+        await other.until_ended(*(f"s{number}" for number in range(8)))
+        assert client.error_of("r") == ErrorCode.OVER_BUDGET
+        presence.cancel()

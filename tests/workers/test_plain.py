@@ -1,0 +1,266 @@
+"""Plain mode: a program without our library asks the queue and reads frames from a subject of its own."""
+
+import ast
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+from bus.connection import subscribe
+from bus.queue import ensure_queue
+from bus.subjects import Subjects
+from schemas.chunk import FinishReason
+from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
+from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.support.connections import opened
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import HandClient, hand_client
+from tests.support.worker_process import worker_process
+from tests.workers.links_support import MAX_PAYLOAD, NOW, capabilities, make_links, queued, request_of, step
+from tests.workers.test_intake import endless, left_in_queue, short, until_left
+from workers.admission import check_reply_to
+from workers.engines.synthetic import SyntheticConfig
+from workers.held import Origin
+from workers.links import Links
+from workers.routes import PlainRoute
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_nats.py"
+PREFIX = "rb.v1.f.plain.hand."
+
+
+def plain_origin(num_delivered: int = 1) -> Origin:
+    """A plain request as the intake reads it."""
+    message = queued(client="hand", num_delivered=num_delivered)
+    return Origin("hand", "", RequestKey("r", num_delivered - 1), message, f"{PREFIX}x")
+
+
+def frames_of(links: Links) -> list[Frame]:
+    """Take all that can be published."""
+    frames = []
+    while routes := links.routes.sendable():
+        for route in routes:
+            while outgoing := links.next_frame(route):
+                frames.append(decode_frame(outgoing.data))
+    return frames
+
+
+def test_frames_need_no_credit_and_count_from_zero() -> None:
+    """Each plain request has its own numbers; the first frame offers it; nothing waits for an acknowledgement."""
+    links = make_links()
+    name = links.offer(plain_origin(), request_of(50_000, request_id="r"), capabilities(), NOW)
+    links.take([step(name, rows=(0, 50_000))])
+    frames = frames_of(links)
+
+    assert sum(chunk.routed_experts.shape[0] for f in frames for chunk in f.chunks if chunk.routed_experts) == 50_000
+    assert [frame.number for frame in frames] == list(range(len(frames)))
+    assert [frame.admitted for frame in frames if frame.admitted] == [[RequestKey("r")]]
+    assert {(frame.link, frame.client_incarnation) for frame in frames} == {(0, "")}
+    assert len(links.messages) == 1
+
+
+def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
+    """The last frame of a plain request comes with its message, and nothing is held of it afterwards."""
+    links = make_links()
+    name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
+    (route,) = links.routes.sendable()
+    first = links.next_frame(route)
+    links.take([step(name, end=True)])
+    last = links.next_frame(route)
+
+    assert first is not None
+    assert first.message is None
+    assert last is not None
+    assert isinstance(route, PlainRoute)
+    assert last.message is route.message
+    assert links.routes.sendable() == []
+    assert links.routes.is_settled
+    assert (links.messages, links.routes.held_bytes) == ([], 0)
+
+
+def test_a_plain_request_ends_at_its_deadline() -> None:
+    """In plain mode the worker enforces `timeout_s`: the engine is told, the program gets a terminal chunk."""
+    links = make_links()
+    request = request_of(request_id="r", timeout_s=10.0)
+    name = links.offer(plain_origin(), request, capabilities(routing=False), NOW)
+
+    assert links.expire(NOW + 9).abort == []
+    assert links.expire(NOW + 11).abort == [name]
+    (frame,) = frames_of(links)
+    assert frame.chunks[-1].error is not None
+    assert frame.chunks[-1].error.code is ErrorCode.TIMEOUT
+
+
+def test_a_plain_request_that_is_refused_is_told() -> None:
+    """The only chunk of a plain request that is wrong says why; then its message leaves the queue."""
+    links = make_links()
+    links.reject(plain_origin(), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
+    (route,) = links.routes.sendable()
+    outgoing = links.next_frame(route)
+
+    assert outgoing is not None
+    assert outgoing.message is not None
+    (chunk,) = decode_frame(outgoing.data).chunks
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert links.messages == []
+
+
+def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -> None:
+    """A plain request that is delivered again while it runs here goes on; the later message is the one to be acked."""
+    links = make_links()
+    name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
+    again = plain_origin(num_delivered=2)
+
+    assert links.repeated(again) is not None
+    assert links.messages == [again.message]
+    (route,) = links.routes.sendable()
+    links.take([step(name, end=True)])
+    outgoing = links.next_frame(route)
+    assert outgoing is not None
+    assert outgoing.message is again.message
+
+
+def test_a_fence_ends_plain_requests_too() -> None:
+    """A worker that lost its lease publishes nothing more of a plain request, and does not touch its message."""
+    links = make_links()
+    name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(), NOW)
+    todo = links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
+
+    assert (todo.abort, todo.ack) == ([name], [])
+    assert frames_of(links) == []
+
+
+@pytest.mark.parametrize(
+    "reply_to", ["", "x", PREFIX, f"{PREFIX}a.", f"{PREFIX}.a", f"{PREFIX}a b", f"{PREFIX}*", f"{PREFIX}a\r\nPUB x"]
+)
+def test_replies_stay_below_the_clients_own_subject(reply_to: str) -> None:
+    """Frames never reach another client's subjects, nor several at once, nor NATS itself."""
+    check_reply_to(f"{PREFIX}a.B-1", PREFIX)
+    with pytest.raises(RemoteProtocolError):
+        check_reply_to(reply_to, PREFIX)
+
+
+async def listen(client: HandClient) -> tuple[str, asyncio.Queue[Frame]]:
+    """Subscribe to a plain subject of `client`; returns it and what comes."""
+    reply_to = f"{client.subjects.plain(client.name)}x"
+    frames: asyncio.Queue[Frame] = asyncio.Queue(100_000)
+
+    async def take(message: Msg) -> None:
+        frames.put_nowait(decode_frame(message.data))
+
+    await subscribe(client.nats, reply_to, take)
+    return reply_to, frames
+
+
+async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
+    """Take frames up to the one with a terminal chunk."""
+    taken: list[Frame] = []
+    while not taken or not any(chunk.is_terminal for chunk in taken[-1].chunks):
+        taken.append(await frames.get())
+    return taken
+
+
+@pytest.mark.slow
+async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, fleet: str) -> None:
+    """All tokens come, in frames numbered from 0; the queue keeps the request until the terminal chunk is out."""
+    config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=config, worker_id="a"),
+    ):
+        reply_to, frames = await listen(client)
+        await client.enqueue(endless("r"), incarnation="", reply_to=reply_to)
+        first = await frames.get()
+
+        assert first.admitted == [RequestKey("r")]
+        assert await left_in_queue(client) == 1
+        await client.say("a", LinkMessage(WIRE_VERSION, [RequestKey("r")]))
+        rest = await until_end(frames)
+        assert [frame.number for frame in [first, *rest]] == list(range(len(rest) + 1))
+        chunks = [chunk for frame in [first, *rest] for chunk in frame.chunks]
+        assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        await until_left(client, 0)
+
+
+@pytest.mark.slow
+async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, fleet: str) -> None:
+    """The next worker serves it from its first token on, as the next attempt, and the result is whole."""
+    async with hand_client(nats_url, fleet) as client:
+        reply_to, frames = await listen(client)
+        async with worker_process(nats_url, fleet, "--worker-id", "a", engine_args={"step_s": 0.05}) as process:
+            await client.until_serving("a")
+            await client.enqueue(request(100), incarnation="", reply_to=reply_to)
+            while (await frames.get()).number < 5:
+                pass
+            process.kill()
+        async with synthetic_worker(nats_url, fleet, worker_id="b"):
+            chunks = [chunk for frame in await until_end(frames) for chunk in frame.chunks if chunk.attempt == 1]
+
+    assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
+    assert sum(chunk.num_tokens for chunk in chunks) == 100
+
+
+def request(max_tokens: int) -> GenerateRequest:
+    """A request for exactly so many tokens."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id="r")
+
+
+@pytest.mark.slow
+async def test_replies_to_elsewhere_are_dropped_and_counted(nats_url: str, fleet: str) -> None:
+    """A request whose `reply_to` is not the client's own leaves the queue unserved."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),
+    ):
+        await client.until_serving("a")
+        await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "a"))
+        await until_left(client, 0)
+
+        assert worker._intake.stats.bad == 1
+        assert worker._links.stats.offered == 0
+
+
+@pytest.mark.slow
+async def test_the_example_works(nats_url: str, fleet: str) -> None:
+    """The 40-line program prints tokens, logprobs and the shape of the routing as they come, and how it ended."""
+    model = "Qwen/Qwen3-30B.A3B"
+    config = SyntheticConfig(num_layers=3, top_k=2)
+    async with (
+        opened(nats_url) as nats,
+        synthetic_worker(nats_url, fleet, config=config, model=model),
+        asyncio.timeout(60),
+    ):
+        await ensure_queue(nats, Subjects(fleet), model)
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, str(EXAMPLE), nats_url, fleet, model, stdout=PIPE, stderr=PIPE
+        )
+        stdout, stderr = await program.communicate()
+
+    assert stderr.decode() == ""
+    *lines, last = stdout.decode().splitlines()
+    columns = [line.split("\t") for line in lines]
+    assert sum(len(json.loads(ids)) for ids, _, _ in columns) == 8
+    assert sum(len(json.loads(logprobs)) for _, logprobs, _ in columns) == 8
+    shapes = [json.loads(shape) for _, _, shape in columns if shape != "None"]
+    assert sum(rows for rows, _, _ in shapes) == 3 + 8 - 1
+    assert {tuple(shape[1:]) for shape in shapes} == {(3, 2)}
+    assert last == "finish_reason=length tokens=8 rows=10 error=None"
+
+
+def test_the_example_is_short_and_stands_alone() -> None:
+    """At most 40 lines, and nothing of ours."""
+    source = EXAMPLE.read_text()
+    modules = {
+        alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names
+    }
+
+    assert source.count("\n") <= 40
+    assert modules - sys.stdlib_module_names == {"msgspec", "nats"}
+    assert "from " not in source
