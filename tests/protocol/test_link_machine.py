@@ -94,6 +94,8 @@ class LinkMachine(RuleBasedStateMachine):
         self.has_forgotten = False
         self.followed: set[int] = set()
         """Lives of the worker that the client has heard of."""
+        self.received = self.window = 0
+        """Bytes taken on the link that the client follows, and the largest window that it granted there."""
 
     @initialize(max_frame_bytes=st.sampled_from([1500, 6000, 60_000, 2**20]))
     def begin(self, max_frame_bytes: int) -> None:
@@ -252,12 +254,16 @@ class LinkMachine(RuleBasedStateMachine):
     @rule(window=st.sampled_from([1, 300, 5000, 2**20]))
     def speak(self, window: int) -> None:
         """Acknowledge, grant credit, ask for what is missing."""
-        self.to_worker.append(encode(self.receiver.message(window=window, now=self.now)))
+        self.window = max(self.window, window)
+        message = self.receiver.message(window=window, now=self.now)
+        assert self.received + window <= message.credit <= self.received + self.window
+        self.to_worker.append(encode(message))
 
     @rule()
     def forget(self) -> None:
         """Lose the client's place on the link."""
         self.receiver = LinkReceiver("c")
+        self.received = self.window = 0
         self.followed.clear()
         self.has_forgotten = True
         for request in self.requests.values():
@@ -275,8 +281,12 @@ class LinkMachine(RuleBasedStateMachine):
         is_new = self.receiver.begins_anew(frame)
         verdict = self.receiver.receive(frame, len(data), self.now)
         after = self.receiver.incarnation, self.receiver.link
+        assert verdict is Verdict.STALE or life == max(self.followed)
         assert is_new == (before not in ((None, None), after))
+        if before != after:
+            self.received = self.window = 0
         if verdict is Verdict.TAKEN:
+            self.received += len(data)
             self.client_takes(frame)
 
     def client_takes(self, frame: Frame) -> None:
