@@ -120,4 +120,4 @@ class EngineRunner:
         """
         self._quiet_s = self._quiet_s + interval_s if self._inside else 0.0
         if self._quiet_s > self._timeout_s:
-            raise EngineDead(f"the engine made no step for {self._timeout_s:g} s with {len(self._inside)} requests")
+            raise EngineDead(f"it has requests and made no step for {self._timeout_s:g} s")

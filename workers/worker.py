@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Connection, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
+from bus.queue import ensure_queue
 from bus.queue_puller import QueuePuller
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_S = 2.0
 """Between two words to the queue about a request in hand: at less than half of its `ack_wait_s`, one may be lost."""
+QUEUE_RETRY_S = 1.0
+"""Between attempts to make the queue, for a server that starts, or has no JetStream yet."""
 WIND_DOWN_S = 2.0
 """For clients to acknowledge the last frames of a worker that stops."""
 
@@ -147,11 +150,23 @@ class Worker:
             worker = self._config.worker_id
             await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
             await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
+            await self._ensure_queue()
             # The announcement follows the subscriptions on the same connection: who reads it is heard here.
             self._life.advance(WorkerEvent.READY)
             await self._runner.run()
         except EngineDead as exc:
             self._die(exc)
+
+    async def _ensure_queue(self) -> None:
+        """Wait until there is a queue: who hears that this worker serves publishes to it."""
+        # Mostly made by the pulling task, while the engine was starting.
+        while not self._puller.stats.ensured:
+            try:
+                await ensure_queue(self._nats, self._subjects, self._config.model)
+                return
+            except BusBroken as exc:
+                logger.warning("worker.waits_for_queue worker=%s error=%s", self._config.worker_id, exc)
+            await asyncio.sleep(QUEUE_RETRY_S)
 
     async def _pull(self) -> None:
         try:

@@ -1,71 +1,31 @@
-"""A worker's edges: what it does while its engine takes on, starts and closes."""
+"""A worker's life: starting, stopping, losing its lease, and an engine that hangs."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+import os
+import signal
 
+import numpy as np
 import pytest
+from nats.aio.msg import Msg
 
 import bus
 from bus import GenerateRequest, SamplingParams
+from bus.connection import subscribe
 from bus.embedded import EmbeddedServer
-from bus.protocol.step import RequestStep
-from schemas.errors import ErrorCode, RequestFailed
+from schemas.errors import EngineDead, ErrorCode
+from schemas.messages import RequestKey, decode_frame, decode_presence
+from schemas.presence import WorkerState
 from tests.support.connections import count_tasks
-from tests.support.fleet import check_generation, synthetic_worker, until_idle
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from tests.support.fleet import check_generation, is_idle, synthetic_worker
+from tests.support.gated_engine import GatedEngine, running
+from tests.support.hand_client import hand_client
+from tests.support.worker_process import worker_process
+from tests.workers.test_intake import endless, short, until_left
+from workers.engines.synthetic import SyntheticConfig
 
+pytestmark = pytest.mark.slow
 
-class GatedEngine(SyntheticEngine):
-    """Starts, steps, takes on and closes only while the gate of that name is open; tells when it waits there."""
-
-    def __init__(self, *closed: str, config: SyntheticConfig | None = None) -> None:
-        super().__init__(config)
-        self.gates = {name: asyncio.Event() for name in ("start", "steps", "add", "close")}
-        self.reached = {name: asyncio.Event() for name in self.gates}
-        for name in self.gates.keys() - set(closed):
-            self.gates[name].set()
-
-    async def _pass(self, name: str) -> None:
-        self.reached[name].set()
-        await self.gates[name].wait()
-
-    async def start(self) -> None:
-        """Wait, then start."""
-        await self._pass("start")
-        await super().start()
-
-    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
-        """Wait, then go on as ever."""
-        await self._pass("steps")
-        async for steps in super().steps():
-            yield steps
-
-    async def add(self, key: str, request: GenerateRequest) -> None:
-        """Wait, then take on."""
-        await self._pass("add")
-        await super().add(key, request)
-
-    async def close(self) -> None:
-        """Wait, then close."""
-        await self._pass("close")
-        await super().close()
-
-
-@contextlib.asynccontextmanager
-async def running(
-    nats_url: str, fleet: str, engine: SyntheticEngine
-) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """Run a worker on `engine`; it is cancelled when the block ends and it has not."""
-    worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model="synthetic"), engine)
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(worker.run(), name="worker")
-        try:
-            yield worker, task
-        finally:
-            task.cancel()
+LONG = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
 
 
 def greedy(max_tokens: int, **fields: object) -> GenerateRequest:
@@ -74,27 +34,24 @@ def greedy(max_tokens: int, **fields: object) -> GenerateRequest:
     return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
-async def test_requests_that_wait_are_told_of_the_stop(nats_url: str, fleet: str) -> None:
-    """Requests that wait behind another for the engine fail as `worker_stopped` at once, not at their deadline."""
+async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str, fleet: str) -> None:
+    """What waits in a stopped worker for its engine goes back to the queue at once, and what it had offered goes on."""
     engine = GatedEngine("add")
     async with (
-        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
+        bus.connect(nats_url, fleet=fleet) as rb,
         running(nats_url, fleet, engine) as (worker, _),
+        asyncio.TaskGroup() as tasks,
+        asyncio.timeout(20),
     ):
         await rb.fleet.wait_for_workers()
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
-            waiting = [tasks.create_task(failure(rb, greedy(1))) for _ in range(10)]
-            await engine.reached["add"].wait()
+        waiting = [tasks.create_task(rb.complete(greedy(1))) for _ in range(10)]
+        await engine.reached["add"].wait()
+        async with synthetic_worker(nats_url, fleet, worker_id="other"):
+            await rb.fleet.wait_for_workers(2)
             worker.stop()
+            results = [await task for task in waiting]
 
-    assert {task.result() for task in waiting} == {ErrorCode.WORKER_STOPPED}
-
-
-async def failure(rb: bus.Client, request: GenerateRequest) -> ErrorCode:
-    """Complete what must fail and return why it did."""
-    with pytest.raises(RequestFailed) as caught:
-        await rb.complete(request)
-    return caught.value.code
+    assert {generation.worker_ids[-1] for generation in results} == {"other"}
 
 
 async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, fleet: str) -> None:
@@ -114,44 +71,39 @@ async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, 
     assert [generation.error for generation in results] == [None] * 50
 
 
-async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(fleet: str) -> None:
-    """A worker that loses its connection during `Engine.add` aborts that request too: nobody would read it."""
-    engine = GatedEngine("add", config=SyntheticConfig(step_s=0.001, max_model_len=10_000_000))
-    async with (
-        EmbeddedServer() as server,
-        running(server.url, fleet, engine) as (worker, _),
-        bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
-            completing = tasks.create_task(rb.complete(greedy(1_000_000)))
-            await engine.reached["add"].wait()
-            life = worker.presence().incarnation
-            await server.kill()
-            await server.restart()
-            while worker.presence().incarnation == life or (await rb.fleet.state()).workers == ():
-                pass
-            engine.gates["add"].set()
-            # Requests are taken on in order, so that the first answer comes after the one given up was.
-            await rb.complete(greedy(1))
-            # Its next attempt, which the client asked for when it was back.
-            completing.cancel()
-            await until_idle(engine, rb)
+async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_url: str, fleet: str) -> None:
+    """An abort that comes during `Engine.add`, which the engine would ignore, is carried out behind it."""
+    engine = GatedEngine("add", config=LONG)
+    async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.offers)
+        await client.abort("w", RequestKey("r"))
+        await until_left(client, 0)
+        engine.gates["add"].set()
+        await client.until_ended("r")
+
+        assert is_idle(engine)
+        assert worker.presence().in_flight == 0
 
 
 async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> None:
     """A worker whose engine comes up during an outage serves as soon as the server is back."""
     engine = GatedEngine("start")
-    async with EmbeddedServer() as server, running(server.url, fleet, engine), asyncio.timeout(30):
+    async with (
+        EmbeddedServer() as server,
+        running(server.url, fleet, engine) as (worker, _),
+        bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb,
+        asyncio.timeout(30),
+    ):
         await engine.reached["start"].wait()
-        async with bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb:
-            # In this order what the worker sends then is lost on its way.
-            engine.gates["start"].set()
-            await server.kill()
-            await engine.reached["steps"].wait()
-            await server.restart()
-            await rb.fleet.wait_for_workers(timeout_s=8)
-            check_generation(await rb.complete(greedy(2)), greedy(2))
+        while not worker._puller.stats.ensured:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        await server.kill()
+        engine.gates["start"].set()
+        await server.restart()
+        await rb.fleet.wait_for_workers(timeout_s=20)
+        check_generation(await rb.complete(greedy(2)), greedy(2))
 
 
 async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str) -> None:
@@ -166,19 +118,182 @@ async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str)
     assert await count_tasks() == before
 
 
-async def test_a_full_worker_says_so(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond what the engine runs and what may wait, requests are refused as `queue_full`; the others finish."""
-    monkeypatch.setattr("workers.worker.MAX_WAITING", 3)
-    config = SyntheticConfig(max_num_seqs=1, step_s=0.001)
+async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) -> None:
+    """An engine that has requests and makes no step in time ends its worker; every open request is told."""
+    engine = GatedEngine("steps")
+    async with hand_client(nats_url, fleet) as client:
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with running(nats_url, fleet, engine, engine_timeout_s=1.0) as (_, task):
+                await client.until_serving("w")
+                await client.enqueue(short("r"))
+                await task
+        await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
+
+        assert caught.group_contains(EngineDead, match="made no step for 1 s")
+        assert client.error_of("r") == ErrorCode.ENGINE_DEAD
+
+
+async def test_an_idle_engine_is_not_dead(nats_url: str, fleet: str) -> None:
+    """An engine without requests makes no steps, and nobody minds."""
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
-        synthetic_worker(nats_url, fleet, config=config) as (worker, _),
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="w", engine_timeout_s=0.5),
+    ):
+        await client.until_serving("w")
+        await client.until(lambda: client.presences["w"].uptime_s > 2.5)
+        await client.enqueue(short("r"))
+        await client.until_ended("r")
+
+        assert client.error_of("r") is None
+
+
+async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str) -> None:
+    """At the stop, the last frames are kept and sent again on demand, until the client has them; then it is over."""
+    engine = GatedEngine(config=LONG)
+    async with (
+        hand_client(nats_url, fleet, answers=False) as client,
+        running(nats_url, fleet, engine) as (worker, task),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        worker.stop()
+        await client.until_ended("r")
+        assert client.error_of("r") == ErrorCode.WORKER_STOPPED
+        assert client.presences["w"].state is WorkerState.SERVING
+        count, message = len(client.frames), client.receivers["w"].message(window=1 << 20, now=0.0)
+        await client.say("w", type(message)(1, [], client.incarnation, message.incarnation, 0, 0, 1 << 20, True))
+        await client.until(lambda: len(client.frames) >= 2 * count)
+        await client.answer("w")
+        async with asyncio.timeout(20):
+            await task
+        await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
+
+
+async def test_a_stopped_worker_does_not_wait_for_ever(nats_url: str, fleet: str) -> None:
+    """A client that acknowledges nothing holds a stopping worker up for no more than two seconds."""
+    async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(20):
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=LONG) as (worker, _):
+            await client.until_serving("w")
+            await client.enqueue(endless("r"))
+            await client.until(lambda: client.chunks["r"])
+        await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
+
+        # The next worker may answer for what nobody confirmed.
+        assert len(worker._links.messages) == 1
+
+
+async def test_a_short_outage_changes_nothing(fleet: str) -> None:
+    """A server that restarts within the lease finds the worker as it was: the link goes on, and no token is lost."""
+    async with (
+        EmbeddedServer() as server,
+        hand_client(server.url, fleet) as client,
+        synthetic_worker(server.url, fleet, worker_id="w", config=SyntheticConfig(step_s=0.002)) as (worker, _),
+        asyncio.timeout(60),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(greedy(600, request_id="r"))
+        await client.until(lambda: len(client.chunks["r"]) > 50)
+        life = worker.presence().incarnation
+        await server.kill()
+        await server.restart()
+        await client.until_ended("r")
+
+    assert worker.presence().incarnation == life
+    chunks = client.chunks["r"]
+    assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
+    assert sum(chunk.num_tokens for chunk in chunks) == 600
+
+
+async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) -> None:
+    """A worker whose lease the server does not confirm drops all that it had, and serves again as another life."""
+    config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
+    async with (
+        EmbeddedServer() as server,
+        hand_client(server.url, fleet) as client,
+        synthetic_worker(server.url, fleet, worker_id="w", config=config, lease_s=2.0) as (worker, engine),
+        asyncio.timeout(60),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        life = worker.presence().incarnation
+        os.kill(server.pid, signal.SIGSTOP)
+        while worker.presence().state is not WorkerState.FENCED:  # noqa: ASYNC110 - nothing can be heard of it
+            await asyncio.sleep(0.01)
+        while not is_idle(engine):  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.01)
+        assert worker.presence().in_flight == 0
+        os.kill(server.pid, signal.SIGCONT)
+        await client.until(lambda: client.presences["w"].incarnation != life)
+        await client.until_serving("w")
+        await client.enqueue(short("s"))
+        await client.until_ended("s")
+
+        assert not client.ended("r")
+        assert worker._links.stats.fenced == 1
+        assert client.receivers["w"].incarnation == worker.presence().incarnation
+
+
+async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: str, fleet: str) -> None:
+    """Stopped (SIGSTOP) for longer than its lease and continued, a worker announces its fence before anything else."""
+    heard: list[tuple[str, WorkerState | None]] = []
+
+    async def take(message: Msg) -> None:
+        kind = message.subject.split(".")[3]
+        if kind == "frame":
+            heard.append((decode_frame(message.data).incarnation, None))
+        elif kind == "presence":
+            presence = decode_presence(message.data)
+            heard.append((presence.incarnation, presence.state))
+
+    async with (
+        hand_client(nats_url, fleet) as client,
+        worker_process(
+            nats_url, fleet, "--worker-id", "w", "--lease-s", "2", engine_args={"step_s": 0.002, "max_model_len": 10**7}
+        ) as process,
+        asyncio.timeout(60),
+    ):
+        # In one subscription, so in the order in which it was published.
+        await subscribe(client.nats, f"{client.subjects.request('x', 'y', 'low').split('.req.')[0]}.>", take)
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: len(client.chunks["r"]) > 20)
+        life = client.presences["w"].incarnation
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)  # longer than its lease
+        process.send_signal(signal.SIGCONT)
+        await client.until(lambda: client.presences["w"].incarnation != life)
+        await client.until_serving("w")
+        await client.enqueue(short("s"))
+        await client.until_ended("s")
+
+        fence = next(index for index, (_, state) in enumerate(heard) if state is WorkerState.FENCED)
+        assert life not in {incarnation for incarnation, _ in heard[fence:]}
+        assert not client.ended("r")
+
+
+async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> None:
+    """Under a `max_payload` of 64 KiB routing of many MiB arrives whole, in frames that fit."""
+    config = SyntheticConfig(num_layers=60, top_k=8, num_experts=512)
+    request = GenerateRequest(
+        prompt_token_ids=list(range(1, 4001)), sampling=SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=5)
+    )
+    async with (
+        EmbeddedServer(max_payload_bytes=65_536) as server,
+        bus.connect(server.url, fleet=fleet) as rb,
+        hand_client(server.url, fleet) as client,
+        synthetic_worker(server.url, fleet, worker_id="w", config=config),
+        asyncio.timeout(60),
     ):
         await rb.fleet.wait_for_workers()
-        errors = []
-        async for generation in rb.complete_many(greedy(200) for _ in range(30)):
-            assert worker.presence().in_flight <= 4
-            errors.append(generation.error)
+        generation = await rb.complete(request)
+        check_generation(generation, request)
+        alone = await rb.complete(request)
+        await client.enqueue(GenerateRequest(prompt_token_ids=list(range(1, 4001)), request_id="r"))
+        await client.until_ended("r")
 
-    assert {error.code for error in errors if error is not None} == {ErrorCode.QUEUE_FULL}
-    assert 1 <= errors.count(None) <= 4
+        assert generation.routed_experts is not None
+        assert generation.routed_experts.nbytes > 3 * 1024**2
+        np.testing.assert_array_equal(generation.routed_experts, alone.routed_experts)
+        assert max(client.sizes) <= 65_536

@@ -1,0 +1,64 @@
+"""An engine that does each thing only when it is let, and the worker around it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from bus.protocol.step import RequestStep
+from schemas.request import GenerateRequest
+from workers.config import WorkerConfig
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.worker import Worker
+
+__all__ = ["GatedEngine", "running"]
+
+
+class GatedEngine(SyntheticEngine):
+    """Starts, steps, takes on and closes only while the gate of that name is open; tells when it waits there."""
+
+    def __init__(self, *closed: str, config: SyntheticConfig | None = None) -> None:
+        super().__init__(config)
+        self.gates = {name: asyncio.Event() for name in ("start", "steps", "add", "close")}
+        self.reached = {name: asyncio.Event() for name in self.gates}
+        for name in self.gates.keys() - set(closed):
+            self.gates[name].set()
+
+    async def _pass(self, name: str) -> None:
+        self.reached[name].set()
+        await self.gates[name].wait()
+
+    async def start(self) -> None:
+        """Wait, then start."""
+        await self._pass("start")
+        await super().start()
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Wait, then go on as ever."""
+        await self._pass("steps")
+        async for steps in super().steps():
+            yield steps
+
+    async def add(self, key: str, request: GenerateRequest) -> None:
+        """Wait, then take on."""
+        await self._pass("add")
+        await super().add(key, request)
+
+    async def close(self) -> None:
+        """Wait, then close."""
+        await self._pass("close")
+        await super().close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    nats_url: str, fleet: str, engine: SyntheticEngine, **fields: object
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """Run a worker `w` on `engine`; it is cancelled when the block ends and it has not."""
+    fields = {"worker_id": "w", "model": "synthetic", **fields}
+    worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, **fields), engine)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(worker.run(), name="worker")
+        try:
+            yield worker, task
+        finally:
+            task.cancel()
