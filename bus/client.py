@@ -57,7 +57,7 @@ def connect(
 class Client:
     """Requests and their streams over one connection. Made by `connect`; use it from one event loop.
 
-    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and the lease holds.
+    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and leases hold.
 
     Entering raises `BusBroken` when no server answers. Leaving aborts what is still open, so that no engine works
     for nobody, and closes the connection; a cancellation meanwhile is raised once that is done.

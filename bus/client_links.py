@@ -90,8 +90,8 @@ class ClientLinks:
         # The one not heard for longest first.
         self._links: dict[str, _Link] = {}
         # Requests to be stopped, by worker; bounded by the requests in flight.
-        self._aborts: dict[str, list[RequestKey]] = {}
-        # Workers to be written to now, and soon; used as sets that keep their order.
+        self._aborts: dict[str, dict[RequestKey, None]] = {}
+        # Workers to be written to now, and soon. These and the aborts are sets that keep their order.
         self._due: dict[str, None] = {}
         self._soon: dict[str, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -144,7 +144,7 @@ class ClientLinks:
 
     def abort(self, worker: str, key: RequestKey) -> None:
         """Have `worker` stop a request."""
-        self._aborts.setdefault(worker, []).append(key)
+        self._aborts.setdefault(worker, {})[key] = None
         self._hasten(worker)
 
     def repeat(self) -> None:
@@ -201,7 +201,7 @@ class ClientLinks:
                 logger.warning("link.lost worker=%s error=%s", worker, exc)
 
     async def _write(self, worker: str) -> None:
-        aborts = self._aborts.pop(worker, [])
+        aborts = list(self._aborts.pop(worker, {}))
         for first in range(0, max(len(aborts), 1), MAX_KEYS_PER_MESSAGE):
             message = self._message(worker, aborts[first : first + MAX_KEYS_PER_MESSAGE])
             await publish(self._nats, self._subjects.link(self._client, worker), encode(message))

@@ -12,6 +12,7 @@ import pytest
 import bus
 from bus import GenerateRequest, SamplingParams
 from bus.subjects import Subjects
+from bus.traffic import LEASE_S
 from schemas.chunk import Chunk
 from schemas.errors import (
     BusClosed,
@@ -26,7 +27,7 @@ from tests.support.fleet import check_generation, synthetic_worker
 from tests.support.worker_process import worker_process
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import LEASE_S, Worker
+from workers.worker import Worker
 
 E = TypeVar("E", bound=Exception)
 
@@ -292,7 +293,7 @@ async def test_a_blocked_event_loop_loses_no_worker(nats_url: str, fleet: str) -
         await rb.fleet.wait_for_workers()
         stream = rb.generate(greedy(max_tokens=100))
         await anext(stream)
-        time.sleep(LEASE_S + 1)  # noqa: ASYNC251
+        time.sleep(LEASE_S + 1.5)  # noqa: ASYNC251
         chunks = [chunk async for chunk in stream]
 
     assert chunks[-1].finish_reason == "length"

@@ -1,10 +1,11 @@
 """Which attempt and which worker count: offers, lives and losses, with a worker by hand."""
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 
-from bus import GenerateRequest, RequestFailed, SamplingParams
+from bus import GenerateRequest, Generation, RequestFailed, SamplingParams
 from bus.connection import publish
 from schemas.errors import ErrorCode
 from schemas.messages import WIRE_VERSION, Frame, encode
@@ -194,9 +195,9 @@ async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet:
     assert list(by_id["b"].token_ids) == [7]
 
 
-async def collect(results: object) -> list[object]:
-    """All of an async iterator."""
-    return [result async for result in results]  # type: ignore[attr-defined]
+async def collect(results: AsyncIterator[Generation]) -> list[Generation]:
+    """All of them."""
+    return [result async for result in results]
 
 
 async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
@@ -209,10 +210,10 @@ async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str,
         assert await worker.aborted() == [key]
 
 
-async def expect_failed(awaitable: object) -> RequestFailed:
+async def expect_failed(awaitable: Awaitable[Generation]) -> RequestFailed:
     """The error of what must fail."""
     with pytest.raises(RequestFailed) as caught:
-        await awaitable  # type: ignore[misc]
+        await awaitable
     return caught.value
 
 

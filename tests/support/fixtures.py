@@ -1,5 +1,7 @@
 """Fixtures that any test may use; tests/conftest.py loads them."""
 
+import asyncio
+import json
 import subprocess
 import sys
 import uuid
@@ -20,9 +22,23 @@ def nats_url() -> Iterator[str]:
 
 
 @pytest.fixture
-def fleet() -> str:
-    """Return a fleet's name of this test's own."""
-    return f"test-{uuid.uuid4().hex[:12]}"
+def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give a fleet's name of this test's own; its queues on the common server are deleted afterwards."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    if "nats_url" in request.fixturenames:
+        # They set storage aside, of which the server has only so much.
+        asyncio.run(_delete_queues(request.getfixturevalue("nats_url"), name))
+
+
+async def _delete_queues(url: str, fleet: str) -> None:
+    from tests.support.connections import opened
+
+    async with opened(url) as connection:
+        jetstream = connection.jetstream()
+        answer = await connection.request("$JS.API.STREAM.NAMES", f'{{"subject": "rb.v1.{fleet}.>"}}'.encode())
+        for stream in json.loads(answer.data)["streams"] or ():
+            await jetstream.delete_stream(stream)
 
 
 @pytest.fixture(scope="session")

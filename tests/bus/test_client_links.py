@@ -1,0 +1,185 @@
+"""What a client does with frames that are missing, doubled, out of order or of another life: sent by hand."""
+
+import asyncio
+
+import pytest
+
+import bus
+from bus.client_links import MAX_WINDOW_BYTES
+from bus.connection import publish
+from schemas.presence import ClientState
+from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
+
+
+async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, fleet: str) -> None:
+    """Frames behind a gap are dropped and asked for at once; sent again, they complete the same attempt."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request()))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(2, chunk(key, 2, 9, total=3))
+        wanted = await worker.resend_wanted()
+        await worker.frame(1, chunk(key, 1, 8))
+        await worker.frame(2, chunk(key, 2, 9, total=3))
+        generation = await completing
+        stats = rb.stats()
+
+    assert wanted.acked == 1
+    assert list(generation.token_ids) == [7, 8, 9]
+    assert generation.attempts == 1
+    assert (stats.missing_frames, stats.attempts_lost) == (1, 0)
+    assert stats.resends_asked >= 1
+
+
+async def test_a_heartbeat_tells_of_a_lost_last_frame(nats_url: str, fleet: str) -> None:
+    """Where the last frame was lost, the number in the next heartbeat shows it."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(2)))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(2)
+        wanted = await worker.resend_wanted()
+        await worker.frame(1, chunk(key, 1, 8, total=2))
+        generation = await completing
+
+    assert wanted.acked == 1
+    assert list(generation.token_ids) == [7, 8]
+
+
+async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
+    """The same frame twice is taken once."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(2)))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(1, chunk(key, 1, 8, total=2))
+        generation = await completing
+        assert rb.stats().duplicate_frames == 1
+
+    assert list(generation.token_ids) == [7, 8]
+    assert generation.attempts == 1
+
+
+async def test_frames_of_another_life_of_the_client_are_stale(nats_url: str, fleet: str) -> None:
+    """What a worker sends to an earlier client of the same name is not taken for this one's, and it is told."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1)))
+        key = await worker.next_key()
+        mine, worker.client_incarnation = worker.client_incarnation, "older"
+        await worker.frame(0, chunk(key, 0, 666, total=1), admitted=(key,))
+        worker.client_incarnation = mine
+        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
+        generation = await completing
+        assert rb.stats().stale_frames == 1
+        assert (await worker.links.get()).client_incarnation == mine
+
+    assert list(generation.token_ids) == [7]
+
+
+async def test_frames_of_an_ended_life_of_the_worker_are_stale(nats_url: str, fleet: str) -> None:
+    """Once a worker's new incarnation has spoken, what its old one says is not heard any more."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1)))
+        key = await worker.next_key()
+        await worker.frame(0)
+        worker.incarnation = "life-2"
+        await worker.frame(0)
+        worker.incarnation = "life-1"
+        await worker.frame(0, chunk(key, 0, 666, total=1), admitted=(key,))
+        worker.incarnation = "life-2"
+        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
+        generation = await completing
+        assert rb.stats().stale_frames == 1
+
+    assert list(generation.token_ids) == [7]
+
+
+async def test_credit_is_granted_for_what_arrived_not_for_what_was_read(nats_url: str, fleet: str) -> None:
+    """A caller that reads nothing holds up nobody: its frames are acknowledged, and credit goes on."""
+    async with hand_worker(nats_url, fleet) as (worker, rb):
+        stream = rb.generate(request(1000))
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(anext(stream))
+            key = await worker.next_key()
+            await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+            await first
+        before = await worker.acked(1)
+        for number in range(1, 200):
+            await worker.frame(number, chunk(key, number, number))
+        after = await worker.acked(200)
+        rest = [await anext(stream) for _ in range(199)]
+
+    assert after.credit > before.credit >= MAX_WINDOW_BYTES
+    assert [chunk.token_ids[0] for chunk in rest] == list(range(1, 200))
+
+
+async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
+    """One message for up to 64 frames that come close together, not one for each."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(640)))
+        key = await worker.next_key()
+        worker.links = asyncio.Queue(10_000)
+        await worker.frame(0, admitted=(key,))
+        for number in range(1, 641):
+            last = {"total": 640} if number == 640 else {}
+            await worker.frame(number, chunk(key, number - 1, number, **last))
+        await completing
+        count = 1
+        while (await worker.next_link()).acked < 641:
+            count += 1
+
+    assert count <= 100
+
+
+async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
+    """Every second each link hears how far it is, whether or not anything came: one lost message harms nobody."""
+    async with hand_worker(nats_url, fleet) as (worker, _):
+        await worker.frame(0)
+        first = await worker.next_link()
+        again = await worker.next_link()
+
+    assert (first.acked, first.credit) == (again.acked, again.credit)
+
+
+async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, fleet: str) -> None:
+    """Presence comes before the first request and every second, and a last one when the client is closed."""
+    async with worker_by_hand(nats_url, fleet) as worker:
+        async with bus.connect(nats_url, fleet=fleet, client="me"):
+            live = [await worker.presences.get() for _ in range(2)]
+        closed = await worker.presences.get()
+        while closed.state is ClientState.LIVE:
+            closed = await worker.presences.get()
+        async with bus.connect(nats_url, fleet=fleet, client="me"):
+            reborn = await worker.presences.get()
+
+    assert {presence.state for presence in live} == {ClientState.LIVE}
+    assert (closed.state, closed.incarnation) == (ClientState.CLOSED, live[0].incarnation)
+    assert reborn.incarnation != closed.incarnation
+
+
+async def test_a_worker_that_lost_its_place_begins_a_new_link(nats_url: str, fleet: str) -> None:
+    """A link of which the client knows nothing, in the middle: it asks from the start, and follows the later one."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1)))
+        key = await worker.next_key()
+        await worker.frame(17, chunk(key, 0, 7, total=1), admitted=(key,))
+        wanted = await worker.resend_wanted()
+        worker.link = 1
+        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
+        generation = await completing
+
+    assert wanted.acked == 0
+    assert generation.attempts == 1
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000)])
+async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: bytes) -> None:
+    """Bytes that are no frame change nothing but a counter."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1)))
+        key = await worker.next_key()
+        await publish(worker.nats, worker.subjects.frame("me", "hand"), garbage)
+        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
+        await completing
+        assert rb.stats().bad_messages == 1

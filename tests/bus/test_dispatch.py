@@ -1,0 +1,275 @@
+"""How requests reach a worker: through the queue, out of it again, and straight to the worker of their session."""
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+from nats.js import JetStreamContext
+
+import bus
+from bus import Generation, NoWorkers, RequestRejected
+from bus.connection import publish
+from bus.queue import QueueLimits, ensure_queue, stream_name
+from schemas.errors import ErrorCode
+from schemas.limits import MAX_ATTEMPTS
+from schemas.presence import WorkerState
+from tests.support.hand_worker import HandWorker, Taken, chunk, failure, hand_worker, request, worker_by_hand
+
+
+async def answer(worker: HandWorker, number: int, taken: Taken, token: int = 7) -> None:
+    """Admit a request for one token and end it in one frame."""
+    await worker.frame(number, chunk(taken.key, 0, token, total=1), admitted=(taken.key,))
+
+
+async def rejection(awaitable: Awaitable[Generation]) -> RequestRejected:
+    """The error of what must be rejected."""
+    with pytest.raises(RequestRejected) as caught:
+        await awaitable
+    return caught.value
+
+
+def jetstream(worker: HandWorker) -> JetStreamContext:
+    """What can do things to the queue behind everybody's back."""
+    return worker.nats.jetstream()
+
+
+async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
+    """Past the queue's bound a request fails at once with `queue_full`; those in the queue are served."""
+    async with (
+        worker_by_hand(nats_url, fleet, pulls=False) as idle,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await ensure_queue(idle.nats, idle.subjects, "m", QueueLimits(max_msgs=2))
+        await rb.fleet.wait_for_workers()
+        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(2)]
+        async with asyncio.timeout(30):
+            while [depth.waiting for depth in (await rb.fleet.state()).queues if depth.lane == "normal"] != [2]:
+                pass
+        refused = await rejection(rb.complete(request(1)))
+        async with worker_by_hand(nats_url, fleet, "other") as worker:
+            worker.client_incarnation = idle.client_incarnation
+            for number in range(2):
+                await answer(worker, number, await worker.take())
+            for task in waiting:
+                assert (await task).worker_ids == ("other",)
+
+    assert refused.code is ErrorCode.QUEUE_FULL
+    assert refused.retryable
+
+
+@pytest.mark.slow
+async def test_what_left_the_queue_unseen_is_published_again(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purged stream: requests that wait for long are looked for, and the orphans among them published again."""
+    monkeypatch.setattr("bus.dispatch.ORPHAN_AGE_S", 0.2)
+    async with (
+        worker_by_hand(nats_url, fleet, pulls=False) as idle,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(3)]
+        name = stream_name(idle.subjects, "m", "normal")
+        while (await jetstream(idle).stream_info(name)).state.messages < 3:
+            pass
+        await jetstream(idle).purge_stream(name)
+        async with worker_by_hand(nats_url, fleet, "other") as worker:
+            taken = [await worker.take() for _ in range(3)]
+            worker.client_incarnation = idle.client_incarnation
+            for number, each in enumerate(taken):
+                await answer(worker, number, each)
+            generations = [await task for task in waiting]
+        assert rb.stats().orphans == 3
+
+    assert {each.key.attempt for each in taken} == {1}
+    assert {each.queued.lane for each in taken if each.queued} == {"resume"}
+    assert {generation.attempts for generation in generations} == {2}
+
+
+@pytest.mark.slow
+async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it waits, a request that is in the queue stays there and is published once."""
+    monkeypatch.setattr("bus.dispatch.ORPHAN_AGE_S", 0.0)
+    async with (
+        worker_by_hand(nats_url, fleet, pulls=False) as idle,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        waiting = tasks.create_task(rb.complete(request(1)))
+        # Each of these takes longer than a round of looking for orphans.
+        await rb.fleet.state()
+        await rb.fleet.state()
+        await rb.fleet.state()
+        async with worker_by_hand(nats_url, fleet, "other") as worker:
+            worker.client_incarnation = idle.client_incarnation
+            await answer(worker, 0, await worker.take())
+            assert (await waiting).attempts == 1
+        assert (rb.stats().orphans, rb.stats().requests) == (0, 1)
+
+
+@pytest.mark.slow
+async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: str, fleet: str) -> None:
+    """The last worker is gone: what nobody had admitted fails as `no_workers`, what one had lost with that loss."""
+    async with (
+        worker_by_hand(nats_url, fleet) as worker,
+        bus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.2) as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        requests = [request(request_id="queued"), request(request_id="running")]
+        many = tasks.create_task(all_of(rb.complete_many(requests)))
+        keys = {key.request_id: key for key in (await worker.next_key(), await worker.next_key())}
+        await worker.frame(0, chunk(keys["running"], 0, 7), admitted=(keys["running"],))
+        await worker.acked(1)
+        await worker.announce(WorkerState.STOPPED)
+        by_id = {generation.request_id: generation.error for generation in await many}
+
+    assert isinstance(by_id["queued"], NoWorkers)
+    assert by_id["running"] is not None
+    assert by_id["running"].code is ErrorCode.WORKER_LOST
+
+
+async def all_of(results: object) -> list[Generation]:
+    """All of an async iterator."""
+    return [result async for result in results]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_url: str, fleet: str) -> None:
+    """While somebody serves the model, a missing stream is no reason to fail: its workers make it again."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        for lane in ("resume", "normal"):
+            await jetstream(worker).delete_stream(stream_name(worker.subjects, "m", lane))
+        completing = tasks.create_task(rb.complete(request(1)))
+        await answer(worker, 0, await worker.take())
+        assert (await completing).attempts == 1
+
+
+async def test_a_request_that_fits_no_message_is_refused(nats_url: str, fleet: str) -> None:
+    """A prompt over the server's `max_payload` fails with the sizes, before anything is published."""
+    prompt = bus.GenerateRequest(prompt_token_ids=range(3_000_000))
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        refused = await rejection(rb.complete(prompt))
+        completing = tasks.create_task(rb.complete(request(1)))
+        await answer(worker, 0, await worker.take())
+        await completing
+        assert rb.stats().requests == 1
+
+    assert refused.code is ErrorCode.TOO_LARGE
+    assert "max_payload" in refused.message
+
+
+async def test_an_attempt_is_bounded(nats_url: str, fleet: str) -> None:
+    """A request that is lost again and again is given up, with the last reason."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        many = tasks.create_task(all_of(rb.complete_many([request()])))
+        for number in range(MAX_ATTEMPTS):
+            key = await worker.next_key()
+            await worker.frame(number, failure(key, 0, ErrorCode.WORKER_FENCED), admitted=(key,))
+        [generation] = await many
+
+    assert generation.error is not None
+    assert generation.error.code is ErrorCode.WORKER_FENCED
+    assert generation.attempts == MAX_ATTEMPTS
+
+
+async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> None:
+    """Requests of a session go straight to the worker that served it last, past the queue and past others."""
+    async with (
+        worker_by_hand(nats_url, fleet, "a", pulls=False) as a,
+        worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        served: dict[str, set[str]] = {}
+        workers = {"a": a, "b": b}
+        numbers = {"a": 0, "b": 0}
+        for turn in range(20):
+            session = f"s{turn % 5}"
+            completing = tasks.create_task(rb.complete(request(1, session_id=session)))
+            taken = {name: tasks.create_task(worker.take()) for name, worker in workers.items()}
+            done, pending = await asyncio.wait(taken.values(), return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            [name] = [name for name, task in taken.items() if task in done]
+            assert done.pop().result().queued is None
+            await answer(workers[name], numbers[name], taken[name].result())
+            numbers[name] += 1
+            served.setdefault(session, set()).update((await completing).worker_ids)
+        assert rb.stats().direct == 20
+
+    assert {len(names) for names in served.values()} == {1}
+
+
+async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet: str) -> None:
+    """`queue_full` of the session's worker: anybody may take the request, which has cost no attempt."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1, session_id="s")))
+        direct = await worker.take()
+        await worker.frame(0, failure(direct.key, 0, ErrorCode.QUEUE_FULL))
+        queued = await worker.take()
+        await answer(worker, 1, queued)
+        generation = await completing
+
+    assert direct.queued is None
+    assert queued.queued is not None
+    assert (direct.key.attempt, queued.key.attempt, queued.queued.lane) == (0, 1, "normal")
+    assert (generation.attempts, generation.worker_ids) == (1, ("hand",))
+
+
+@pytest.mark.slow
+async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats_url: str, fleet: str) -> None:
+    """Not admitted within a second, the request goes to the queue; the late offer of the first is refused."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1, session_id="s")))
+        direct, queued = await worker.take(), await worker.take()
+        await worker.frame(0, chunk(direct.key, 0, 666), admitted=(direct.key,))
+        assert await worker.aborted() == [direct.key]
+        await answer(worker, 1, queued)
+        generation = await completing
+
+    assert direct.queued is None
+    assert list(generation.token_ids) == [7]
+    assert generation.attempts == 1
+
+
+async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> None:
+    """A worker that announced no free slots gets no request of its sessions directly."""
+    async with worker_by_hand(nats_url, fleet) as worker:
+        worker.free_slots = 0
+        async with bus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
+            await rb.fleet.wait_for_workers()
+            completing = tasks.create_task(rb.complete(request(1, session_id="s")))
+            taken = await worker.take()
+            await answer(worker, 0, taken)
+            await completing
+            assert rb.stats().direct == 0
+
+    assert taken.queued is not None
+
+
+async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -> None:
+    """The next worker of the session is one of those that live, and later attempts go through the queue."""
+    async with (
+        hand_worker(nats_url, fleet) as (worker, rb),
+        asyncio.TaskGroup() as tasks,
+        worker_by_hand(nats_url, fleet, "other", pulls=False) as other,
+    ):
+        first = tasks.create_task(rb.complete(request(1, session_id="s")))
+        one, two = tasks.create_task(worker.take()), tasks.create_task(other.take())
+        await other.announce()
+        done, _ = await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
+        holder = worker if one in done else other
+        await answer(holder, 0, done.pop().result())
+        await first
+        await holder.announce(WorkerState.STOPPED)
+        rest = other if holder is worker else worker
+        await publish(rest.nats, rest.subjects.ping, b"")
+        second = tasks.create_task(rb.complete(request(1, session_id="s")))
+        taken = await (two if rest is other else one)
+        await answer(rest, 0, taken)
+        assert (await second).worker_ids == (rest.name,)
