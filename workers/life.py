@@ -25,7 +25,7 @@ __all__ = ["HEARTBEAT_S", "Life"]
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""Between two announcements, and between two heartbeats of a link."""
+"""Between two heartbeats of a link, and between two announcements, which a short lease makes more frequent."""
 CONFIRM_S = 1.0
 """How long a fenced worker waits for the answer to one announcement before it makes another."""
 
@@ -56,6 +56,8 @@ class Life:
         self._on_fenced = on_fenced
         self._on_serving = on_serving
         self._lease = OwnLease(config.lease_s, LEASE_MARGIN_S, time.monotonic())
+        # Of several announcements that the lease has time for, one alone must be confirmed.
+        self._heartbeat_s = min(HEARTBEAT_S, (config.lease_s - LEASE_MARGIN_S) / 4)
         self._wanted = asyncio.Event()
         self.state = WORKER.initial
         self.incarnation = new_incarnation()
@@ -99,12 +101,12 @@ class Life:
         self._on_fenced()
 
     async def run(self) -> None:
-        """Announce this worker every second, and fence it when its lease runs out, until cancelled."""
+        """Announce this worker again and again, and fence it when its lease runs out, until cancelled."""
         while True:
             await self.publish()
             self.may_speak()
             try:
-                async with asyncio.timeout(min(HEARTBEAT_S, self._lease_left_s())):
+                async with asyncio.timeout(min(self._heartbeat_s, self._lease_left_s())):
                     await self._wanted.wait()
             except TimeoutError:
                 continue
