@@ -1,0 +1,133 @@
+"""What a caller sees of a call whose other end is on another thread, and the counting of what it has not taken."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from bus.calls import Call, Ending, Inbox
+from schemas.chunk import Chunk
+from schemas.errors import ErrorCode, InvalidRequest, RequestFailed
+from schemas.limits import MAX_SEED
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+
+def chunk_of(index: int, num_tokens: int = 1) -> Chunk:
+    """Tokens of a request."""
+    data = np.arange(num_tokens, dtype="<i4").tobytes()
+    return Chunk(request_id="r", attempt=0, child=0, chunk_index=index, weight_version=0, token_ids_data=data)
+
+
+def inbox() -> tuple[Inbox, list[Callable[[], None]]]:
+    """An inbox, and the callbacks that the caller's loop was handed."""
+    told: list[Callable[[], None]] = []
+    return Inbox(told.append), told
+
+
+def new_call(inbox: Inbox, *, streams: bool = True) -> Call:
+    """An open call."""
+    return Call(GenerateRequest(prompt_token_ids=[1], request_id="r"), inbox, streams)
+
+
+def test_a_blocked_caller_costs_one_callback() -> None:
+    """However much comes for however many calls, one callback waits for the caller's loop; after it, one more."""
+    box, told = inbox()
+    calls = [new_call(box) for _ in range(10)]
+    for index in range(100):
+        for call in calls:
+            call.deliver([chunk_of(index)])
+    assert len(told) == 1
+    told[0]()
+    calls[0].deliver([chunk_of(100)])
+    calls[1].deliver([chunk_of(100)])
+    assert len(told) == 2
+
+
+def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
+    """Chunks that the caller will not read are no news."""
+    box, told = inbox()
+    call = new_call(box, streams=False)
+    call.deliver([chunk_of(0)])
+    assert told == []
+    call.finish(Ending((), None))
+    assert len(told) == 1
+
+
+async def test_nothing_is_lost_between_two_threads() -> None:
+    """A reader on one thread gets every chunk of a writer on another, once and in order, and then the end."""
+    loop = asyncio.get_running_loop()
+
+    def tell(callback: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(callback)
+
+    box = Inbox(tell)
+    call = new_call(box)
+
+    def write() -> None:
+        for index in range(20_000):
+            call.deliver([chunk_of(index)])
+        call.finish(Ending((), None))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    indices = [chunk.chunk_index async for chunk in call.chunks()]
+    writer.join()
+
+    assert indices == list(range(20_000))
+    assert box.unread.num_bytes == 0
+
+
+async def test_an_error_comes_behind_the_chunks() -> None:
+    """A failed call yields what had come before it raises."""
+    box, _ = inbox()
+    call = new_call(box)
+    call.deliver([chunk_of(0), chunk_of(1)])
+    call.finish(Ending((), RequestFailed(code=ErrorCode.WORKER_LOST, message="gone")))
+    chunks = call.chunks()
+
+    assert [(await anext(chunks)).chunk_index for _ in range(2)] == [0, 1]
+    with pytest.raises(RequestFailed, match="gone"):
+        await anext(chunks)
+
+
+def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
+    """Bytes of results count from their arrival until the caller reads them, leaves, or had left before."""
+    box, _ = inbox()
+    read, left = new_call(box), new_call(box, streams=False)
+    read.deliver([chunk_of(0, 1000)])
+    one = box.unread.num_bytes
+    left.deliver([chunk_of(0, 1000)])
+    assert one >= 4000
+    assert box.unread.num_bytes == 2 * one
+    left.leave()
+    assert box.unread.num_bytes == one
+    left.deliver([chunk_of(1, 1000)])
+    assert box.unread.num_bytes == 2 * one
+    left.forget()
+    assert box.unread.num_bytes == one
+    read.leave()
+    assert box.unread.num_bytes == 0
+
+
+def test_who_asks_late_hears_of_the_end_at_once() -> None:
+    """A callback for the end is called once: at the end, or at once when that is over."""
+    box, told = inbox()
+    heard: list[Call] = []
+    call = new_call(box)
+    call.finish(Ending((), None))
+    call.when_ended(heard.append)
+    assert heard == [call]
+    told[0]()
+    assert heard == [call]
+
+
+def test_samples_that_cannot_be_seeded_are_refused_where_the_caller_is() -> None:
+    """What is wrong with a request is raised when it is opened, not on another thread."""
+    box, _ = inbox()
+    sampling = SamplingParams(n=2, seed=MAX_SEED - 1)
+    assert len(Call(GenerateRequest(prompt_token_ids=[1], sampling=sampling), box, False).payloads) == 2
+    with pytest.raises(InvalidRequest):
+        Call(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(n=2, seed=MAX_SEED)), box, False)

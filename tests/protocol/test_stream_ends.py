@@ -1,0 +1,77 @@
+"""A stream that is aborted, or whose attempt nobody took."""
+
+import numpy as np
+
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk, End, FinishReason, RoutedExperts
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+
+def request() -> GenerateRequest:
+    """Of two prompt tokens, without logprobs."""
+    sampling = SamplingParams(max_tokens=3, temperature=0, logprobs=None)
+    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id="r")
+
+
+def chunk(index: int, *tokens: int, rows: tuple[int, int] | None = None, attempt: int = 0, end: bool = False) -> Chunk:
+    """A chunk with tokens, and rows of (first position, count)."""
+    experts = None
+    if rows is not None:
+        experts = RoutedExperts.from_rows(np.zeros((rows[1], 1, 1), "u1"), rows[0])
+    total = End(finish_reason=FinishReason.LENGTH, num_tokens=3, num_rows=4, routed_experts_start=0)
+    return Chunk(
+        request_id="r",
+        attempt=attempt,
+        child=0,
+        chunk_index=index,
+        weight_version=5,
+        token_ids_data=np.array(tokens, "<i4").tobytes(),
+        routed_experts=experts,
+        end=total if end else None,
+    )
+
+
+def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
+    """Its terminal chunk counts the tokens and rows that left, not rows that wait for their tokens."""
+    stream = Stream(request(), child=0, attempt=0, keep=True)
+    stream.add(chunk(0, 7, rows=(0, 2)))
+    assert stream.add(chunk(1, rows=(2, 1))) == []
+    last = stream.abort()
+
+    assert last.end is not None
+    assert (last.finish_reason, last.chunk_index, last.weight_version) == ("abort", 1, 5)
+    assert (last.end.num_tokens, last.end.num_rows, last.end.routed_experts_start) == (1, 2, 0)
+    assert stream.end == last.end
+    assert list(stream.arrays()["token_ids"]) == [7]
+    assert len(stream.arrays()["routed_experts"]) == 2
+
+
+def test_a_stream_can_be_aborted_before_anything_came() -> None:
+    """The terminal chunk is then the only one."""
+    stream = Stream(request(), child=0, attempt=3, keep=False)
+    last = stream.abort()
+
+    assert last.end is not None
+    assert (last.chunk_index, last.end.num_tokens, last.end.num_rows) == (0, 0, 0)
+
+
+def test_an_attempt_that_nobody_took_does_not_count() -> None:
+    """Withdrawn, an attempt has another number on the wire; the stream and its count of attempts know nothing of it."""
+    stream = Stream(request(), child=0, attempt=0, keep=True)
+    stream.withdraw()
+    assert (stream.attempt, stream.num_attempts) == (1, 1)
+    delivered = stream.add(chunk(0, 7, 8, 9, rows=(0, 4), attempt=1, end=True))
+
+    assert [each.chunk_index for each in delivered] == [0]
+    assert stream.num_attempts == 1
+
+
+def test_losses_count_beside_withdrawn_attempts() -> None:
+    """A lost attempt counts, before or after one that was withdrawn."""
+    stream = Stream(request(), child=0, attempt=4, keep=True)
+    stream.next_attempt()
+    stream.withdraw()
+    stream.next_attempt()
+
+    assert (stream.attempt, stream.num_attempts) == (7, 3)
