@@ -130,6 +130,12 @@ class Sending:
             if self._can_send():
                 await self._say(message.in_progress)
 
+    async def give_back(self, messages: Iterable[QueuedRequest]) -> None:
+        """Let other workers have these at once."""
+        for message in messages:
+            if self._can_send():
+                await self._say(message.nak)
+
     async def _say(self, word: Callable[[], Awaitable[None]]) -> None:
         try:
             await word()

@@ -292,6 +292,8 @@ class Worker:
                 await self._sending.wait_settled()
         except TimeoutError:
             logger.warning("worker.unsettled worker=%s links=%r", self._config.worker_id, self._links)
+            # What nobody confirmed by now the next worker may answer.
+            await self._sending.give_back(self._links.messages)
 
     def presence(self) -> WorkerPresence:
         """What this worker says of itself now."""
