@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def main() -> int:
     parser.add_argument("--seconds-between-faults", type=float, default=defaults.seconds_between_faults)
     parser.add_argument("--workers", type=int, default=defaults.num_workers)
     parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight)
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the workers' logs")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
     args = parser.parse_args()
     settings = Settings(
         num_requests=args.requests,
@@ -26,7 +27,8 @@ def main() -> int:
         num_workers=args.workers,
         max_in_flight=args.max_in_flight,
     )
-    with args.log.open("wb") as log:
+    with args.log.open("ab") as log:
+        logging.basicConfig(filename=args.log, level="DEBUG", format="%(asctime)s %(levelname)s %(name)s %(message)s")
         summary = asyncio.run(run(settings, stderr=log.fileno(), say=_say))
     for line in summary.lines():
         _say(line)

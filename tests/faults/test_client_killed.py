@@ -1,0 +1,119 @@
+"""A client is killed or stopped: engines do not work for nobody, and one that comes back gets all of its results."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+
+import pytest
+
+import bus
+from schemas.request import GenerateRequest
+from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.invariants import Observer, observing, until
+from tests.support.load import Load, greedy
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+pytestmark = pytest.mark.slow
+
+NUM_SLOTS = 4
+CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_000_000)
+ENDLESS = 1_000_000
+
+
+@contextlib.asynccontextmanager
+async def client_program(url: str, fleet: str, num_requests: int, max_tokens: int) -> AsyncIterator[Process]:
+    """Run `tests.support.client_program` until its first chunk is there, and longer."""
+    arguments = (url, fleet, str(num_requests), str(max_tokens))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.client_program", *arguments, stdout=PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"started\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def record_adds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that engines are given, from now on."""
+    given: list[str] = []
+    add = SyntheticEngine.add
+
+    async def recording(self: SyntheticEngine, key: str, request: GenerateRequest) -> None:
+        given.append(request.request_id)
+        await add(self, key, request)
+
+    monkeypatch.setattr(SyntheticEngine, "add", recording)
+    return given
+
+
+async def until_queued(observer: Observer, at_least: int) -> None:
+    """Wait until so many requests are in the queue."""
+
+    async def are_queued() -> bool:
+        return sum(counts.get("messages", 0) for counts in (await observer.queued()).values()) >= at_least
+
+    await until(are_queued, True)
+
+
+async def until_idle(engine: SyntheticEngine) -> None:
+    """Wait until the engine holds no request."""
+
+    async def idle() -> bool:
+        return is_idle(engine)
+
+    await until(idle, True)
+
+
+async def test_a_killed_client_is_worked_for_no_longer(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL: within its lease its running requests are aborted in the engine, and those in the queue never run."""
+    given = record_adds(monkeypatch)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
+    ):
+        async with client_program(nats_url, fleet, 20, ENDLESS) as program:
+            await until_queued(observer, 20 - 2 * NUM_SLOTS)
+            program.kill()
+            ran = set(given)
+            await until_idle(engine)
+        await until(observer.queued, {})
+        assert set(given) == ran
+        assert len(ran) < 20
+
+        async with bus.connect(nats_url, fleet=fleet) as rb:
+            assert len((await rb.complete(greedy(1, 10))).token_ids) == 10
+
+
+async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str) -> None:
+    """SIGSTOP for longer than its lease: its requests are ended in the engine; after SIGCONT every one completes."""
+    load = await Load.of([greedy(index, 200, request_id=f"r-{index}") for index in range(20)], CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
+        client_program(nats_url, fleet, 20, 200) as program,
+    ):
+        await until_queued(observer, 20 - 2 * NUM_SLOTS)
+        program.send_signal(signal.SIGSTOP)
+        try:
+            await until_idle(engine)
+            await until(observer.queued, {})
+        finally:
+            program.send_signal(signal.SIGCONT)
+        results = [json.loads(line) for line in (await program.communicate())[0].splitlines()]
+
+        assert program.returncode == 0
+        assert sorted(prompt for prompt, _, _ in results) == list(range(20))
+        assert max(attempts for _, attempts, _ in results) > 1
+        for prompt, _, tokens in results:
+            assert tokens == load.expected[f"r-{prompt}"].token_ids.tolist()
+        await observer.check_at_rest()

@@ -1,0 +1,42 @@
+"""Frames and acknowledgements that are lost, doubled and out of order: the numbers of the link make it good."""
+
+import pytest
+
+import bus
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.nats_noise import NatsNoise
+from tests.support.tcp_proxy import tcp_proxy
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+
+
+async def test_frames_and_acks_through_noise(nats_url: str, fleet: str) -> None:
+    """Some frames are lost, doubled and late, some acks lost and doubled: all is right at the first attempt."""
+    load = await Load.mixed(50, CONFIG)
+    frames = NatsNoise(r"\.frame\.", seed=1, drop=0.01, double=0.02, delay=0.01)
+    acks = NatsNoise(r"\.link\.", seed=2, drop=0.1, double=0.1)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as before_client,
+        tcp_proxy(nats_url) as before_worker,
+    ):
+        before_client.make_filter, before_worker.make_filter = frames.filter, acks.filter
+        async with (
+            synthetic_worker(before_worker.url, fleet, config=CONFIG) as (_, _),
+            bus.connect(before_client.url, fleet=fleet) as rb,
+        ):
+            await rb.fleet.wait_for_workers()
+            results = await load.run(rb)
+            stats = rb.stats()
+
+            assert {generation.attempts for generation in results} == {1}
+            assert set(frames.counts) == {"dropped", "doubled", "delayed"}
+            assert set(acks.counts) == {"dropped", "doubled"}
+            assert stats.missing_frames > 0
+            assert stats.duplicate_frames > 0
+            await observer.check_at_rest()

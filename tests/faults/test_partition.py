@@ -1,0 +1,119 @@
+"""The network parts without a word, before a worker or before the client, for less and for more than a lease."""
+
+import asyncio
+
+import pytest
+
+import bus
+from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.tcp_proxy import Direction, tcp_proxy
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+BRIEFLY_S = 0.4
+"""Far less than the lease of a worker without its margin."""
+
+
+@pytest.mark.parametrize("direction", [*Direction, Direction.BOTH])
+async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direction: Direction) -> None:
+    """For less than its lease no byte passes, one way or both: links go on, and no request needs another attempt."""
+    load = await Load.mixed(60, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        synthetic_worker(proxy.url, fleet, config=CONFIG) as (worker, _),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        life = worker.presence().incarnation
+
+        async def part() -> None:
+            proxy.freeze(direction)
+            # How long it lasts is what this test is about.
+            await asyncio.sleep(BRIEFLY_S)
+            proxy.thaw()
+
+        results = await load.run(rb, strikes={10: part})
+        assert {generation.attempts for generation in results} == {1}
+        assert worker.presence().incarnation == life
+        await observer.check_at_rest()
+
+
+@pytest.mark.parametrize("direction", [*Direction, Direction.BOTH])
+async def test_a_worker_cut_off_for_long_hands_over(nats_url: str, fleet: str, direction: Direction) -> None:
+    """For more than its lease: its requests go on elsewhere, it gives up all it had, and serves again afterwards."""
+    load = await Load.mixed(60, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        synthetic_worker(proxy.url, fleet, config=CONFIG, worker_id="a", lease_s=2.0) as (a, engine),
+        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="b", lease_s=2.0),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        life = a.presence().incarnation
+
+        async def part() -> None:
+            proxy.freeze(direction)
+
+        results = await load.run(rb, strikes={10: part})
+        resumed = [generation for generation in results if generation.attempts > 1]
+        assert resumed
+        assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
+        assert a.presence().incarnation != life
+        assert is_idle(engine)
+
+        proxy.thaw()
+        await rb.fleet.wait_for_workers(2)
+        again = await load.run(rb)
+        assert {name for generation in again for name in generation.worker_ids} == {"a", "b"}
+        await observer.check_at_rest()
+
+
+async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str) -> None:
+    """For less than the leases nothing reaches the client: afterwards all arrives, and no request was lost."""
+    load = await Load.mixed(60, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        synthetic_worker(nats_url, fleet, config=CONFIG),
+        bus.connect(proxy.url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+
+        async def part() -> None:
+            proxy.freeze()
+            # How long it lasts is what this test is about.
+            await asyncio.sleep(BRIEFLY_S)
+            proxy.thaw()
+
+        results = await load.run(rb, strikes={10: part})
+        assert {generation.attempts for generation in results} == {1}
+        await observer.check_at_rest()
+
+
+async def test_a_client_cut_off_for_long_resumes(nats_url: str, fleet: str) -> None:
+    """For more than its lease: its requests are ended in the engine, and all complete after its return."""
+    load = await Load.mixed(60, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
+        bus.connect(proxy.url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+
+        async def part() -> None:
+            proxy.freeze()
+            # Its lease and the margin, by when nothing of it may run any more.
+            await asyncio.sleep(7.0)
+            assert is_idle(engine)
+            proxy.thaw()
+
+        results = await load.run(rb, strikes={10: part})
+        assert max(generation.attempts for generation in results) > 1
+        await observer.check_at_rest()

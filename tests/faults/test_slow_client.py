@@ -1,0 +1,75 @@
+"""A client behind a narrow line, with much routing for it: the worker merges and waits, and nothing is dropped."""
+
+import asyncio
+
+import pytest
+
+import bus
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import Observer, observing
+from tests.support.load import Load
+from tests.support.tcp_proxy import tcp_proxy
+from workers.engines.synthetic import SyntheticConfig
+from workers.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SyntheticConfig(step_s=0.001, num_layers=32, top_k=8)
+ROW_BYTES = 32 * 8
+PROMPT_LEN = 8000
+NUM_REQUESTS = 12
+TOTAL_BYTES = NUM_REQUESTS * PROMPT_LEN * ROW_BYTES
+"""24 MB: three times what a client's window allows."""
+MAX_WINDOW_BYTES = 8 * 1024 * 1024
+
+
+async def test_a_slow_client_loses_nothing(nats_url: str, fleet: str) -> None:
+    """Routing for a client that takes 8 MB/s: no more than its window is on the way, the rest waits at the worker."""
+    requests = [
+        GenerateRequest(
+            request_id=f"large-{index}",
+            prompt_token_ids=[index] * PROMPT_LEN,
+            sampling=SamplingParams(max_tokens=50, temperature=0, ignore_eos=True),
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    load = await Load.of(requests, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        synthetic_worker(nats_url, fleet, config=CONFIG) as (worker, _),
+        bus.connect(proxy.url, fleet=fleet, client="slow") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        proxy.bytes_per_s = 8_000_000
+        most = Most()
+        watching = tasks.create_task(most.watch(observer, worker))
+        results = await load.run(rb)
+        watching.cancel()
+
+        assert {generation.attempts for generation in results} == {1}
+        # The server counts a write that is under way as a whole.
+        assert most.pending_bytes < 1.5 * MAX_WINDOW_BYTES
+        # What the engine made at once, less what was on the way: it did wait here, and it is no more than was made.
+        assert TOTAL_BYTES / 4 < most.held_bytes < 1.1 * TOTAL_BYTES
+        await observer.check_at_rest()
+
+
+class Most:
+    """The largest values seen."""
+
+    def __init__(self) -> None:
+        self.pending_bytes = 0
+        """In the server, for the client."""
+        self.held_bytes = 0
+        """At the worker."""
+
+    async def watch(self, observer: Observer, worker: Worker) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.pending_bytes = max(self.pending_bytes, await observer.pending_bytes("client slow"))
+            self.held_bytes = max(self.held_bytes, worker.presence().held_bytes)
+            await asyncio.sleep(0.01)

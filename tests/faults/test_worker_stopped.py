@@ -1,0 +1,52 @@
+"""A worker process stands still for longer than its lease and goes on: what it had is elsewhere, and it starts anew."""
+
+import signal
+
+import pytest
+
+import bus
+from tests.support.invariants import observing, until
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+LEASE = ("--lease-s", "2")
+ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
+
+
+async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
+    """SIGSTOP under load, SIGCONT when all is done elsewhere: every result once and right, and it serves again."""
+    load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
+    async with (
+        observing(nats_url, fleet) as observer,
+        bus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=ENGINE_ARGS) as a,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=ENGINE_ARGS) as b,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        life = (await observer.presences())["a"].incarnation
+
+        async def stop() -> None:
+            a.send_signal(signal.SIGSTOP)
+
+        results = await load.run(rb, strikes={10: stop})
+        resumed = [generation for generation in results if generation.attempts > 1]
+        assert resumed
+        assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
+
+        a.send_signal(signal.SIGCONT)
+        await rb.fleet.wait_for_workers(2)
+        await observer.check_at_rest()
+        assert (await observer.presences())["a"].incarnation != life
+        b.terminate()
+        assert await b.wait() == 0
+
+        async def workers() -> set[str]:
+            return await observer.workers()
+
+        await until(workers, {"a"})
+        again = await load.run(rb)
+        assert {generation.worker_ids for generation in again if generation.attempts == 1} == {("a",)}
+        await observer.check_at_rest()
