@@ -166,6 +166,5 @@ class ClientLeases:
             if not lives:
                 del self._live[client]
         self._dead[client, incarnation] = is_final
-        self._dead.move_to_end((client, incarnation))
         while len(self._dead) > MAX_CLIENTS:
             self._dead.popitem(last=False)

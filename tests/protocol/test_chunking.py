@@ -189,11 +189,13 @@ def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
     scenario.steps[0].routed_experts = None
     writer.take(scenario.steps[0], 1)
     drain(writer)
-    writer.take(nothing(FinishReason.ERROR, "out of numbers"), 1)
+    writer.take(nothing(FinishReason.ERROR, "out of numbers" * 100), 1)
+    size = writer.next_bytes
     (chunk,) = drain(writer)
 
+    assert chunk_bytes(chunk) <= size
     assert chunk.error is not None
-    assert (chunk.error.code, chunk.error.message) == (ErrorCode.ENGINE_ERROR, "out of numbers")
+    assert (chunk.error.code, chunk.error.message) == (ErrorCode.ENGINE_ERROR, "out of numbers" * 100)
 
 
 def test_an_abort_before_the_first_token_has_no_rows() -> None:

@@ -189,4 +189,5 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     leases.expire(100.0)
 
     assert first == ["c0", "c1", "c2"]
+    assert not leases._live
     assert [leases.is_dead(f"c{i}", "a") for i in range(7)] == [False, False, True, False, False, True, True]

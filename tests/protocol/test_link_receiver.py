@@ -116,10 +116,15 @@ def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
 def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
     """A frame number is only compared; a heartbeat that knows better ends a gap that was never there."""
     receiver = LinkReceiver("c")
-    verdicts = receive(receiver, frame(0), frame(2**53), heartbeat(1), frame(1))
+    verdicts = receive(receiver, frame(0), frame(2**53))
+    asked = [receiver.message(window=WINDOW, now=0).resend]
+    verdicts += receive(receiver, heartbeat(1), now=9)
+    asked.append(receiver.message(window=WINDOW, now=9).resend)
+    verdicts += receive(receiver, frame(2), now=0.1)
 
-    assert verdicts == [Verdict.TAKEN, Verdict.GAP, Verdict.HEARTBEAT, Verdict.TAKEN]
-    assert not receiver.message(window=WINDOW, now=9).resend
+    assert verdicts == [Verdict.TAKEN, Verdict.GAP, Verdict.HEARTBEAT, Verdict.GAP]
+    assert asked == [True, False]
+    assert receiver.is_ack_due(WINDOW)
 
 
 def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames() -> None:

@@ -193,6 +193,41 @@ def test_a_failure_drops_what_is_unsent() -> None:
     assert sender.held_bytes == 0
 
 
+def test_a_failed_request_does_not_keep_its_turn() -> None:
+    """A request that fails before its large part was sent holds up no other's."""
+    sender = make_sender()
+    first, second = RequestKey("first"), RequestKey("second")
+    for key in (first, second):
+        scenario = long_prompt(100)
+        sender.open(key, scenario.writer(PART_BYTES, key))
+        take_all(sender, key, scenario)
+    sent = [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
+    sent += [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
+    sender.fail(first, ERROR, 1)
+    frames = seal_all(sender)
+
+    assert sent == ["first", "second"]
+    assert [chunk.request_id for chunk in frames[0].chunks] == ["first", "second"]
+    assert not sender.keys
+
+
+def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
+    """A prompt of one token has no prompt logprobs, which is told in a chunk of its own before the end."""
+    sender = make_sender()
+    key = RequestKey("r")
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1], widths=(None, 0))
+    (ending,) = scenario.steps
+    ending.token_ids = ending.token_ids[:0]
+    sender.open(key, scenario.writer(PART_BYTES, key))
+    sender.take(key, ending, 1)
+    (frame,) = seal_all(sender)
+
+    assert [(chunk.prompt_logprobs is None, chunk.is_terminal) for chunk in frame.chunks] == [
+        (False, False),
+        (True, True),
+    ]
+
+
 def test_large_parts_take_turns_behind_everything_small() -> None:
     """Each frame has all that is small and one large part; requests with large parts take turns."""
     sender = make_sender()
