@@ -143,6 +143,18 @@ def test_rows_that_come_last_follow_the_tokens() -> None:
     assert_complete(scenario, chunks)
 
 
+def test_the_end_waits_for_rows_without_tokens() -> None:
+    """A last step that brings only rows, in several parts: the last of them is the terminal chunk."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=20, cuts=[2, 2], routing=WIDE)
+    first, last = scenario.steps
+    first.routed_experts, first.finish_reason = None, None
+    last.routed_experts, last.routed_experts_start = scenario.arrays["routed_experts"], 0
+    chunks = scenario.chunks(part_bytes=1000)
+
+    assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(0, 2), (10, 0), (10, 0), (1, 0)]
+    assert_complete(scenario, chunks)
+
+
 def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
     """Arrays are copied as they are taken: an engine may use their memory again while a client is slow."""
     scenario = simple()

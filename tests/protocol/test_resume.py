@@ -17,6 +17,8 @@ from schemas.sampling import SamplingParams
 from tests.support.scenarios import drain
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
+pytestmark = pytest.mark.slow
+
 CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
 
 
