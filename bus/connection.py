@@ -1,9 +1,9 @@
 """The connection to NATS: nats-py with our options, our errors, and its traps closed.
 
 nats-py 2.16 gets five things wrong, which `Connection` mends: after a `flush()` that was cancelled or timed out nothing
-is received any more; a `flush()` is answered although what was published before it still waits to be sent; a
-`publish()` that waits for a slow server swallows its task's cancellation; and where bytes are unsent, `close()` and the
-reaction to a lost connection wait for a server that does not read until TCP gives up.
+is received any more; a `flush()` is answered although what was published before it still waits to be sent; `publish()`,
+`request()` and `flush()` may swallow their task's cancellation; and where bytes are unsent, `close()` and the reaction
+to a lost connection wait for a server that does not read until TCP gives up.
 """
 
 import asyncio
@@ -244,13 +244,17 @@ class Connection(Client):
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task is not None else 0
-        result = await super()._flush_pending(force_flush)
-        if task is not None and task.cancelling() > cancels:
-            raise asyncio.CancelledError  # which the line above took for itself
-        return result
+    async def request(self, *args: Any, **kwargs: Any) -> Msg:
+        """Like nats-py's, but it can be cancelled at any moment."""
+        message: Msg = await _cancellable(super().request(*args, **kwargs))
+        return message
+
+    async def flush(self, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+        await _cancellable(super().flush(*args, **kwargs))
+
+    async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
+        return await _cancellable(super()._flush_pending(*args, **kwargs))
 
     async def _process_op_err(self, e: Exception) -> None:
         # nats-py waits until the old transport is closed, and it closes only once all is sent.
@@ -317,8 +321,10 @@ async def publish(
         BusClosed: the connection was closed here.
     """
     try:
-        if headers is not None and len(data) + _headers_size(headers) > nats.max_payload:
-            raise nats_errors.MaxPayloadError  # nats-py counts the data alone, and the server ends the connection
+        # nats-py does not count headers; the server does, and ends the connection. 12 bytes are in none of the lines.
+        lines_bytes = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items()) if headers else 0
+        if headers and len(data) + lines_bytes + 12 > nats.max_payload:
+            raise nats_errors.MaxPayloadError
         await nats.publish(subject, data, reply, headers)
     except nats_errors.MaxPayloadError as error:
         raise LocalProtocolError(
@@ -378,11 +384,16 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
         logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
 
 
+async def _cancellable(wait: Awaitable[Any]) -> Any:
+    """Await what may take its task's cancellation for itself: nats-py's own code, or `asyncio.wait_for` in it."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task is not None else 0
+    result = await wait
+    if task is not None and task.cancelling() > cancels:
+        raise asyncio.CancelledError
+    return result
+
+
 def _is_refusal(error: Exception) -> bool:
     """Whether the server itself said no: nats-py quotes its words."""
     return isinstance(error, nats_errors.Error) and str(error).startswith("nats: '")
-
-
-def _headers_size(headers: dict[str, str]) -> int:
-    """Bytes of `headers` on the wire: `NATS/1.0`, a line each, an empty line."""
-    return 12 + sum(len(name) + len(value.encode()) + 4 for name, value in headers.items())

@@ -182,6 +182,27 @@ async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
         await subscribe(connection, f"{fleet}.x", _ignore)
 
 
+async def test_headers_count_towards_the_largest_message(nats_url: str, fleet: str) -> None:
+    """Data that fits only without its headers is refused here: the server would end the connection for it."""
+    received: asyncio.Queue[Msg] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        received.put_nowait(message)
+
+    headers = {"Nats-TTL": "1", "X": "é" * 100}
+    num_bytes = len("NATS/1.0\r\nNats-TTL: 1\r\nX: \r\n\r\n") + 200
+    async with opened(nats_url) as connection:
+        await subscribe(connection, f"{fleet}.x", receive)
+        with pytest.raises(LocalProtocolError, match="max_payload"):
+            await publish(connection, f"{fleet}.x", bytes(connection.max_payload - num_bytes + 1), headers=headers)
+        await publish(connection, f"{fleet}.x", bytes(connection.max_payload - num_bytes), headers=headers)
+        message = await received.get()
+
+        assert message.headers == headers
+        assert len(message.data) == connection.max_payload - num_bytes
+        assert connection.counters().disconnects == 0
+
+
 async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str, fleet: str) -> None:
     """A connection that the server ended for good tells its owner, and publishing repeats the reason."""
     heard: asyncio.Queue[Exception] = asyncio.Queue(10)

@@ -172,6 +172,28 @@ async def test_a_waiting_publish_can_be_cancelled() -> None:
         assert task.cancelled()
 
 
+@pytest.mark.parametrize("what", ["request", "flush"])
+async def test_a_cancel_that_meets_the_answer_is_not_lost(nats_url: str, fleet: str, what: str) -> None:
+    """A request or flush that is cancelled in the moment of its answer ends as cancelled."""
+    waits: list[asyncio.Future[object]] = []
+
+    async def ask(connection: Connection) -> None:
+        await (connection.flush() if what == "flush" else connection.request(f"{fleet}.x", timeout=60))
+
+    async def answer(message: Msg) -> None:
+        waits.extend(connection._resp_map.values())
+        waits[0].add_done_callback(lambda _: asking.cancel())
+        await message.respond(b"x")
+
+    async with opened(nats_url) as connection, asyncio.TaskGroup() as tasks:
+        await subscribe(connection, f"{fleet}.x", answer)
+        asking = tasks.create_task(ask(connection))
+        if what == "flush":
+            await asyncio.sleep(0)
+            connection._pongs[-1].add_done_callback(lambda _: asking.cancel())
+    assert asking.cancelled()
+
+
 async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
     """With unsent bytes and a server that does not read, closing ends after `timeout_s`; no task is left."""
     async with stalled() as (_, connection, task):
