@@ -188,7 +188,7 @@ async def _ensure_stream(nats: Client, config: dict[str, Any]) -> None:
     except _ApiError as error:
         if error.code != _NO_STORAGE:
             raise
-        logger.warning("queue.bounds_kept stream=%s max_bytes=%s error=%s", name, present["max_bytes"], error)
+        _log_not_set_aside(config, error)
 
 
 async def _create_stream(nats: Client, config: dict[str, Any]) -> None:
@@ -204,8 +204,12 @@ async def _create_stream(nats: Client, config: dict[str, Any]) -> None:
             return
         if error.code != _NO_STORAGE:
             raise
-        logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
+        _log_not_set_aside(config, error)
         await _ask(nats, f"STREAM.CREATE.{name}", {**config, "max_bytes": -1})
+
+
+def _log_not_set_aside(config: dict[str, Any], error: _ApiError) -> None:
+    logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", config["name"], config["max_bytes"], error)
 
 
 async def _ensure_consumer(

@@ -32,10 +32,11 @@ TICK_S: Final = 0.25
 MAX_UNANSWERED: Final = 65_536
 """Publishes without an answer: a second's worth for the server, a day's for a trainer."""
 
-_FULL: Final = frozenset({10077, 10023, 10047, 10122})
-"""JetStream's errors for a stream, or a server, that can store no more."""
+_FULL: Final = frozenset({10077, 10023, 10047, 10002})
+"""JetStream's errors for a stream, a server, a disk or an account that can store no more."""
 _TOO_LARGE: Final = 10054
 _UNAVAILABLE: Final = 503
+_NO_RESPONDERS: Final = "503"
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +241,7 @@ class QueuePublisher:
 
 def _read_answer(message: Msg) -> PublishResult | None:
     """Read the answer to a publish; None: the server cannot say now, so the publish is repeated in time."""
-    if not message.data:  # a status; nothing else answers a publish without content
+    if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
         return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has made a queue for the model")
     answer = _decode_answer(message.data)
     error = answer.error

@@ -35,6 +35,11 @@ ENSURE_RETRY_S: Final = 1.0
 GIVE_BACK_S: Final = 0.25
 """Until a request that was given back goes to the next worker: when the whole fleet pauses at once, it would otherwise
 go round all of it, and count as poison."""
+PULL_BYTES: Final = 16 * 1024 * 1024
+"""What one pull brings at most, at least one request in any case: the server cuts off a connection for which 64 MB
+wait."""
+OVERHEAD_BYTES: Final = 64 * 1024
+"""Of a message beyond `max_payload`, in the server's count: its subjects."""
 _CLIENT_AT: Final = 4
 """In `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
 
@@ -171,7 +176,12 @@ class QueuePuller:
         try:
             while True:
                 self._woken.clear()
-                wait_s = await self._step()
+                try:
+                    wait_s = await self._step()
+                except BusBroken:
+                    if self._nats.lost is not None:
+                        raise
+                    wait_s = RECONNECT_POLL_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._woken.wait()
@@ -185,7 +195,7 @@ class QueuePuller:
             return RECONNECT_POLL_S
         if self._reconnects != self._nats.counters().reconnects:
             self._reconnects = self._nats.counters().reconnects
-            self._plan.forget()
+            await self._withdraw()  # a server that lived through it may have kept them
         if self._is_paused:
             await self._withdraw()
             return None
@@ -218,7 +228,10 @@ class QueuePuller:
 
     async def _publish(self, pull: Pull) -> None:
         self.stats.pulls += 1
-        ending = f'"expires":{int(STANDING_S * 1e9)}' if pull.is_standing else '"no_wait":true'
+        if pull.is_standing:
+            ending = f'"expires":{int(STANDING_S * 1e9)}'
+        else:
+            ending = f'"no_wait":true,"max_bytes":{max(PULL_BYTES, self._nats.max_payload + OVERHEAD_BYTES)}'
         payload = f'{{"batch":{pull.batch},{ending}}}'.encode()
         await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
 

@@ -29,10 +29,12 @@ RETRY_S: Final = 0.25
 
 
 class Answer(enum.Enum):
-    """How the server ended a pull that did not bring all it asked for."""
+    """How the server says that a pull has ended."""
 
     EMPTY = enum.auto()
     """The lane has no more messages."""
+    MORE = enum.auto()
+    """It brought as many bytes, or messages, as it asked for; there may be more."""
     MISSING = enum.auto()
     """There is no such consumer, or no longer."""
     REFUSED = enum.auto()
@@ -45,6 +47,8 @@ def read_status(code: str, description: str) -> Answer:
         return Answer.EMPTY
     if code == "503" or "Deleted" in description:
         return Answer.MISSING
+    if "MaxBytes" in description or "Completed" in description:
+        return Answer.MORE
     return Answer.REFUSED
 
 
@@ -65,6 +69,7 @@ class _LaneState:
     """The last pull on one lane, and what it told."""
 
     number: int = -1
+    batch: int = 0
     left: int = 0
     """Messages that it may still bring; 0: none is under way."""
     is_standing: bool = False
@@ -128,7 +133,7 @@ class PullPlan:
         state.is_standing = state.is_empty
         state.number = self._next_number
         self._next_number += 1
-        state.left = 1 if state.is_standing else batch
+        state.batch = state.left = 1 if state.is_standing else batch
         state.ends_at = now + LOST_S + (STANDING_S if state.is_standing else 0.0)
         return Pull(lane, state.number, state.left, state.is_standing)
 
@@ -147,10 +152,11 @@ class PullPlan:
         """Take note of the end of a pull; ends of earlier ones, which counted as lost, say nothing."""
         for state in self._lanes.values():
             if state.number == number and state.left:
-                state.left = 0
+                # A message that is larger than all a pull may bring would be asked for without end.
+                is_refused = answer is Answer.REFUSED or (answer is Answer.MORE and state.left == state.batch)
+                state.not_before = now + RETRY_S if is_refused else 0.0
                 state.is_empty = answer is Answer.EMPTY
-                if answer is Answer.REFUSED:
-                    state.not_before = now + RETRY_S
+                state.left = 0
 
     def forget(self) -> None:
         """Nothing is under way any more: the connection was lost, or the inbox closed."""

@@ -261,6 +261,22 @@ def test_a_refused_lane_waits_and_the_others_do_not() -> None:
     assert world.pull()[0].lane == "resume"
 
 
+def test_a_pull_that_brought_all_it_may_is_followed_by_another() -> None:
+    """Where a pull ends for its size, the next one follows at once; a little later if it brought nothing at all."""
+    world = World(room=10)
+    (first,) = world.pull()
+    world.plan.deliver("resume", has_more=True)
+    world.plan.answer(first.number, Answer.MORE, world.now)
+    (second,) = world.pull()
+
+    assert (second.lane, second.is_standing) == ("resume", False)
+
+    world.plan.answer(second.number, Answer.MORE, world.now)
+
+    assert [pull.lane for pull in world.pull()] == ["high"]
+    assert world.plan.next_at(world.now) == RETRY_S
+
+
 def test_a_lost_pull_is_repeated() -> None:
     """A pull whose answer does not come counts as lost after a second, and its late answer says nothing."""
     world = World()
@@ -287,11 +303,13 @@ def test_a_lost_pull_is_repeated() -> None:
         ("408", "Request Timeout", Answer.EMPTY),
         ("503", "", Answer.MISSING),
         ("409", "Consumer Deleted", Answer.MISSING),
+        ("409", "Message Size Exceeds MaxBytes", Answer.MORE),
+        ("409", "Batch Completed", Answer.MORE),
         ("409", "Server Shutdown", Answer.REFUSED),
         ("409", "Exceeded MaxWaiting", Answer.REFUSED),
         ("", "", Answer.REFUSED),
     ],
 )
 def test_statuses_are_told_apart(code: str, description: str, answer: Answer) -> None:
-    """Each status of the server means that the lane is empty, that the queue is gone, or to try again."""
+    """Each status of the server means that the lane is empty or may not be, that the queue is gone, or to try again."""
     assert read_status(code, description) is answer

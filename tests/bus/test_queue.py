@@ -1,0 +1,182 @@
+"""The queue of a model in JetStream: its names, its bounds, what it tells."""
+
+import asyncio
+import json
+
+import pytest
+
+import bus.embedded
+from bus.connection import Connection
+from bus.embedded import EmbeddedServer
+from bus.queue import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
+from bus.subjects import Subjects
+from schemas.errors import BusBroken
+from schemas.request import Lane
+from tests.support.connections import opened
+from tests.support.invariants import until
+from tests.support.nats_server import require_binary
+from tests.support.queues import MODEL, publishing, pulling
+
+AWKWARD = ["Qwen/Qwen3-0.6B", "a=b", "é *>~ .", "~resume", "x" * 256, "é" * 256]
+
+
+async def api(nats: Connection, operation: str) -> dict[str, object]:
+    """Ask JetStream itself."""
+    answer: dict[str, object] = json.loads((await nats.request(f"$JS.API.{operation}")).data)
+    return answer
+
+
+def change_config(monkeypatch: pytest.MonkeyPatch, **jetstream: object) -> None:
+    """Configure JetStream of embedded servers; without anything: no JetStream."""
+    original = bus.embedded.server_config
+
+    def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
+        config = json.loads(original(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes))
+        config["jetstream"].update(jetstream)
+        if not jetstream:
+            del config["jetstream"]
+        return json.dumps(config)
+
+    monkeypatch.setattr(bus.embedded, "server_config", changed)
+
+
+def test_no_two_models_share_a_stream() -> None:
+    """Streams of different fleets, models and kinds of lane have different names, which the server accepts."""
+    hashed = stream_name(Subjects("f"), "é" * 256, "low").removeprefix("rb~f~~")
+    models = [*AWKWARD, hashed, f"~{hashed}", "a", "a~resume", "b~a"]
+    names = [
+        stream_name(Subjects(fleet), model, lane)
+        for fleet in ("f", "f" * 64, "f-b", "b")
+        for model in models
+        for lane in ("resume", "normal")
+    ]
+
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) <= 255
+    assert not any(set(" .*>/\\\t") & set(name) for name in names)
+    assert stream_name(Subjects("f"), "a", "high") == stream_name(Subjects("f"), "a", "low")
+
+
+@pytest.mark.parametrize("model", AWKWARD)
+async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str) -> None:
+    """Requests reach the workers of a model whatever it is called, and its stream says in plain words whose it is."""
+    async with pulling(nats_url, fleet, model=model) as worker, publishing(nats_url, fleet) as client:
+        while not (result := await client.publish(model=model)).ok:  # until the worker has made the queue
+            assert result.code == "no_workers"
+        request = await worker.take()
+        info = await api(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
+
+    assert (request.client, request.lane) == ("alice", "normal")
+    assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()  # type: ignore[index]
+
+
+async def test_making_a_queue_again_changes_nothing_but_its_limits(nats_url: str, fleet: str) -> None:
+    """What waits survives workers that make the queue again, with the same limits or with others."""
+    subjects = Subjects(fleet)
+    async with publishing(nats_url, fleet) as client:
+        nats = client.nats
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(5):
+                tasks.create_task(ensure_queue(nats, subjects, MODEL))
+        await client.publish_all(b"a", b"b")
+        await ensure_queue(nats, subjects, MODEL)
+        await ensure_queue(nats, subjects, MODEL, QueueLimits(max_msgs=3, ack_wait_s=9.0))
+
+        assert (await client.publish(b"c")).ok
+        assert not (await client.publish(b"d")).ok
+        consumer = await api(nats, f"CONSUMER.INFO.{stream_name(subjects, MODEL, 'high')}.high")
+
+    assert consumer["config"]["ack_wait"] == 9_000_000_000  # type: ignore[index]
+
+
+async def test_an_operators_settings_stay(nats_url: str, fleet: str) -> None:
+    """What the queue does not set itself, as a stream's description, a worker leaves alone."""
+    subjects = Subjects(fleet)
+    name = stream_name(subjects, MODEL, "low")
+    async with opened(nats_url) as nats:
+        await ensure_queue(nats, subjects, MODEL)
+        config = (await api(nats, f"STREAM.INFO.{name}"))["config"]
+        changed = config | {"description": "ours", "max_msgs": 5}  # type: ignore[operator]
+        await nats.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(changed).encode())
+        await ensure_queue(nats, subjects, MODEL)
+        config = (await api(nats, f"STREAM.INFO.{name}"))["config"]
+
+    assert config["description"] == "ours"  # type: ignore[index]
+    assert config["max_msgs"] == QueueLimits().max_msgs  # type: ignore[index]
+
+
+async def test_depths_count_what_waits_and_what_is_in_hand(nats_url: str, fleet: str) -> None:
+    """Each lane tells how many requests wait and how many a worker has; a model without a queue has no rows."""
+    subjects = Subjects(fleet)
+    async with publishing(nats_url, fleet) as client:
+        assert await queue_depths(client.nats, subjects, (MODEL,)) == ()
+
+        await ensure_queue(client.nats, subjects, MODEL)
+        for lane in LANES:
+            await client.publish_all(b"1", b"2", lane=lane)
+        async with pulling(nats_url, fleet, capacity=2) as worker:
+            requests = [await worker.take(), await worker.take()]
+            depths = await queue_depths(client.nats, subjects, ("nobody's", MODEL))
+
+            def depth(lane: Lane, waiting: int, in_hand: int) -> QueueDepth:
+                return QueueDepth(model=MODEL, lane=lane, waiting=waiting, in_hand=in_hand)
+
+            assert depths == (depth("resume", 0, 2), depth("high", 2, 0), depth("normal", 2, 0), depth("low", 2, 0))
+
+            worker.capacity = 0
+            for request in requests:
+                await request.ack()
+
+            async def resumed() -> QueueDepth:
+                return (await queue_depths(client.nats, subjects, (MODEL,)))[0]
+
+            await until(resumed, depth("resume", 0, 0))
+
+
+async def test_a_request_is_stored_until_it_is_acked(nats_url: str, fleet: str) -> None:
+    """A request is found by its number while it waits or is in hand, also a large one, and not after that."""
+    subjects = Subjects(fleet)
+    async with publishing(nats_url, fleet) as client:
+        assert not await is_stored(client.nats, subjects, MODEL, "normal", 1)
+
+        await ensure_queue(client.nats, subjects, MODEL)
+        result = await client.publish(bytes(7 * 1024 * 1024))
+        assert await client.publisher.exists(MODEL, "normal", result.seq)
+        assert not await client.publisher.exists(MODEL, "normal", result.seq + 1)
+        assert not await client.publisher.exists(MODEL, "resume", result.seq)
+        async with pulling(nats_url, fleet) as worker:
+            request = await worker.take()
+            assert await client.publisher.exists(MODEL, "normal", result.seq)
+            await request.ack()
+
+            await until(lambda: client.publisher.exists(MODEL, "normal", result.seq), False)
+
+
+async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no JetStream the error says so; publishing finds no workers."""
+    require_binary()
+    change_config(monkeypatch)
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        with pytest.raises(BusBroken, match="no JetStream"):
+            await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        with pytest.raises(BusBroken, match="no JetStream"):
+            await queue_depths(client.nats, Subjects(fleet), (MODEL,))
+
+        assert (await client.publish()).code == "no_workers"
+
+
+async def test_queues_need_no_large_disk(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the server cannot set the bytes aside the queue is made without, and is full when the server is."""
+    require_binary()
+    change_config(monkeypatch, max_file_store=4 * 1024 * 1024)
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        for model in ("one", "two"):
+            await ensure_queue(client.nats, Subjects(fleet), model)
+            await ensure_queue(client.nats, Subjects(fleet), model)
+
+            assert (await client.publish(model=model)).ok
+        results = [await client.publish(bytes(1024 * 1024), model="two") for _ in range(5)]
+
+        assert results[0].ok
+        assert results[-1].code == "queue_full"
+        assert "insufficient resources" in results[-1].message

@@ -1,0 +1,171 @@
+"""The queue while servers and connections break: no request is lost, and all of them are worked off in the end."""
+
+import asyncio
+
+import pytest
+
+from bus.embedded import EmbeddedServer
+from bus.queue import LANES, QueueLimits, ensure_queue, queue_depths
+from bus.subjects import Subjects
+from tests.support.invariants import until
+from tests.support.nats_server import require_binary
+from tests.support.queues import MODEL, Publishing, Pulling, publishing, pulling
+from tests.support.tcp_proxy import Direction, tcp_proxy
+
+pytestmark = pytest.mark.slow
+
+QUICK = QueueLimits(ack_wait_s=1.0)
+"""So that what a broken connection took along comes again soon."""
+
+
+async def counts(client: Publishing, fleet: str) -> tuple[int, int]:
+    """Requests that wait, and that are in hand, in all lanes."""
+    depths = await queue_depths(client.nats, Subjects(fleet), (MODEL,))
+    return sum(depth.waiting for depth in depths), sum(depth.in_hand for depth in depths)
+
+
+async def num_lanes(client: Publishing, fleet: str) -> int:
+    """Lanes that a worker has made."""
+    return len(await queue_depths(client.nats, Subjects(fleet), (MODEL,)))
+
+
+async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
+    """Ack all that comes, and count it, until cancelled."""
+    while True:
+        data = await worker.finish(await worker.take())
+        done[data] = done.get(data, 0) + 1
+
+
+async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) -> None:
+    """After a crash what waits comes in order and what was in hand comes again; what was acked does not."""
+    require_binary()
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL, QUICK)
+        await client.publish_all(*(str(i).encode() for i in range(20)))
+        async with pulling(server.url, fleet, capacity=5, limits=QUICK) as worker:
+            held = [await worker.take() for _ in range(5)]
+            for request in held[:2]:
+                await request.ack()
+            await until(lambda: counts(client, fleet), (15, 3))
+            await server.kill()
+            await server.restart()
+            worker.capacity = 100
+            worker.num_held = 0
+            worker.puller.wake()
+            requests = [await worker.take() for _ in range(18)]
+
+            new = [int(request.data) for request in requests if request.num_delivered == 1]
+            again = [int(request.data) for request in requests if request.num_delivered > 1]
+            assert new == list(range(5, 20))
+            assert sorted(again) == [2, 3, 4]
+
+            for request in requests:
+                await request.ack()
+            await until(lambda: counts(client, fleet), (0, 0))
+
+
+async def test_pulls_outlive_the_server(fleet: str) -> None:
+    """A worker whose pulls stood when the server was killed is handed requests again as soon as it is back."""
+    require_binary()
+    async with (
+        EmbeddedServer() as server,
+        publishing(server.url, fleet) as client,
+        pulling(server.url, fleet, capacity=100) as worker,
+    ):
+        await until(lambda: num_lanes(client, fleet), 4)
+        for i in range(3):
+            await client.publish_all(str(i).encode())
+
+            assert await worker.take_all(1) == [str(i).encode()]
+            await until(lambda: counts(client, fleet), (0, 0))  # the ack too has arrived
+            await server.kill()
+            await server.restart()
+
+        assert worker.puller.stats.ensured == 1
+
+
+async def test_requests_outlive_servers_under_load(fleet: str) -> None:
+    """With the server killed again and again, every request is worked off, and the queue is empty in the end."""
+    require_binary()
+    num_requests = 3000
+    done: dict[bytes, int] = {}
+    async with (
+        EmbeddedServer() as server,
+        publishing(server.url, fleet) as client,
+        pulling(server.url, fleet, capacity=8, limits=QUICK) as one,
+        pulling(server.url, fleet, capacity=8, limits=QUICK) as other,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await ensure_queue(client.nats, Subjects(fleet), MODEL, QUICK)
+        working = [tasks.create_task(work_off(worker, done)) for worker in (one, other)]
+        tokens = []
+        for i in range(num_requests):
+            tokens.append(await client.send(str(i).encode(), lane=LANES[i % 4]))
+            if i % 1000 == 500:
+                await client.result(tokens[-250])
+                await server.kill()
+                await server.restart()
+        results = [await client.result(token) for token in tokens]
+        await until(lambda: counts(client, fleet), (0, 0))
+        for task in working:
+            task.cancel()
+
+    assert all(result.ok for result in results)
+    assert {len(given) for given in client.results.values()} == {1}
+    assert sorted(map(int, done)) == list(range(num_requests))
+    # The crash takes along acks that the server had, and ids of what they removed.
+    assert sum(done.values()) < 1.2 * num_requests
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fleet: str, is_cut: bool) -> None:
+    """Requests on their way to a worker whose connection breaks, loudly or silently, are handed to another."""
+    async with (
+        tcp_proxy(nats_url) as proxy,
+        publishing(nats_url, fleet) as client,
+        pulling(proxy.url, fleet, capacity=10, limits=QUICK) as parted,
+        pulling(nats_url, fleet, capacity=0, limits=QUICK) as other,
+    ):
+        await until(lambda: num_lanes(client, fleet), 4)
+        await client.publish_all(b"a", b"b")
+        first = [await parted.take(), await parted.take()]
+        if is_cut:
+            proxy.cut()
+        else:
+            proxy.freeze(Direction.BOTH)
+        await client.publish_all(b"c", b"d")
+        other.capacity = 10
+        other.puller.wake()
+        taken = sorted(await other.take_all(4))
+
+        assert taken == [b"a", b"b", b"c", b"d"]
+        for request in first:
+            await request.ack()  # too late, or never sent: of no effect on others' requests
+        if is_cut:
+            await proxy.restore()
+        else:
+            proxy.thaw()
+        other.capacity = -1
+        await client.publish_all(b"e")
+        while (request := await parted.take()).data != b"e":
+            assert request.data in {b"c", b"d"}  # what was in the line as it froze
+
+
+async def test_a_store_that_is_lost_is_made_anew(fleet: str) -> None:
+    """When the server comes back without its streams, workers make them, and requests flow again."""
+    require_binary()
+    async with (
+        EmbeddedServer() as server,
+        publishing(server.url, fleet) as client,
+        pulling(server.url, fleet, capacity=100) as worker,
+    ):
+        await until(lambda: num_lanes(client, fleet), 4)
+        port = int(server.url.rpartition(":")[2])
+        await server.stop()
+        async with EmbeddedServer(port=port):
+            while not (result := await client.publish(b"x")).ok:
+                assert result.code == "no_workers"
+                await asyncio.sleep(0.01)
+
+            assert await worker.take_all(1) == [b"x"]
+            assert worker.puller.stats.ensured == 2

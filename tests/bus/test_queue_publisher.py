@@ -1,0 +1,209 @@
+"""Publishing to the queue: one result for each request, whatever happens to it, and no request stored twice."""
+
+import asyncio
+import json
+
+import pytest
+
+import bus.queue_publisher
+from bus.embedded import EmbeddedServer
+from bus.queue import QueueLimits, ensure_queue, queue_depths, stream_name
+from bus.queue_publisher import REPEAT_S
+from bus.subjects import Subjects
+from schemas.errors import ErrorCode, LocalProtocolError
+from schemas.request import Lane
+from tests.support.invariants import until
+from tests.support.nats_server import require_binary
+from tests.support.queues import MODEL, Publishing, publishing, pulling
+from tests.support.tcp_proxy import Direction, tcp_proxy
+
+
+async def waiting(client: Publishing, fleet: str) -> dict[Lane, int]:
+    """How many requests wait in each lane."""
+    return {depth.lane: depth.waiting for depth in await queue_depths(client.nats, Subjects(fleet), (MODEL,))}
+
+
+async def test_a_stored_request_has_a_number(nats_url: str, fleet: str) -> None:
+    """The result of a publish says where the request is stored; numbers count up in each stream."""
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        results = [await client.publish(lane=lane) for lane in ("normal", "low", "resume", "high")]
+
+    assert all(result.ok and result.code is None for result in results)
+    assert [result.seq for result in results] == [1, 2, 1, 3]
+    assert results[0].stream == results[3].stream != results[2].stream
+
+
+async def test_a_repeated_id_is_stored_once(nats_url: str, fleet: str) -> None:
+    """A second publish with the same id is told the first one's number, also after that one was acked."""
+    async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=0) as worker:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        first = await client.publish(msg_id="alice.1.r.0.0")
+        again = await client.publish(msg_id="alice.1.r.0.0")
+        other = await client.publish(msg_id="alice.1.r.1.0")
+
+        assert (first.is_duplicate, again.is_duplicate, other.is_duplicate) == (False, True, False)
+        assert (again.seq, other.seq) == (first.seq, first.seq + 1)
+
+        worker.capacity = 2
+        worker.puller.wake()
+        await worker.take_all(2)
+        await until(lambda: client.publisher.exists(MODEL, "normal", first.seq), False)
+
+        assert (await client.publish(msg_id="alice.1.r.0.0")).is_duplicate
+        assert await waiting(client, fleet) == {"resume": 0, "high": 0, "normal": 0, "low": 0}
+
+
+@pytest.mark.parametrize("limits", [QueueLimits(max_msgs=2), QueueLimits(max_bytes=3000)])
+async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
+    nats_url: str, fleet: str, limits: QueueLimits
+) -> None:
+    """New requests beyond the bound are refused at once and may come again; the lane of resumed ones has its own."""
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL, limits)
+        results = [await client.publish(bytes(1000), lane=lane) for lane in ("normal", "high", "low", "normal")]
+
+        assert [result.ok for result in results] == [True, True, False, False]
+        assert {result.code for result in results[2:]} == {ErrorCode.QUEUE_FULL}
+        assert "exceeded" in results[2].message
+        assert not (await client.publish(bytes(1000), msg_id="again")).ok
+        assert all([(await client.publish(bytes(1000), lane="resume")).ok for _ in range(10)])
+
+        async with pulling(nats_url, fleet, capacity=100, limits=limits) as worker:
+            await worker.take_all(12)
+            while not (result := await client.publish(bytes(1000), msg_id="again")).ok:
+                assert result.code is ErrorCode.QUEUE_FULL  # the server takes acks in its own time
+            assert not result.is_duplicate
+
+
+async def test_without_a_queue_there_are_no_workers(nats_url: str, fleet: str) -> None:
+    """Where no worker ever made a queue for the model the result comes at once and says so."""
+    async with publishing(nats_url, fleet) as client:
+        result = await client.publish()
+
+    assert (result.ok, result.code) == (False, ErrorCode.NO_WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [({"sealed": True}, ErrorCode.UNKNOWN, "sealed"), ({"max_msg_size": 10}, ErrorCode.TOO_LARGE, "size exceeds")],
+)
+async def test_other_refusals_quote_the_server(
+    nats_url: str, fleet: str, change: dict[str, object], code: ErrorCode, words: str
+) -> None:
+    """What the server refuses for a reason of its own ends as a result with its words."""
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        name = stream_name(Subjects(fleet), MODEL, "normal")
+        info = json.loads((await client.nats.request(f"$JS.API.STREAM.INFO.{name}")).data)
+        config = json.dumps(info["config"] | change).encode()
+        await client.nats.request(f"$JS.API.STREAM.UPDATE.{name}", config)
+        result = await client.publish(bytes(100))
+
+    assert (result.ok, result.code) == (False, code)
+    assert words in result.message
+
+
+async def test_the_largest_request_is_known_before_it_is_sent(nats_url: str, fleet: str) -> None:
+    """A request that exceeds the server's bound with its headers is refused here; the connection is none the worse."""
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        fits = client.nats.max_payload - 100
+        for num_bytes in (client.nats.max_payload - 10, client.nats.max_payload + 1):
+            with pytest.raises(LocalProtocolError, match="max_payload"):
+                await client.send(bytes(num_bytes))
+
+        assert (await client.publish(bytes(fits))).ok
+        assert client.nats.counters().disconnects == 0
+        assert "unanswered=0" in repr(client.publisher)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_hand", [False, True])
+async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: str, in_hand: bool) -> None:
+    """After its time to live a request is gone, whether it waits or a worker has it; others stay."""
+    async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=int(in_hand)) as worker:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        short = await client.publish(ttl_s=0.001)
+        long = await client.publish(ttl_s=60.0)
+        if in_hand:
+            await worker.take()
+        await until(lambda: client.publisher.exists(MODEL, "normal", short.seq), False)
+
+        assert await client.publisher.exists(MODEL, "normal", long.seq)
+
+
+@pytest.mark.slow
+async def test_what_is_not_answered_is_published_again(nats_url: str, fleet: str) -> None:
+    """When answers do not come the request is repeated under its id until one does: one result, one request stored."""
+    async with (
+        tcp_proxy(nats_url) as proxy,
+        publishing(proxy.url, fleet) as client,
+        publishing(nats_url, fleet) as sees,
+    ):
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        proxy.freeze(Direction.TO_CLIENT)
+        token = await client.send()
+        forgotten = await client.send()
+        client.publisher.forget(forgotten)
+        await asyncio.sleep(2.5 * REPEAT_S)  # time enough for two repeats
+        proxy.thaw()
+        result = await client.result(token)
+        await client.publish()  # answered after all that was sent before
+
+        assert result.ok
+        assert list(map(len, client.results.values())) == [1, 1]
+        assert (await waiting(sees, fleet))["normal"] == 3
+        assert client.publisher.stats.repeats == 2
+        assert client.publisher.stats.late_answers == 3
+
+
+@pytest.mark.slow
+async def test_a_lost_connection_loses_no_request(fleet: str) -> None:
+    """Requests published before, during and after an outage of the server are each stored once."""
+    require_binary()
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        tokens = [await client.send(str(i).encode()) for i in range(100)]
+        await server.kill()
+        tokens += [await client.send(str(i).encode()) for i in range(100, 200)]
+        await server.restart()
+        tokens += [await client.send(str(i).encode()) for i in range(200, 300)]
+        results = [await client.result(token) for token in tokens]
+
+        assert all(result.ok for result in results)
+        assert (await waiting(client, fleet))["normal"] == 300
+        async with pulling(server.url, fleet, capacity=300) as worker:
+            assert sorted(map(int, await worker.take_all(300))) == list(range(300))
+
+
+async def test_publishes_without_an_answer_are_bounded(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond as many unanswered requests as may be, further ones are refused as from a full queue."""
+    monkeypatch.setattr(bus.queue_publisher, "MAX_UNANSWERED", 2)
+    async with tcp_proxy(nats_url) as proxy, publishing(proxy.url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        proxy.freeze(Direction.TO_CLIENT)
+        tokens = [await client.send() for _ in range(3)]
+        refused = await client.result(tokens[2])
+        proxy.thaw()
+
+        assert (refused.ok, refused.code) == (False, ErrorCode.QUEUE_FULL)
+        assert all([(await client.result(token)).ok for token in tokens[:2]])
+        assert (await client.publish()).ok
+
+
+async def test_a_token_may_be_used_again(nats_url: str, fleet: str) -> None:
+    """A publish with a token that still waits takes its place: one result, the second one's."""
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        for lane in ("normal", "resume"):
+            await client.publisher.publish(
+                token="t", model=MODEL, lane=lane, data=b"x", msg_id=f"alice.{lane}", ttl_s=60.0
+            )
+        result = await client.result("t")
+        await client.publish()
+
+        assert result.stream.endswith("~resume")
+        assert len(client.results["t"]) == 1

@@ -1,0 +1,145 @@
+"""Both ends of a queue, as tests use them: publishing with results to wait for, pulling into a list."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+from bus.connection import Connection
+from bus.queue import QueueLimits
+from bus.queue_publisher import PublishResult, QueuePublisher
+from bus.queue_puller import QueuedRequest, QueuePuller
+from bus.subjects import Subjects
+from schemas.request import Lane
+from tests.support.connections import opened
+
+__all__ = ["MODEL", "Publishing", "Pulling", "publishing", "pulling"]
+
+MODEL = "Qwen/Qwen3-30B"
+
+
+class Publishing:
+    """A client that publishes requests; made by `publishing`."""
+
+    def __init__(self, nats: Connection, fleet: str) -> None:
+        self.nats = nats
+        self.publisher = QueuePublisher(nats, Subjects(fleet), "alice", self._take_result)
+        self.results: dict[str, list[PublishResult]] = {}
+        self._numbers = itertools.count()
+        self._arrived = asyncio.Event()
+
+    def _take_result(self, token: str, result: PublishResult) -> None:
+        self.results.setdefault(token, []).append(result)
+        self._arrived.set()
+
+    async def send(
+        self,
+        data: bytes = b"x",
+        *,
+        lane: Lane = "normal",
+        model: str = MODEL,
+        msg_id: str | None = None,
+        ttl_s: float = 60.0,
+    ) -> str:
+        """Publish without waiting; returns the token."""
+        token = f"token-{next(self._numbers)}"
+        await self.publisher.publish(
+            token=token, model=model, lane=lane, data=data, msg_id=msg_id or f"alice.{token}", ttl_s=ttl_s
+        )
+        return token
+
+    async def result(self, token: str) -> PublishResult:
+        """Wait for what became of a publish: the first result, if there should be several."""
+        while token not in self.results:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.results[token][0]
+
+    async def publish(
+        self,
+        data: bytes = b"x",
+        *,
+        lane: Lane = "normal",
+        model: str = MODEL,
+        msg_id: str | None = None,
+        ttl_s: float = 60.0,
+    ) -> PublishResult:
+        """Publish and wait for the result."""
+        return await self.result(await self.send(data, lane=lane, model=model, msg_id=msg_id, ttl_s=ttl_s))
+
+    async def publish_all(self, *requests: bytes, lane: Lane = "normal") -> None:
+        """Publish several, which must all be stored."""
+        tokens = [await self.send(data, lane=lane) for data in requests]
+        for token in tokens:
+            assert (await self.result(token)).ok
+
+
+class Pulling:
+    """A worker that pulls requests; made by `pulling`."""
+
+    def __init__(self, nats: Connection, fleet: str, model: str, capacity: int, limits: QueueLimits | None) -> None:
+        self.nats = nats
+        self.capacity = capacity
+        self.num_held = 0
+        self.puller = QueuePuller(
+            nats, Subjects(fleet), model, room=self._room, on_request=self._take_request, limits=limits
+        )
+        self._requests: asyncio.Queue[QueuedRequest] = asyncio.Queue()
+
+    def _room(self) -> int:
+        return self.capacity - self.num_held
+
+    def _take_request(self, request: QueuedRequest) -> None:
+        self.num_held += 1
+        self._requests.put_nowait(request)
+
+    @property
+    def num_unseen(self) -> int:
+        """Requests that were handed over and not looked at yet."""
+        return self._requests.qsize()
+
+    async def take(self) -> QueuedRequest:
+        """Wait for the next request; it stays in hand."""
+        return await self._requests.get()
+
+    async def finish(self, request: QueuedRequest) -> bytes:
+        """Ack a request and have room for another; returns its content."""
+        await request.ack()
+        self.num_held -= 1
+        self.puller.wake()
+        return request.data
+
+    async def take_all(self, count: int) -> list[bytes]:
+        """Take and finish as many requests, one after another."""
+        return [await self.finish(await self.take()) for _ in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def publishing(url: str, fleet: str) -> AsyncIterator[Publishing]:
+    """Publish from a connection of its own."""
+    async with opened(url) as nats, asyncio.TaskGroup() as tasks:
+        client = Publishing(nats, fleet)
+        await client.publisher.start()
+        running = tasks.create_task(client.publisher.run())
+        try:
+            yield client
+        finally:
+            running.cancel()
+
+
+@contextlib.asynccontextmanager
+async def pulling(
+    url: str, fleet: str, *, model: str = MODEL, capacity: int = 1, limits: QueueLimits | None = None
+) -> AsyncIterator[Pulling]:
+    """Pull on a connection of its own."""
+
+    async def wake() -> None:
+        worker.puller.wake()
+
+    async with opened(url, on_reconnect=wake) as nats, asyncio.TaskGroup() as tasks:
+        worker = Pulling(nats, fleet, model, capacity, limits)
+        running = tasks.create_task(worker.puller.run())
+        try:
+            yield worker
+        finally:
+            running.cancel()
