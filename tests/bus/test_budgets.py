@@ -1,0 +1,180 @@
+"""What bounds a client that sends much or reads little: requests in flight, unread bytes, credit."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+import bus
+from bus import GenerateRequest, InvalidRequest, SamplingParams
+from bus.loop_thread import LoopThread
+from tests.bus.test_client import greedy
+from tests.support.fleet import check_generation, synthetic_worker
+from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+
+async def test_many_requests_are_taken_as_there_is_room(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of requests: no more than `max_in_flight` are taken ahead, and none waits for the bus thread."""
+    round_trips: list[object] = []
+    run = LoopThread.run
+
+    def counting(self: LoopThread[object], coroutine: object) -> object:
+        round_trips.append(coroutine)
+        return run(self, coroutine)  # type: ignore[arg-type]
+
+    taken = 0
+
+    def requests(count: int) -> Iterator[GenerateRequest]:
+        nonlocal taken
+        for index in range(count):
+            taken += 1
+            yield greedy(1, 1, request_id=f"r{index}", return_routed_experts=False)
+
+    config = SyntheticConfig(max_num_seqs=256)
+    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        monkeypatch.setattr(LoopThread, "run", counting)
+        seen = 0
+        async for generation in rb.complete_many(requests(5000), max_in_flight=512):
+            seen += 1
+            assert generation.error is None
+            assert taken - seen <= 513
+        assert round_trips == []
+        assert rb.stats().unread_bytes == 0
+        assert rb.stats().attempts_lost == 0
+    assert seen == 5000
+
+
+async def test_unread_results_hold_up_new_requests_only(nats_url: str, fleet: str) -> None:
+    """Above `max_unread_bytes` `complete_many` takes no more requests until results are read; all come in the end."""
+    taken = 0
+
+    def requests() -> Iterator[GenerateRequest]:
+        nonlocal taken
+        for index in range(60):
+            taken += 1
+            yield greedy(2000, 4, request_id=f"r{index}")
+
+    config = SyntheticConfig(num_layers=16, top_k=8, max_num_seqs=64)  # 256 kB of routing for each
+    async with (
+        synthetic_worker(nats_url, fleet, config=config),
+        bus.connect(nats_url, fleet=fleet, max_unread_bytes=1024**2) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        results = rb.complete_many(requests(), max_in_flight=8)
+        generations = [await anext(results)]
+        # Nobody reads; what is in flight comes in, and nothing else is sent.
+        while (before := rb.stats().unread_bytes) == 0 or (await rb.fleet.state()).workers[0].in_flight:
+            pass
+        assert taken <= 9
+        assert before <= 9 * 400_000
+        async for generation in results:
+            generations.append(generation)
+            assert rb.stats().unread_bytes <= 9 * 400_000
+        assert rb.stats().unread_bytes == 0
+
+    assert len(generations) == 60
+    for generation in generations:
+        check_generation(generation, greedy(2000, 4))
+
+
+async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(nats_url: str, fleet: str) -> None:
+    """With the budget spent by a stream that nobody reads, `complete_many` still goes on, one request at a time."""
+    config = SyntheticConfig(num_layers=16, top_k=8)
+    async with (
+        synthetic_worker(nats_url, fleet, config=config),
+        bus.connect(nats_url, fleet=fleet, max_unread_bytes=1000) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        async with contextlib.aclosing(rb.generate(greedy(2000, 50))) as stream:
+            await anext(stream)
+            while rb.stats().unread_bytes < 1000:
+                await rb.fleet.state()
+            requests = [greedy(request_id=f"r{i}") for i in range(5)]
+            assert len([g async for g in rb.complete_many(requests)]) == 5
+            assert rb.stats().unread_bytes >= 1000
+
+
+async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(nats_url: str, fleet: str) -> None:
+    """Unread, a stream comes in to its end, holds no other up, and then takes no more memory."""
+    async with (
+        synthetic_worker(nats_url, fleet) as (worker, _),
+        bus.connect(nats_url, fleet=fleet) as rb,
+        contextlib.aclosing(rb.generate(greedy(3, 2000))) as stream,
+    ):
+        await rb.fleet.wait_for_workers()
+        first = await anext(stream)
+        other = await rb.complete(greedy(max_tokens=2500))
+        while worker.presence().in_flight or worker.presence().held_bytes:
+            await rb.fleet.state()
+        full = rb.stats().unread_bytes
+        await rb.fleet.state()
+        assert rb.stats().unread_bytes == full
+        rest = [chunk async for chunk in stream]
+        assert rb.stats().unread_bytes == 0
+
+    assert len(other.token_ids) == 2500
+    assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 2000
+
+
+async def test_calls_that_were_left_count_no_more(nats_url: str, fleet: str) -> None:
+    """What had come for a call, and what still comes after its caller has left it, is not unread for ever."""
+    async with hand_worker(nats_url, fleet) as (worker, rb):
+        for number in range(20):
+            stream = rb.generate(request(1000))
+            async with asyncio.TaskGroup() as tasks:
+                first = tasks.create_task(anext(stream))
+                key = await worker.next_key()
+                await worker.frame(2 * number, chunk(key, 0, 7), chunk(key, 1, 8), admitted=(key,))
+                await first
+            await stream.aclose()
+            await worker.frame(2 * number + 1, chunk(key, 2, 9))
+        await worker.acked(40)
+        assert rb.stats().unread_bytes == 0
+        assert rb.stats().late_chunks == 20
+
+
+async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: str) -> None:
+    """However many workers there are, what they may have under way for one client stays within its bound."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(worker_by_hand(nats_url, fleet, f"w{i}", pulls=False)) for i in range(12)
+        ]
+        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet, client="me"))
+        await rb.fleet.wait_for_workers(12)
+        for worker in workers:
+            worker.client_incarnation = (await worker.presences.get()).incarnation
+            await worker.frame(0)
+        while rb.stats().frames < 12:
+            await rb.fleet.state()
+        for worker in workers:
+            # Of those before all workers were known, credit was more, and never falls.
+            worker.link = 1
+            await worker.frame(0)
+        credits = [(await worker.next_link()).credit for worker in workers]
+
+    assert sum(credits) <= 32 * 1024**2
+    assert min(credits) > 2 * 1024**2
+
+
+def test_the_budget_is_a_number_of_bytes() -> None:
+    """A budget that allows nothing is refused."""
+    with pytest.raises(InvalidRequest, match="max_unread_bytes is 0"):
+        bus.connect(max_unread_bytes=0)
+
+
+async def test_samples_count_for_the_request_that_asked_for_them(nats_url: str, fleet: str) -> None:
+    """A request for n samples is one in flight for `complete_many`, and n for the fleet."""
+    sampling = SamplingParams(n=4, max_tokens=3, temperature=0, ignore_eos=True)
+    requests = [GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling) for _ in range(10)]
+    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        async for generation in rb.complete_many(requests, max_in_flight=2):
+            assert len(generation.siblings) == 3
+        assert rb.stats().requests >= 40
