@@ -332,8 +332,10 @@ class Links:
         todo = Instructions()
         for ended in self._leases.expire(now):
             self._lose(ended, now, todo)
-        for link in list(self.routes.links()):
-            if link.lost_at is not None and now - link.lost_at > REMEMBER_S:
+        lost = [(link.lost_at, link) for link in self.routes.links() if link.lost_at is not None]
+        for lost_at, link in sorted(lost, key=lambda item: item[0]):
+            # What dead clients missed must not keep the living from being served.
+            if now - lost_at > REMEMBER_S or self.routes.held_bytes > self._max_held_bytes:
                 self._drop(link, todo)
         for held in self._held:
             if held.deadline is not None and now > held.deadline and self._held.is_open(held):

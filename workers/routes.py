@@ -148,8 +148,9 @@ class Routes:
     def _begin(self, incarnation: str, max_payload: int) -> None:
         self.incarnation = incarnation
         self._num_links = 0
-        self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - FRAME_MARGIN_BYTES
-        self.part_bytes = min(PART_BYTES, self._max_frame_bytes - FRAME_MARGIN_BYTES)
+        margin = min(FRAME_MARGIN_BYTES, max_payload // 4)
+        self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - margin
+        self.part_bytes = min(PART_BYTES, self._max_frame_bytes - margin)
         """For the writers of chunks that are to fit."""
 
     def __repr__(self) -> str:

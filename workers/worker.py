@@ -12,13 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 
 from nats.aio.msg import Msg
 
 from bus.connection import Connection, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
 from bus.queue import ensure_queue
-from bus.queue_puller import QueuePuller
+from bus.queue_puller import PullerStats, QueuePuller
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
 from schemas.messages import decode_client_presence, decode_link_message
@@ -27,13 +28,14 @@ from workers.config import WorkerConfig
 from workers.engine import Engine, RequestStep
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions
-from workers.intake import Intake
+from workers.intake import Intake, IntakeStats
 from workers.life import HEARTBEAT_S, Life
+from workers.link_stats import LinkStats
 from workers.links import Links
 from workers.routes import ClientLink, Route
 from workers.sending import Sending
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "WorkerStats"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,22 @@ QUEUE_RETRY_S = 1.0
 """Between attempts to make the queue, for a server that starts, or has no JetStream yet."""
 WIND_DOWN_S = 2.0
 """For clients to acknowledge the last frames of a worker that stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """Counters since the start: whatever is dropped anywhere in a worker is in one of them."""
+
+    intake: IntakeStats
+    links: LinkStats
+    puller: PullerStats
+    frames: int
+    """Frames published, those sent again included."""
+    frames_lost: int
+    """Frames that could not be published; on a link they are sent again."""
+    bad_messages: int
+    """Messages of clients that did not decode."""
+    times_fenced: int
 
 
 class Worker:
@@ -71,8 +89,7 @@ class Worker:
         self._puller: QueuePuller
         self._max_payload = 0
         self._num_free = 0
-        self.bad_messages = 0
-        """Messages of clients that did not decode."""
+        self._bad_messages = 0
 
     def __repr__(self) -> str:
         """One line with the parts."""
@@ -108,6 +125,7 @@ class Worker:
                     task.cancel()
             self._life.advance(WorkerEvent.STOPPED if self._death is None else WorkerEvent.DIED)
             await self._life.publish()
+            logger.info("worker.ended worker=%s stats=%s", self._config.worker_id, self.stats())
         finally:
             try:
                 await self._engine.close()
@@ -227,7 +245,7 @@ class Worker:
         self._life.announce()
 
     def _count_bad(self, message: Msg, error: RemoteProtocolError) -> None:
-        self.bad_messages += 1
+        self._bad_messages += 1
         logger.warning("message.bad subject=%s error=%s", message.subject, error)
 
     async def _on_reconnect(self) -> None:
@@ -294,6 +312,18 @@ class Worker:
             logger.warning("worker.unsettled worker=%s links=%r", self._config.worker_id, self._links)
             # What nobody confirmed by now the next worker may answer.
             await self._sending.give_back(self._links.messages)
+
+    def stats(self) -> WorkerStats:
+        """The counters; once `run` has connected."""
+        return WorkerStats(
+            intake=replace(self._intake.stats),
+            links=replace(self._links.stats),
+            puller=replace(self._puller.stats),
+            frames=self._sending.frames,
+            frames_lost=self._sending.frames_lost,
+            bad_messages=self._bad_messages,
+            times_fenced=self._life.times_fenced,
+        )
 
     def presence(self) -> WorkerPresence:
         """What this worker says of itself now."""

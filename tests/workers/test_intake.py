@@ -133,8 +133,8 @@ async def test_requests_of_a_closed_client_are_stopped_and_dropped(nats_url: str
         await other.enqueue(short("s"))
         await other.until_ended("s")
 
-        assert worker._intake.stats.gone == 3
-        assert worker._links.stats.requests_of_gone == 2
+        assert worker.stats().intake.gone == 3
+        assert worker.stats().links.requests_of_gone == 2
         assert worker.presence().in_flight == 0
         await until_left(client, 0)
 
@@ -157,7 +157,7 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(nats_url: str
         await other.enqueue(short("s"))
         await other.until_ended("s")
         assert worker.presence().in_flight == 0
-        assert worker._links.stats.clients_gone == 1
+        assert worker.stats().links.clients_gone == 1
 
 
 async def test_a_direct_request_without_a_free_slot_is_refused_at_once(nats_url: str, fleet: str) -> None:
@@ -173,7 +173,7 @@ async def test_a_direct_request_without_a_free_slot_is_refused_at_once(nats_url:
 
         assert client.error_of("r2") == ErrorCode.QUEUE_FULL
         assert [key.request_id for _, key in client.offers] == ["r0", "r1"]
-        assert worker._intake.stats.refused == 1
+        assert worker.stats().intake.refused == 1
 
 
 async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
@@ -192,7 +192,7 @@ async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str)
             await client.until_ended("r")
 
             assert client.error_of("r") == ErrorCode.POISON_REQUEST
-            assert worker._intake.stats.poison == 1
+            assert worker.stats().intake.poison == 1
             await until_left(client, 0)
 
 
@@ -208,7 +208,7 @@ async def test_a_request_that_nobody_can_be_answered_for_is_dropped(nats_url: st
         await client.enqueue(short("s"))
         await client.until_ended("s")
 
-        assert worker._intake.stats.bad == 2
+        assert worker.stats().intake.bad == 2
         await until_left(client, 0)
 
 
@@ -225,7 +225,7 @@ async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str) -> Non
         presence = tasks.create_task(announce_for_ever(client))
         await client.until_serving("a")
         await client.enqueue(endless("r"))
-        await client.until(lambda: worker._links.stats.over_budget)
+        await client.until(lambda: worker.stats().links.over_budget)
         for number in range(8):
             await other.enqueue(short(f"s{number}"))
         await client.until(lambda: client.presences["a"].held_bytes > 200_000)

@@ -132,6 +132,26 @@ def test_a_lost_clients_link_is_forgotten_at_last() -> None:
     assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
 
 
+def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
+    """Over the budget, links of lost clients are forgotten, the longest lost first, so that the living are served."""
+    links = make_links(max_held_bytes=30_000)
+    ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
+    for at, ear in enumerate(ears[:2]):
+        name, _ = ear.offer("r")
+        links.take([step(name, 3000)])
+        ear.hear()
+        links.expire(LATE + at)
+    name, _ = ears[2].offer("r")
+    links.take([step(name, 3000)])
+    ears[2].hear()
+    links.on_presence(ears[2].presence(), LATE + 2)
+    held = links.routes.held_bytes
+    links.expire(LATE + 3)
+
+    assert held > 30_000 > links.routes.held_bytes
+    assert [link.client for link in links.routes.links()] == ["bob", "carol"]
+
+
 def test_another_life_of_a_client_ends_the_first() -> None:
     """A message about a link, or an announcement, of a later life of a client ends what the earlier one had."""
     for speaks_of_link in (True, False):

@@ -223,8 +223,8 @@ async def test_replies_to_elsewhere_are_dropped_and_counted(nats_url: str, fleet
         await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "a"))
         await until_left(client, 0)
 
-        assert worker._intake.stats.bad == 1
-        assert worker._links.stats.offered == 0
+        assert worker.stats().intake.bad == 1
+        assert worker.stats().links.offered == 0
 
 
 @pytest.mark.slow

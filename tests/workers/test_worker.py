@@ -97,7 +97,7 @@ async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> N
         asyncio.timeout(30),
     ):
         await engine.reached["start"].wait()
-        while not worker._puller.stats.ensured:  # noqa: ASYNC110 - nothing tells of it
+        while not worker.stats().puller.ensured:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         await server.kill()
         engine.gates["start"].set()
@@ -231,7 +231,7 @@ async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) ->
         await client.until_ended("s")
 
         assert not client.ended("r")
-        assert worker._links.stats.fenced == 1
+        assert worker.stats().links.fenced == 1
         assert client.receivers["w"].incarnation == worker.presence().incarnation
 
 
