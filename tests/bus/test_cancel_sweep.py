@@ -1,0 +1,94 @@
+"""Cancelled at whatever await: nothing of a client is left behind, and the next one works."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from types import coroutine
+from typing import Any
+
+import pytest
+
+import bus
+from bus import GenerateRequest
+from tests.bus.test_client import greedy
+from tests.support.invariants import observing
+from tests.support.worker_process import worker_process
+
+pytestmark = pytest.mark.slow
+
+ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
+
+
+async def scenario(nats_url: str, fleet: str) -> None:
+    """What a client does in its life, most of it left in the middle."""
+    endless = {"max_tokens": 1_000_000}
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        await rb.complete(greedy(max_tokens=3))
+        async with contextlib.aclosing(rb.generate(greedy(**endless, request_id="left"))) as stream:
+            for _ in range(3):
+                await anext(stream)
+        async with contextlib.aclosing(rb.generate(greedy(**endless, request_id="aborted"))) as stream:
+            await anext(stream)
+            await rb.abort(["aborted"])
+            async for _ in stream:
+                pass
+        requests: list[GenerateRequest] = [greedy(max_tokens=2 + i) for i in range(6)] + [greedy(**endless)]
+        async with contextlib.aclosing(rb.complete_many(requests, max_in_flight=3)) as results:
+            for _ in range(6):
+                await anext(results)
+        open_at_the_end = rb.generate(greedy(**endless))
+        await anext(open_at_the_end)
+        await rb.fleet.state()
+
+
+@coroutine
+def watched(steps: Any, on_suspend: Callable[[], None]) -> Generator[Any, Any, None]:
+    """Run a coroutine, and call `on_suspend` whenever it is about to wait."""
+    resume: Callable[[Any], Any] = steps.send
+    value: Any = None
+    while True:
+        try:
+            waits_for = resume(value)
+        except StopIteration:
+            return
+        on_suspend()
+        try:
+            resume, value = steps.send, (yield waits_for)
+        except BaseException as exc:  # noqa: BLE001 - passed on, as the event loop would
+            resume, value = steps.throw, exc
+
+
+async def run_once(nats_url: str, fleet: str, cancel_at: int | None) -> int:
+    """Run the scenario, cancelled at one of its awaits; returns how many there were."""
+    count = 0
+    async with asyncio.TaskGroup() as tasks:
+
+        def on_suspend() -> None:
+            nonlocal count
+            if count == cancel_at:
+                task.cancel()
+            count += 1
+
+        task = tasks.create_task(watched(scenario(nats_url, fleet), on_suspend))
+    # A cancellation is neither lost nor turned into something else.
+    assert task.cancelled() == (cancel_at is not None and cancel_at < count)
+    return count
+
+
+async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
+    """At every await in turn: afterwards no task, thread, connection or engine request is left."""
+    async with observing(nats_url, fleet) as observer, worker_process(nats_url, fleet, engine_args=ENGINE_ARGS):
+        total = await run_once(nats_url, fleet, None)
+        await observer.check_at_rest()
+        tasks, threads = asyncio.all_tasks(), threading.enumerate()
+        for point in range(total):
+            await run_once(nats_url, fleet, point)
+            assert asyncio.all_tasks() <= tasks, point
+            assert threading.enumerate() == threads, point
+        await observer.check_at_rest()
+        async with bus.connect(nats_url, fleet=fleet) as rb:
+            assert (await rb.complete(greedy())).attempts == 1
+    # Connecting, each way of asking, aborting and closing wait at least once each.
+    assert 12 <= total <= 100
