@@ -279,7 +279,7 @@ async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str) -> None
             await raw.publish(subjects.presence("me"), garbage)
         await raw.drain()
         assert (await rb.complete(greedy())).finish_reason == "length"
-        assert worker.bad_messages >= 6
+        assert worker.stats().bad_messages + worker.stats().intake.bad >= 6
         assert rb.stats().bad_messages == 6
         assert rb.fleet.bad_messages == 6
 
