@@ -3,8 +3,9 @@ import io
 import numpy as np
 import pytest
 
+from bus import QueueDepth
 from frontend.cli.commands.generate import describe
-from frontend.cli.commands.status import COLUMNS, worker_row
+from frontend.cli.commands.status import COLUMNS, QUEUE_COLUMNS, queue_rows, worker_row
 from frontend.cli.console import plain_table, print_table, progress
 from frontend.cli.expert_counts import count_experts, expert_rows
 from schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
@@ -106,3 +107,20 @@ def test_a_run_is_summed_up_in_one_line() -> None:
         "2 of 5 prompts done, 2 were done before, 2 failed (the first, line 4: no token), "
         "run again to retry 1 of them; 80 tokens in 0.5 s: o, o.npz"
     )
+
+
+def test_a_queue_has_a_row_for_each_model() -> None:
+    """What waits stands under its lane, what workers were handed is summed up; an unknown lane's depth is a dash."""
+    depths = [
+        QueueDepth(model="a", lane="resume", waiting=1, in_hand=2),
+        QueueDepth(model="a", lane="high", waiting=3, in_hand=0),
+        QueueDepth(model="a", lane="normal", waiting=40, in_hand=5),
+        QueueDepth(model="a", lane="low", waiting=0, in_hand=0),
+        QueueDepth(model="b", lane="normal", waiting=6, in_hand=0),
+    ]
+
+    rows = queue_rows(depths)
+
+    assert rows == [["a", "1", "3", "40", "0", "7"], ["b", "-", "-", "6", "-", "0"]]
+    assert {len(row) for row in rows} == {len(QUEUE_COLUMNS)}
+    assert queue_rows([]) == []
