@@ -169,6 +169,8 @@ class Worker:
             await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
             await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
             await self._ensure_queue()
+            # An engine that starts may hold up this whole process for longer than the lease.
+            await self._life.publish()
             # The announcement follows the subscriptions on the same connection: who reads it is heard here.
             self._life.advance(WorkerEvent.READY)
             await self._runner.run()

@@ -178,10 +178,11 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `rollbus worker` and `rollbus up` are told reaches `python -m workers` unchanged."""
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
+    argv += ["--engine-timeout-s", "60"]
 
     assert worker_flags(build_parser().parse_args(argv)) == [
         *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
-        *("--engine-args", engine_args, "--log-level", "debug"),
+        *("--engine-args", engine_args, "--engine-timeout-s", "60.0", "--log-level", "debug"),
     ]
 
 
