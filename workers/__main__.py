@@ -19,7 +19,7 @@ import uvloop
 
 from bus.connection import default_url
 from schemas.errors import InvalidRequest, RollbusError
-from workers.config import WorkerConfig, default_worker_id
+from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_worker_id
 from workers.engines import ENGINES, make_engine
 from workers.worker import Worker
 
@@ -37,9 +37,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
     parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
-    parser.add_argument("--lease-s", metavar="S", type=float, default=5.0, help="how long an announcement is good for")
+    parser.add_argument("--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="of its announcements")
     parser.add_argument(
-        "--engine-timeout-s", metavar="S", type=float, default=300.0, help="a busy engine without a step is dead"
+        "--engine-timeout-s",
+        metavar="S",
+        type=float,
+        default=DEFAULT_ENGINE_TIMEOUT_S,
+        help="a busy engine that makes no step for so long is dead",
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")

@@ -9,7 +9,12 @@ import msgspec
 from schemas.checks import check_float, check_int, check_name, check_subject_token
 from schemas.limits import MAX_WEIGHT_VERSION
 
-__all__ = ["LEASE_MARGIN_S", "WorkerConfig"]
+__all__ = ["DEFAULT_ENGINE_TIMEOUT_S", "DEFAULT_LEASE_S", "LEASE_MARGIN_S", "WorkerConfig"]
+
+DEFAULT_LEASE_S = 5.0
+"""Five heartbeats: a busy machine may delay a few of them, and a dead worker is still noticed soon."""
+DEFAULT_ENGINE_TIMEOUT_S = 300.0
+"""Far above the longest step: that of a long prompt on a CPU."""
 
 LEASE_MARGIN_S = 1.0
 """A worker gives up this long before others may take it for dead, and takes others for dead this much later."""
@@ -33,12 +38,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the checkpoint that the engine loads at its start."""
     model_path: str | None = None
     """Where the checkpoint lies, for tools on the same machine that want its tokenizer."""
-    lease_s: float = 5.0
-    """For how long an announcement is good: five heartbeats. A busy machine may delay a few of them, and a dead worker
-    is still noticed soon."""
-    engine_timeout_s: float = 300.0
-    """An engine that has requests and makes no step for so long counts as dead. Far above the longest step: that of a
-    long prompt on a CPU."""
+    lease_s: float = DEFAULT_LEASE_S
+    """For how long an announcement is good."""
+    engine_timeout_s: float = DEFAULT_ENGINE_TIMEOUT_S
+    """An engine that has requests and makes no step for so long counts as dead."""
     max_held_bytes: int = 512 * 1024**2
     """Results that clients have not taken: above it no more requests are taken, above twice that some are given up."""
 
