@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -72,7 +73,8 @@ class _Output:
 
 async def undisturbed(requests: Sequence[GenerateRequest], config: SyntheticConfig) -> dict[str, Generation]:
     """What each request gives on an engine of its own, by request id."""
-    engine = SyntheticEngine(config)
+    # The same model, at full speed.
+    engine = SyntheticEngine(msgspec.structs.replace(config, step_s=0.0))
     outputs: dict[str, _Output] = {}
     for request in requests:
         for child, child_request in enumerate(expand_children(request)):

@@ -1,61 +1,90 @@
-"""The NATS server goes away for a while: what was under way is asked for again, and nothing shows in the results."""
+"""The NATS server goes away for a while, with its store or without: nothing of it shows in the results."""
 
 import asyncio
+import shutil
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 import bus
-from bus import GenerateRequest, SamplingParams
+from bus import dispatch
 from bus.embedded import EmbeddedServer
-from tests.support.fleet import check_generation, is_idle, synthetic_worker
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.nats_server import require_binary
 from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
+CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
+"""With few slots, so that many requests wait in the queue."""
 
-@pytest.mark.parametrize("away_s", [0, 3])
-async def test_every_request_completes(fleet: str, away_s: float) -> None:
-    """A server killed under load and restarted, at once or after a while: every request ends as if undisturbed."""
-    # Of different lengths, so that most are under way when the first has ended.
-    requests = [request(i, 1000 - 40 * i) for i in range(20)]
+
+async def test_a_server_killed_and_restarted_twice(fleet: str) -> None:
+    """Killed under load and restarted at once: links go on, the queue is still there, no request is asked for again."""
+    require_binary()
+    load = await Load.mixed(60, CONFIG)
     async with (
         EmbeddedServer() as server,
-        synthetic_worker(server.url, fleet, config=SyntheticConfig(step_s=0.001)) as (worker, engine),
+        observing(server.url, fleet) as observer,
+        synthetic_worker(server.url, fleet, config=CONFIG) as (worker, _),
         bus.connect(server.url, fleet=fleet) as rb,
     ):
         await rb.fleet.wait_for_workers()
-        first_life = worker.presence().incarnation
-        expected = {generation.request_id: generation async for generation in rb.complete_many(requests)}
-        stream = rb.generate(requests[0])
-        chunks = [await anext(stream)]
-        await server.kill()
-        # The length of the outage is what this test is about.
-        await asyncio.sleep(away_s)
-        await server.restart()
-        chunks += [chunk async for chunk in stream]
-        tokens = np.concatenate([chunk.token_ids for chunk in chunks])
-        np.testing.assert_array_equal(tokens, expected[requests[0].request_id].token_ids)
-        assert chunks[-1].attempt > 0
+        life = worker.presence().incarnation
 
-        results = rb.complete_many(requests)
-        first = await anext(results)
-        await server.kill()
-        await server.restart()
-        generations = {generation.request_id: generation async for generation in results}
-        assert len(generations) == 19
-        # One more where the client is back before the worker is.
-        assert {generation.attempts for generation in generations.values()} <= {2, 3}
-        for original in requests:
-            generation = generations.get(original.request_id, first)
-            check_generation(generation, original)
-            np.testing.assert_array_equal(generation.token_ids, expected[original.request_id].token_ids)
+        async def restart() -> None:
+            await server.kill()
+            await server.restart()
 
-    assert worker.presence().incarnation != first_life
-    assert is_idle(engine)
+        results = await load.run(rb, strikes={5: restart, 30: restart})
+        assert {generation.attempts for generation in results} == {1}
+        assert worker.presence().incarnation == life
+        await observer.check_at_rest()
 
 
-def request(prompt: int, max_tokens: int) -> GenerateRequest:
-    """A greedy request of exactly `max_tokens`."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[prompt, 2, 3], sampling=sampling)
+async def test_a_server_away_for_three_seconds(fleet: str) -> None:
+    """Killed under load and restarted after 3 s: every request completes, a stream that is being read among them."""
+    require_binary()
+    load = await Load.mixed(40, CONFIG)
+    async with (
+        EmbeddedServer() as server,
+        observing(server.url, fleet) as observer,
+        synthetic_worker(server.url, fleet, config=CONFIG),
+        bus.connect(server.url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+
+        async def go_away() -> None:
+            await server.kill()
+            # The length of the outage is what this test is about.
+            await asyncio.sleep(3)
+            await server.restart()
+
+        await load.run(rb, strikes={10: go_away})
+        await observer.check_at_rest()
+
+
+async def test_a_server_that_lost_its_store(fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed and restarted with an empty disk: what waited in the queue is missed, and published again."""
+    require_binary()
+    monkeypatch.setattr(dispatch, "ORPHAN_AGE_S", 1.0)
+    load = await Load.mixed(40, CONFIG)
+    store = tmp_path / "store"
+    async with (
+        EmbeddedServer(store_dir=store) as server,
+        observing(server.url, fleet) as observer,
+        synthetic_worker(server.url, fleet, config=CONFIG),
+        bus.connect(server.url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+
+        async def lose_store() -> None:
+            await server.kill()
+            shutil.rmtree(store)
+            await server.restart()
+
+        await load.run(rb, strikes={5: lose_store})
+        assert rb.stats().orphans > 0
+        await observer.check_at_rest()

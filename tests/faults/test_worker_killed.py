@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 import bus
-from bus import GenerateRequest, Generation, SamplingParams
+from bus import GenerateRequest, SamplingParams
 from schemas.errors import ErrorCode, NoWorkers, RequestFailed
-from tests.support.fleet import check_generation
+from tests.support.invariants import check_stream, observing
+from tests.support.load import VOCAB_SIZE, Load, greedy
 from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
+LEASE = ("--lease-s", "2")
+ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 
@@ -27,7 +31,7 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
     """Killed midway and nobody else there: after the grace time the stream fails as `worker_lost`."""
     async with (
         bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
-        worker_process(nats_url, fleet, engine_args=SLOW) as process,
+        worker_process(nats_url, fleet, *LEASE, engine_args=SLOW) as process,
     ):
         await rb.fleet.wait_for_workers()
         received = 0
@@ -46,42 +50,47 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
 
 async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fleet: str) -> None:
     """Of two workers one is killed under load: every request comes back once, equal to the same one undisturbed."""
-    pace = {"step_s": 0.005, "max_num_seqs": 64}
+    load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
+        observing(nats_url, fleet) as observer,
         bus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, "--worker-id", "a", engine_args=pace) as doomed,
-        worker_process(nats_url, fleet, "--worker-id", "b", engine_args=pace),
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=ENGINE_ARGS) as doomed,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=ENGINE_ARGS),
     ):
         await rb.fleet.wait_for_workers(2)
-        requests = [request(i, seed) for i in range(30) for seed in (None, 7)]
-        stream = rb.generate(endless())
-        results: dict[str, Generation] = {}
-        async for generation in rb.complete_many([*requests, request(99, None, max_tokens=1)]):
-            if not results:
-                # The shortest request is done, and all others are under way.
-                doomed.kill()
-            results[generation.request_id] = generation
-        await stream.aclose()
 
-        assert len(results) == 61
-        resumed = [generation for generation in results.values() if generation.attempts > 1]
+        async def kill() -> None:
+            doomed.kill()
+
+        results = await load.run(rb, strikes={10: kill})
+        resumed = [generation for generation in results if generation.attempts > 1]
         assert resumed
         assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
-        undisturbed = {generation.request_id: generation async for generation in rb.complete_many(requests)}
-        for original in requests:
-            disturbed, alone = results[original.request_id], undisturbed[original.request_id]
-            check_generation(disturbed, original)
-            assert disturbed.exact
-            np.testing.assert_array_equal(disturbed.token_ids, alone.token_ids)
-            np.testing.assert_array_equal(disturbed.logprobs, alone.logprobs)
-            np.testing.assert_array_equal(disturbed.routed_experts, alone.routed_experts)
+        assert all(generation.exact for generation in results)
+        await observer.check_at_rest()
 
 
-def request(prompt: int, seed: int | None, max_tokens: int = 200) -> GenerateRequest:
-    """A greedy or seeded request that does not end early."""
-    temperature = 0 if seed is None else 1
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[prompt + 1, prompt + 2], sampling=sampling)
+async def test_a_stream_survives_its_worker(nats_url: str, fleet: str) -> None:
+    """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens."""
+    wanted = greedy(5, 200)
+    async with (
+        observing(nats_url, fleet) as observer,
+        bus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=SLOW) as doomed,
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(wanted)
+        chunks = [await anext(stream)]
+        async with worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=SLOW):
+            await rb.fleet.wait_for_workers(2)
+            doomed.kill()
+            chunks += [chunk async for chunk in stream]
+            alone = await rb.complete(wanted)
+            await observer.check_at_rest()
+
+    check_stream(chunks, wanted)
+    assert {chunk.attempt for chunk in chunks} == {0, 1}
+    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), alone.token_ids)
 
 
 async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
@@ -91,7 +100,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
         worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as process,
     ):
         await rb.fleet.wait_for_workers()
-        stream = rb.generate(request(5, None, max_tokens=100))
+        stream = rb.generate(greedy(5, 100))
         chunks = [await anext(stream)]
         async with worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW):
             await rb.fleet.wait_for_workers(2)
@@ -99,7 +108,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
             chunks += [chunk async for chunk in stream]
             async with asyncio.timeout(20):
                 assert await process.wait() == 0
-            alone = await rb.complete(request(5, None, max_tokens=100))
+            alone = await rb.complete(greedy(5, 100))
 
     assert [chunk.chunk_index for chunk in chunks] == list(range(100))
     assert {chunk.attempt for chunk in chunks} == {0, 1}
@@ -131,7 +140,7 @@ async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: 
     ):
         await rb.fleet.wait_for_workers(3)
         with pytest.raises(RequestFailed, match="2 engines died") as caught:
-            await rb.complete(request(1, None))
+            await rb.complete(greedy(1, 200))
 
         assert caught.value.code is ErrorCode.POISON_REQUEST
         assert not caught.value.retryable

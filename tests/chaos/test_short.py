@@ -1,0 +1,38 @@
+"""A short chaos run; `python -m tests.chaos` is the long one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import SHARES, schedule
+from tests.chaos.run import Settings, run
+from tests.support.nats_server import require_binary
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = Settings(
+    num_requests=300, seed=4, seconds_between_faults=0.8, max_in_flight=64, step_s=0.008, max_num_seqs=8, lease_s=2.0
+)
+
+
+async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
+    """300 requests while workers and server are killed, stopped and restarted: each result once, as if undisturbed."""
+    require_binary()
+    said: list[str] = []
+    with (tmp_path / "workers.log").open("wb") as log:
+        summary = await run(SETTINGS, stderr=log.fileno(), say=said.append)
+
+    assert summary.num_results == 300
+    assert summary.faults.total() == len(said) >= 5
+    assert max(summary.attempts) > 1
+
+
+def test_the_schedule_follows_from_the_seed() -> None:
+    """Faults are the same for the same seed, others for another, and of every kind in the long run."""
+    some = [
+        list(zip(schedule(seed, num_workers=3, seconds_between=1.0), range(200), strict=False)) for seed in (1, 1, 2)
+    ]
+
+    assert some[0] == some[1] != some[2]
+    assert {fault.kind for fault, _ in some[0]} == set(SHARES)
+    assert {fault.victim for fault, _ in some[0]} == {0, 1, 2}
