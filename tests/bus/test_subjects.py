@@ -66,23 +66,33 @@ def test_the_subjects_are_those_of_the_table() -> None:
     """The frozen names, as programs without this library write them."""
     assert [
         SUBJECTS.request("c", "a/b", "normal"),
-        SUBJECTS.requests_for("a/b"),
+        SUBJECTS.requests_in("a/b", "resume"),
+        SUBJECTS.direct("c", "w"),
+        SUBJECTS.directs_to("w"),
         SUBJECTS.frame("c", "w"),
         SUBJECTS.frames_to("c"),
         SUBJECTS.link("c", "w"),
         SUBJECTS.links_to("w"),
+        SUBJECTS.plain("c"),
         SUBJECTS.presence("w"),
         SUBJECTS.presences,
+        SUBJECTS.client("c"),
+        SUBJECTS.clients,
         SUBJECTS.ping,
     ] == [
         "rb.v1.default.req.c.a=2Fb.normal",
-        "rb.v1.default.req.*.a=2Fb.*",
+        "rb.v1.default.req.*.a=2Fb.resume",
+        "rb.v1.default.direct.c.w",
+        "rb.v1.default.direct.*.w",
         "rb.v1.default.frame.c.w",
         "rb.v1.default.frame.c.*",
         "rb.v1.default.link.c.w",
         "rb.v1.default.link.*.w",
+        "rb.v1.default.plain.c.",
         "rb.v1.default.presence.w",
         "rb.v1.default.presence.*",
+        "rb.v1.default.client.c",
+        "rb.v1.default.client.*",
         "rb.v1.default.ping",
     ]
 
@@ -102,7 +112,12 @@ BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
         ("client", lambda name: SUBJECTS.link(name, "w")),
         ("worker", lambda name: SUBJECTS.link("c", name)),
         ("worker", SUBJECTS.links_to),
+        ("client", lambda name: SUBJECTS.direct(name, "w")),
+        ("worker", lambda name: SUBJECTS.direct("c", name)),
+        ("worker", SUBJECTS.directs_to),
+        ("client", SUBJECTS.plain),
         ("worker", SUBJECTS.presence),
+        ("client", SUBJECTS.client),
     ],
 )
 def test_names_that_would_reach_other_subjects_are_refused(
