@@ -15,6 +15,7 @@ from bus.embedded import EmbeddedServer
 from schemas.errors import BusBroken
 from tests.support.connections import count_tasks, event_callback, opened
 from tests.support.nats_server import require_binary
+from tests.support.tcp_proxy import tcp_proxy
 
 MEGABYTE = bytes(1024 * 1024)
 
@@ -153,9 +154,14 @@ async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypa
 async def test_a_server_that_is_away_confirms_nothing() -> None:
     """`confirm` is False while the server hangs, and while there is no connection."""
     gone = asyncio.Event()
-    async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
-        os.kill(server.pid, signal.SIGSTOP)
+    async with (
+        EmbeddedServer() as server,
+        tcp_proxy(server.url) as proxy,
+        opened(proxy.url, on_disconnect=event_callback(gone)) as connection,
+    ):
+        proxy.freeze()
         hangs = await connection.confirm(timeout_s=0.05)
+        proxy.thaw()
         await server.kill()
         await gone.wait()
 
