@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from bus.connection import Connection, publish, subscribe
 from bus.queue import is_stored
 from bus.subjects import Subjects
-from schemas.errors import BusBroken, ErrorCode
+from schemas.errors import BusBroken, ErrorCode, LocalProtocolError
 from schemas.request import Lane
 
 __all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
@@ -29,13 +29,16 @@ REPEAT_S: Final = 2.0
 """The server answers within milliseconds; far longer than a busy one takes, far shorter than anyone's patience."""
 TICK_S: Final = 0.25
 """How often unanswered publishes are looked at."""
+MAX_REPEATS: Final = 1000
+"""At a time: a server that cannot keep up is not to be kept busier still."""
 MAX_UNANSWERED: Final = 65_536
 """Publishes without an answer: a second's worth for the server, a day's for a trainer."""
 
 _FULL: Final = frozenset({10077, 10023, 10047, 10002})
 """JetStream's errors for a stream, a server, a disk or an account that can store no more."""
 _TOO_LARGE: Final = 10054
-_UNAVAILABLE: Final = 503
+_NOT_NOW: Final = frozenset({429, 503})
+"""Kinds of errors that pass: more than 10,000 publishes before the disk had taken them; no leader."""
 _NO_RESPONDERS: Final = "503"
 
 
@@ -130,7 +133,11 @@ class QueuePublisher:
         await subscribe(self._nats, f"{self._inbox}.*", self._take_answer, max_pending_msgs=2 * MAX_UNANSWERED)
 
     async def run(self) -> None:
-        """Publish again what was not answered within `REPEAT_S`, or before the connection was lost, until cancelled."""
+        """Publish again what was not answered within `REPEAT_S`, or before the connection was lost, until cancelled.
+
+        Raises:
+            BusClosed: the connection was closed here.
+        """
         reconnects = self._nats.counters().reconnects
         while True:
             await self._has_unanswered.wait()
@@ -203,9 +210,9 @@ class QueuePublisher:
 
     async def _repeat(self, before: float) -> None:
         """Publish again what was published before that time."""
-        due = []
+        due: list[int] = []
         for number, unanswered in self._unanswered.items():
-            if unanswered.published_at > before:
+            if unanswered.published_at > before or len(due) == MAX_REPEATS:
                 break
             due.append(number)
         for number in due:
@@ -216,6 +223,9 @@ class QueuePublisher:
             self.stats.repeats += 1
             try:
                 await self._send(number, again)
+            except LocalProtocolError as error:  # the server that came back takes less than the one before
+                self.forget(again.token)
+                self._on_result(again.token, PublishResult(ok=False, code=ErrorCode.TOO_LARGE, message=str(error)))
             except BusBroken as error:
                 logger.warning("queue.repeat_failed client=%s error=%s", self._client, error)
                 return
@@ -251,7 +261,7 @@ def _read_answer(message: Msg) -> PublishResult | None:
         code = ErrorCode.QUEUE_FULL
     elif error.err_code == _TOO_LARGE:
         code = ErrorCode.TOO_LARGE
-    elif error.code == _UNAVAILABLE:
+    elif error.code in _NOT_NOW:
         return None
     else:
         code = ErrorCode.UNKNOWN

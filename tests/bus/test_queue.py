@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-import bus.embedded
 from bus.connection import Connection
 from bus.embedded import EmbeddedServer
 from bus.queue import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
@@ -14,7 +13,7 @@ from schemas.errors import BusBroken
 from schemas.request import Lane
 from tests.support.connections import opened
 from tests.support.invariants import until
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import change_config, require_binary
 from tests.support.queues import MODEL, publishing, pulling
 
 AWKWARD = ["Qwen/Qwen3-0.6B", "a=b", "é *>~ .", "~resume", "x" * 256, "é" * 256]
@@ -24,20 +23,6 @@ async def api(nats: Connection, operation: str) -> dict[str, object]:
     """Ask JetStream itself."""
     answer: dict[str, object] = json.loads((await nats.request(f"$JS.API.{operation}")).data)
     return answer
-
-
-def change_config(monkeypatch: pytest.MonkeyPatch, **jetstream: object) -> None:
-    """Configure JetStream of embedded servers; without anything: no JetStream."""
-    original = bus.embedded.server_config
-
-    def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
-        config = json.loads(original(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes))
-        config["jetstream"].update(jetstream)
-        if not jetstream:
-            del config["jetstream"]
-        return json.dumps(config)
-
-    monkeypatch.setattr(bus.embedded, "server_config", changed)
 
 
 def test_no_two_models_share_a_stream() -> None:

@@ -13,7 +13,7 @@ from bus.subjects import Subjects
 from schemas.errors import ErrorCode, LocalProtocolError
 from schemas.request import Lane
 from tests.support.invariants import until
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import change_config, require_binary
 from tests.support.queues import MODEL, Publishing, publishing, pulling
 from tests.support.tcp_proxy import Direction, tcp_proxy
 
@@ -156,6 +156,36 @@ async def test_what_is_not_answered_is_published_again(nats_url: str, fleet: str
         assert (await waiting(sees, fleet))["normal"] == 3
         assert client.publisher.stats.repeats == 2
         assert client.publisher.stats.late_answers == 3
+
+
+@pytest.mark.slow
+async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come faster than the server can store them are stored in the end, each once."""
+    require_binary()
+    change_config(monkeypatch, max_buffered_msgs=200)
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        tokens = [await client.send() for _ in range(500)]
+
+        assert all([(await client.result(token)).ok for token in tokens])
+        assert client.publisher.stats.repeats > 0
+        assert (await waiting(client, fleet))["normal"] == 500
+
+
+@pytest.mark.slow
+async def test_what_has_become_too_large_is_not_repeated(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unanswered request that is too large for the server which the connection has come back to ends as such."""
+    async with tcp_proxy(nats_url) as proxy, publishing(proxy.url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        proxy.freeze(Direction.TO_CLIENT)
+        token = await client.send(bytes(1000))
+        monkeypatch.setattr(client.nats, "_max_payload", 1000)
+        result = await client.result(token)
+        proxy.thaw()
+
+        assert (result.ok, result.code) == (False, ErrorCode.TOO_LARGE)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 import pytest
 
+from bus import embedded
 from bus.embedded import EmbeddedServer, find_binary, server_config
 from schemas.errors import BusBroken
 
@@ -36,6 +38,20 @@ def require_binary() -> Path:
         return find_binary()
     except BusBroken as error:
         skip_or_fail(str(error))
+
+
+def change_config(monkeypatch: pytest.MonkeyPatch, **jetstream: object) -> None:
+    """Configure JetStream of embedded servers; without anything: no JetStream."""
+    original = server_config
+
+    def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
+        config = json.loads(original(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes))
+        config["jetstream"].update(jetstream)
+        if not jetstream:
+            del config["jetstream"]
+        return json.dumps(config)
+
+    monkeypatch.setattr(embedded, "server_config", changed)
 
 
 @contextlib.contextmanager
