@@ -21,7 +21,7 @@ from bus.connection import Connection, drain, publish, subscribe
 from bus.protocol.pulling import MAX_OVER, STANDING_S, Answer, Pull, PullPlan, read_status
 from bus.queue import API, LANES, QueueLimits, ensure_queue, stream_name
 from bus.subjects import Subjects
-from schemas.errors import BusBroken
+from schemas.errors import BusBroken, BusClosed
 from schemas.request import Lane
 
 __all__ = ["PullerStats", "QueuePuller", "QueuedRequest"]
@@ -191,6 +191,8 @@ class QueuePuller:
 
     async def _step(self) -> float | None:
         """Do what is to be done now; return after how many seconds to look again, None: when woken."""
+        if self._nats.is_closed:
+            raise self._nats.lost or BusClosed("the connection to NATS is closed")
         if not self._nats.is_connected:
             return RECONNECT_POLL_S
         if self._reconnects != self._nats.counters().reconnects:
@@ -241,17 +243,17 @@ class QueuePuller:
         if subscription is not None:
             if self._nats.is_connected:
                 await drain(self._nats, subscription)
-            else:
+            elif not self._nats.is_closed:
                 await subscription.unsubscribe()
         self._plan.forget()
 
     async def _take(self, message: Msg) -> None:
         """Take a request, or the end of a pull."""
+        self._woken.set()
         if message.reply:
             await self._take_request(message)
         else:
             self._take_status(message)
-        self._woken.set()
 
     async def _take_request(self, message: Msg) -> None:
         request = QueuedRequest(self._nats, message)

@@ -5,10 +5,13 @@ import json
 
 import pytest
 
+from bus.connection import close_connection
 from bus.protocol.pulling import MAX_OVER
 from bus.queue import LANES, QueueLimits, ensure_queue, queue_depths, stream_name
+from bus.queue_puller import QueuePuller
 from bus.subjects import Subjects
-from tests.support.connections import count_tasks
+from schemas.errors import BusBroken, BusClosed
+from tests.support.connections import count_tasks, opened
 from tests.support.invariants import until
 from tests.support.queues import MODEL, Publishing, publishing, pulling
 
@@ -228,6 +231,39 @@ async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
             assert all(request.data == data for request in requests)
             assert {request.num_delivered for request in requests} == {1}
             assert worker.nats.counters().dropped_msgs == worker.nats.counters().disconnects == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_closed_here", "expected"), [(True, BusClosed), (False, BusBroken)])
+async def test_a_connection_that_ended_ends_the_pulling(
+    nats_url: str, fleet: str, is_closed_here: bool, expected: type[Exception]
+) -> None:
+    """Where the connection was closed, here or by the server for good, `run` raises what happened."""
+    async with opened(nats_url) as nats:
+        puller = QueuePuller(nats, Subjects(fleet), MODEL, room=lambda: 1, on_request=lambda _: None)
+
+        async def num_claimed() -> int:
+            return puller._plan.claimed
+
+        async def end() -> None:
+            await until(num_claimed, 4)
+            if is_closed_here:
+                await close_connection(nats)
+            else:
+                limit = nats.max_payload
+                nats._max_payload = 2 * limit
+                await nats.publish(fleet, bytes(limit + 1))
+
+        async def pull_to_the_end() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(end())
+                await puller.run()
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await pull_to_the_end()
+
+    (error,) = caught.value.exceptions
+    assert isinstance(error, expected)
 
 
 async def test_nothing_is_left_behind(nats_url: str, fleet: str) -> None:
