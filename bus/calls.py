@@ -8,7 +8,7 @@ that who reads the ending first and the chunks then has missed nothing.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bus.generation import Generation, Sample, join_samples
@@ -150,14 +150,13 @@ class Call:
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand over a child's chunks; they have been checked, and the call has not ended."""
-        if not chunks:
-            return
-        sized = [(chunk, chunk_bytes(chunk)) for chunk in chunks]
-        num_bytes = sum(size for _, size in sized)
-        self.delivered += num_bytes
-        self.inbox.unread.delivered += num_bytes
-        if self.streams:
-            self._chunks.extend(sized)
+        for chunk in chunks:
+            size = chunk_bytes(chunk)
+            self.delivered += size
+            self.inbox.unread.delivered += size
+            if self.streams:
+                self._chunks.append((chunk, size))
+        if self.streams and chunks:
             self.inbox.put(self)
 
     def finish(self, ending: Ending) -> None:
@@ -183,25 +182,26 @@ class Call:
         self._on_end = callback
         self.notice()
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """Yield chunks as they come, those of several children interleaved.
+    async def next_chunk(self) -> Chunk | None:
+        """Wait for the next chunk, those of several children interleaved; None when all have been taken.
 
         Raises:
-            RequestError: the request failed; what came before has been yielded.
+            RequestError: the request failed, and what came before has been taken.
         """
         while True:
             self._changed.clear()
             # Before the chunks: what came ahead of the ending is seen by then.
             ending = self.ending
-            while self._chunks:
+            if self._chunks:
                 chunk, size = self._chunks.popleft()
                 self._take(size)
-                yield chunk
-            if ending is not None:
-                break
-            await self._changed.wait()
-        if ending.error is not None:
-            raise ending.error
+                return chunk
+            if ending is None:
+                await self._changed.wait()
+            elif ending.error is None:
+                return None
+            else:
+                raise ending.error
 
     async def wait(self) -> None:
         """Wait until the call has ended, well or not."""

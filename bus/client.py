@@ -139,7 +139,7 @@ class Client:
         desk = self._desk
         call = await desk.open(request, streams=True)
         try:
-            async for chunk in call.chunks():
+            while (chunk := await call.next_chunk()) is not None:
                 yield chunk
         finally:
             desk.drop(call)

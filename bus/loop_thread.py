@@ -48,7 +48,7 @@ class LoopThread(Generic[T]):
         self._thread: threading.Thread
         # Awaited in the owner's loop, set from the thread by `tell_owner`.
         self._entered: asyncio.Future[T]
-        self._ended = asyncio.Event()
+        self._ended: asyncio.Future[None]
         # Appended to by the owner only, taken from by the thread only. While `_is_woken` the thread will look again.
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._is_woken = False
@@ -62,7 +62,7 @@ class LoopThread(Generic[T]):
 
     def __repr__(self) -> str:
         """One line with the state."""
-        return f"<LoopThread {self._name} {'ended' if self._ended.is_set() else 'running'}>"
+        return f"<LoopThread {self._name} {'ended' if self._ended.done() else 'running'}>"
 
     async def start(self) -> T:
         """Start the thread, enter the resident there and return what that gave.
@@ -73,7 +73,7 @@ class LoopThread(Generic[T]):
             Exception: whatever entering raised; the thread has ended.
         """
         self._owner = asyncio.get_running_loop()
-        self._entered = self._owner.create_future()
+        self._entered, self._ended = self._owner.create_future(), self._owner.create_future()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
@@ -93,7 +93,7 @@ class LoopThread(Generic[T]):
 
         What it raises ends the thread, and `stop` raises it. Once the thread has ended, nothing is called any more.
         """
-        if self._ended.is_set():
+        if self._ended.done():
             return
         self._posts.append((function, args))
         if not self._is_woken:
@@ -110,20 +110,23 @@ class LoopThread(Generic[T]):
             BusBroken: the thread has failed; the cause says with what.
             Exception: whatever `coroutine` raised.
         """
-        if self._ended.is_set():
-            coroutine.close()
-            raise self._why_ended()
-        # The loop takes up what it is handed in order: a wake-up for posts comes first.
-        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Not this task was cancelled but the one on the thread, which is ending.
-            await self._ended.wait()
+            # The loop takes up what it is handed in order: a wake-up for posts comes first.
+            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        except RuntimeError:
+            # The loop is closed: the thread has ended, or is about to.
+            coroutine.close()
+            await self._until_ended()
             raise self._why_ended() from None
+        try:
+            await asyncio.wait((running, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if running.done() and not running.cancelled():
+                return running.result()
+        finally:
+            running.cancel()
+        # It was cancelled there, or not taken up any more: the thread is ending.
+        await self._until_ended()
+        raise self._why_ended()
 
     async def stop(self) -> None:
         """Leave the resident, after all that was posted before, and end the thread. Safe to repeat.
@@ -153,9 +156,9 @@ class LoopThread(Generic[T]):
 
     async def _until_ended(self) -> None:
         cancelled: asyncio.CancelledError | None = None
-        while not self._ended.is_set():
+        while not self._ended.done():
             try:
-                await self._ended.wait()
+                await asyncio.wait((self._ended,))
             except asyncio.CancelledError as exc:
                 cancelled = exc
         # Nothing is left to do there but to return.
@@ -232,7 +235,7 @@ class LoopThread(Generic[T]):
             self._entered.set_result(resident)
 
     def _finish(self) -> None:
-        self._ended.set()
+        self._ended.set_result(None)
         if not self._entered.done():
             self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))
         elif not self._entered.cancelled():

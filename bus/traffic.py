@@ -142,8 +142,12 @@ class Traffic:
         """Go on after an outage of the connection or of this process: nobody is missing who could not be heard."""
         logger.info("client.resumed client=%s", self._config.client)
         self.dispatch.begin_anew()
-        await self._beat()
-        await self.watch.listen_anew()
+        try:
+            await self._beat()
+            await self.watch.listen_anew()
+        except BusBroken as exc:
+            # Gone again; the next reconnect begins anew.
+            logger.warning("client.not_resumed client=%s error=%s", self._config.client, exc)
 
     def take_error(self, error: Exception) -> None:
         """Act on what the connection reports."""
@@ -220,6 +224,9 @@ async def open_traffic(config: ClientConfig) -> AsyncIterator[Traffic]:
                 yield traffic
                 for task in background:
                     task.cancel()
+        except Exception as exc:
+            traffic.exchange.fail_all(ErrorCode.CLIENT_CLOSED, f"the client has failed: {exc!r}")
+            raise
         finally:
             await traffic.close()
     finally:

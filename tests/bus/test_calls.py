@@ -73,7 +73,9 @@ async def test_nothing_is_lost_between_two_threads() -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    indices = [chunk.chunk_index async for chunk in call.chunks()]
+    indices = []
+    while (chunk := await call.next_chunk()) is not None:
+        indices.append(chunk.chunk_index)
     writer.join()
 
     assert indices == list(range(20_000))
@@ -86,11 +88,11 @@ async def test_an_error_comes_behind_the_chunks() -> None:
     call = new_call(box)
     call.deliver([chunk_of(0), chunk_of(1)])
     call.finish(Ending((), RequestFailed(code=ErrorCode.WORKER_LOST, message="gone")))
-    chunks = call.chunks()
+    chunks = [await call.next_chunk(), await call.next_chunk()]
 
-    assert [(await anext(chunks)).chunk_index for _ in range(2)] == [0, 1]
+    assert [chunk.chunk_index for chunk in chunks if chunk is not None] == [0, 1]
     with pytest.raises(RequestFailed, match="gone"):
-        await anext(chunks)
+        await call.next_chunk()
 
 
 def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:

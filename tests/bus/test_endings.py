@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import bus
-from bus import RequestFailed, RequestRejected, RequestTimeout
-from tests.bus.test_client import exhaust, greedy
+from bus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
+from bus.client_links import ClientLinks
+from tests.bus.test_client import exhaust, expect, greedy
 from tests.support.fleet import synthetic_worker, until_idle
 from workers.engines.synthetic import SyntheticConfig
 
@@ -108,3 +109,57 @@ async def test_a_deadline_frees_the_engine_while_nobody_reads(nats_url: str, fle
             await until_idle(engine, rb)
         with pytest.raises(RequestTimeout):
             await exhaust(stream)
+
+
+async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody expected: open calls fail with it, later ones are refused, closing raises it."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    threads = threading.enumerate()
+    async with synthetic_worker(nats_url, fleet, config=config), asyncio.TaskGroup() as tasks:
+        rb = await bus.connect(nats_url, fleet=fleet).__aenter__()
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(greedy(max_tokens=1_000_000))
+        await anext(stream)
+        completing = tasks.create_task(expect(RequestFailed, rb.complete(greedy(max_tokens=1_000_000))))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(ClientLinks, "_message", fail)
+        with pytest.raises(RequestFailed, match=r"the client has failed: .*oops"):
+            await exhaust(stream)
+        assert (await completing).code is ErrorCode.CLIENT_CLOSED
+        with pytest.raises(BusBroken, match="oops"):
+            await rb.fleet.state()
+        with pytest.raises(BusBroken, match="oops"):
+            await rb.complete(greedy())
+        assert threading.enumerate() == threads
+        with pytest.raises(ExceptionGroup) as caught:
+            await rb.__aexit__(None, None, None)
+
+    assert caught.group_contains(ZeroDivisionError)
+
+
+async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
+    """Where no server answers, entering raises that, and no thread stays; the same client can try again."""
+    threads = threading.enumerate()
+    rb = bus.connect("nats://127.0.0.1:1", fleet=fleet)
+    for _ in range(2):
+        with pytest.raises(BusBroken, match="no NATS server"):
+            await rb.__aenter__()
+        with pytest.raises(BusClosed):
+            rb.stats()
+    assert threading.enumerate() == threads
+
+
+async def test_a_client_can_be_entered_again(nats_url: str, fleet: str) -> None:
+    """Left and entered once more, a client is another life of the same name."""
+    rb = bus.connect(nats_url, fleet=fleet, client="me")
+    async with synthetic_worker(nats_url, fleet):
+        for _ in range(3):
+            async with rb:
+                await rb.fleet.wait_for_workers()
+                assert (await rb.complete(greedy(request_id="same"))).attempts == 1
