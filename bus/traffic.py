@@ -162,7 +162,7 @@ class Traffic:
         self.exchange.fail_all(ErrorCode.CLIENT_CLOSED, "the client was closed")
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.links.flush()
+                # More than any abort: workers stop whatever they have of this life of the client.
                 await self._announce(ClientState.CLOSED)
         except TimeoutError:
             logger.warning("client.no_goodbye client=%s", self._config.client)
