@@ -108,6 +108,7 @@ async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
             await rb.abort(iter(()))
 
 
+@pytest.mark.slow
 async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
     """While the client asks whether anybody serves it, a request is open like any other."""
     async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
@@ -139,6 +140,7 @@ async def test_all_samples_of_a_request_end(nats_url: str, fleet: str) -> None:
     assert sorted(aborted) == keys[1:]
 
 
+@pytest.mark.slow
 async def test_what_a_lost_worker_had_can_be_aborted_too(nats_url: str, fleet: str) -> None:
     """While a request waits for another worker, an abort ends it with the tokens that it has."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

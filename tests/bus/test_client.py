@@ -1,7 +1,6 @@
 """Client and worker over a real NATS server, on the synthetic engine."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
@@ -12,7 +11,6 @@ import pytest
 import bus
 from bus import GenerateRequest, SamplingParams
 from bus.subjects import Subjects
-from bus.traffic import LEASE_S
 from schemas.chunk import Chunk
 from schemas.errors import (
     BusClosed,
@@ -24,7 +22,6 @@ from schemas.errors import (
     RequestRejected,
 )
 from tests.support.fleet import check_generation, synthetic_worker
-from tests.support.worker_process import worker_process
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
@@ -69,6 +66,7 @@ async def test_streamed_chunks_add_up_to_the_result(nats_url: str, fleet: str) -
     np.testing.assert_array_equal(np.concatenate(rows), whole.routed_experts)
 
 
+@pytest.mark.slow
 async def test_many_requests_at_once_equal_each_alone(nats_url: str, fleet: str) -> None:
     """500 requests of mixed lengths at once: every one comes back once and equals the same request run alone."""
     config = SyntheticConfig(max_num_seqs=64)
@@ -103,6 +101,7 @@ async def test_samples_of_one_prompt(nats_url: str, fleet: str) -> None:
     assert sorted(c.child for c in streamed if c.is_terminal) == [0, 1, 2]
 
 
+@pytest.mark.slow
 async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
     """Without a worker every way of asking raises `NoWorkers` at once, long before the request's own timeout."""
     async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(30):
@@ -117,6 +116,7 @@ async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
         assert (await rb.fleet.state()).workers == ()
 
 
+@pytest.mark.slow
 async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) -> None:
     """A wrong model name is a clear error, and a fleet of several models wants to be told which."""
     async with (
@@ -195,6 +195,7 @@ async def test_the_start_of_routing(nats_url: str, fleet: str, start: int, max_t
     np.testing.assert_array_equal(part.routed_experts, full.routed_experts[start:])
 
 
+@pytest.mark.slow
 async def test_routing_larger_than_a_message_is_split(nats_url: str, fleet: str) -> None:
     """Routing of many times a part arrives whole, with two-byte ids where a model has more than 256 experts."""
     config = SyntheticConfig(num_layers=64, top_k=8, num_experts=300)
@@ -211,6 +212,7 @@ async def test_routing_larger_than_a_message_is_split(nats_url: str, fleet: str)
     assert generation.routed_experts.max() == 299
 
 
+@pytest.mark.slow
 async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
     """When the only engine dies every open request fails with `engine_dead`, and the worker ends with that error."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
@@ -247,6 +249,7 @@ async def expect(kind: type[E], awaitable: Awaitable[object]) -> E:
     return caught.value
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
     """Where no other comes up, open requests of a worker that is stopped fail as `worker_stopped`; then it is gone."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
@@ -282,21 +285,6 @@ async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str) -> None
         assert worker.stats().bad_messages + worker.stats().intake.bad >= 6
         assert rb.stats().bad_messages == 6
         assert rb.fleet.bad_messages == 6
-
-
-async def test_a_blocked_event_loop_loses_no_worker(nats_url: str, fleet: str) -> None:
-    """A trainer that blocks its event loop for longer than a lease keeps its workers and its requests."""
-    async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, engine_args={"step_s": 0.01}),
-    ):
-        await rb.fleet.wait_for_workers()
-        stream = rb.generate(greedy(max_tokens=100))
-        await anext(stream)
-        time.sleep(LEASE_S + 1.5)  # noqa: ASYNC251
-        chunks = [chunk async for chunk in stream]
-
-    assert chunks[-1].finish_reason == "length"
 
 
 async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:

@@ -132,6 +132,7 @@ async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
     assert count <= 100
 
 
+@pytest.mark.slow
 async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
     """Every second each link hears how far it is, whether or not anything came: one lost message harms nobody."""
     async with hand_worker(nats_url, fleet) as (worker, _):
@@ -142,6 +143,7 @@ async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
     assert (first.acked, first.credit) == (again.acked, again.credit)
 
 
+@pytest.mark.slow
 async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, fleet: str) -> None:
     """Presence comes before the first request and every second, and a last one when the client is closed."""
     async with worker_by_hand(nats_url, fleet) as worker:
