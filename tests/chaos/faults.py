@@ -1,7 +1,8 @@
-"""What a chaos run does to its fleet: a schedule that follows from a seed, and server and workers that suffer it."""
+"""What a chaos run does to its fleet: a schedule that follows from a seed, and all that suffer it."""
 
 import asyncio
 import contextlib
+import os
 import random
 import signal
 from asyncio.subprocess import Process
@@ -11,21 +12,25 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from bus.embedded import EmbeddedServer
+from tests.support.tcp_proxy import TcpProxy
 
 __all__ = ["Fault", "Victims", "schedule", "victims"]
 
 StartWorker = Callable[[int], AbstractAsyncContextManager[Process]]
 
-SHARES = {
-    "worker killed": 40,
-    "worker stopped": 15,
-    "worker restarted": 15,
-    "server killed": 20,
-    "server restarted": 10,
+KINDS = {
+    # Out of a hundred, and how long it may last, in seconds: less and more than a lease, for what others only suspect.
+    "worker killed": (35, 3.0),
+    "worker stopped": (15, 10.0),
+    "worker restarted": (10, 1.0),
+    "server killed": (15, 3.0),
+    "server restarted": (10, 0.0),
+    "server stopped": (5, 6.0),
+    "client cut": (5, 3.0),
+    "client frozen": (5, 8.0),
 }
-"""A stopped worker is one that got SIGSTOP, and SIGCONT later; restarted means in order."""
-MAX_AWAY_S = {"worker killed": 3.0, "worker stopped": 10.0, "worker restarted": 1.0, "server killed": 3.0}
-"""How long it may stay away: less and more than a lease, for those that are stopped."""
+"""Stopped is what got SIGSTOP, and SIGCONT later; restarted means in order. A client's connection is cut with a word to
+both sides, or frozen without one."""
 STOPS_WITHIN_S = 30.0
 """For what takes milliseconds: only a failing run waits as long."""
 
@@ -52,27 +57,29 @@ def schedule(seed: int, *, num_workers: int, seconds_between: float) -> Iterator
     """Faults without end, the same for the same arguments."""
     rng = random.Random(seed)
     while True:
-        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        kind = rng.choices(list(KINDS), [share for share, _ in KINDS.values()])[0]
         yield Fault(
             after_s=seconds_between * rng.uniform(0.5, 1.5),
             kind=kind,
             victim=rng.randrange(num_workers),
             # Often none: what comes back at once is the harder case to notice.
-            away_s=rng.choice([0.0, rng.uniform(0, MAX_AWAY_S.get(kind, 0.0))]),
+            away_s=rng.choice([0.0, rng.uniform(0, KINDS[kind][1])]),
         )
 
 
 class Victims:
-    """The server and the workers; each suffers one fault at a time, and several may suffer at once.
+    """The server, the workers and the client's network; each suffers one fault at a time, several may suffer at once.
 
     Made by `victims`.
     """
 
-    def __init__(self, server: EmbeddedServer, start_worker: StartWorker) -> None:
+    def __init__(self, server: EmbeddedServer, network: TcpProxy, start_worker: StartWorker) -> None:
         self.counts: Counter[str] = Counter()
         """Faults that were done, by kind."""
         self._server = server
         self._server_lock = asyncio.Lock()
+        self._network = network
+        self._network_lock = asyncio.Lock()
         self._start_worker = start_worker
         self._workers: list[_Worker] = []
 
@@ -81,26 +88,39 @@ class Victims:
         if fault.kind.startswith("server"):
             async with self._server_lock:
                 await self._strike_server(fault)
+        elif fault.kind.startswith("client"):
+            async with self._network_lock:
+                await self._strike_network(fault)
         else:
             worker = self._workers[fault.victim]
             async with worker.lock:
                 await self._strike_worker(fault, worker)
+        await self.revive()
         self.counts[fault.kind] += 1
 
     async def _strike_server(self, fault: Fault) -> None:
+        if fault.kind == "server stopped":
+            await _stop(self._server.pid, fault.away_s)
+            return
         if fault.kind == "server killed":
             await self._server.kill()
             # How long it is away is what this fault is about.
             await asyncio.sleep(fault.away_s)
         await self._server.restart()
 
+    async def _strike_network(self, fault: Fault) -> None:
+        if fault.kind == "client cut":
+            self._network.cut()
+            await asyncio.sleep(fault.away_s)
+            await self._network.restore()
+        else:
+            self._network.freeze()
+            await asyncio.sleep(fault.away_s)
+            self._network.thaw()
+
     async def _strike_worker(self, fault: Fault, worker: "_Worker") -> None:
         if fault.kind == "worker stopped":
-            worker.process.send_signal(signal.SIGSTOP)
-            try:
-                await asyncio.sleep(fault.away_s)
-            finally:
-                worker.process.send_signal(signal.SIGCONT)
+            await _stop(worker.process.pid, fault.away_s)
             return
         if fault.kind == "worker restarted":
             worker.process.terminate()
@@ -108,7 +128,18 @@ class Victims:
         # Kills it if it still runs.
         await worker.life.aclose()
         await asyncio.sleep(fault.away_s)
-        worker.process = await worker.life.enter_async_context(self._start_worker(fault.victim))
+        await self._begin(fault.victim, worker)
+
+    async def _begin(self, index: int, worker: "_Worker") -> None:
+        worker.process = await worker.life.enter_async_context(self._start_worker(index))
+
+    async def revive(self) -> None:
+        """Start workers again that ended by themselves: one that finds no server when it starts does."""
+        for index, worker in enumerate(self._workers):
+            async with worker.lock:
+                if worker.process.returncode is not None:
+                    await worker.life.aclose()
+                    await self._begin(index, worker)
 
     async def start(self, num_workers: int) -> None:
         """Start the workers."""
@@ -129,6 +160,16 @@ class Victims:
             assert [await worker.process.wait() for worker in self._workers] == [0] * len(self._workers)
 
 
+async def _stop(pid: int, away_s: float) -> None:
+    """Let a process stand still for so long; without effect on one that has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(away_s)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
 @dataclass
 class _Worker:
     """One worker, life after life."""
@@ -139,9 +180,15 @@ class _Worker:
 
 
 @contextlib.asynccontextmanager
-async def victims(server: EmbeddedServer, start_worker: StartWorker, num_workers: int) -> AsyncIterator[Victims]:
-    """Start workers, numbered from 0, that may suffer together with `server`; all have ended when the block is left."""
-    found = Victims(server, start_worker)
+async def victims(
+    server: EmbeddedServer, network: TcpProxy, start_worker: StartWorker, num_workers: int
+) -> AsyncIterator[Victims]:
+    """Start workers, numbered from 0; all have ended when the block is left.
+
+    Args:
+        network: before the client.
+    """
+    found = Victims(server, network, start_worker)
     try:
         await found.start(num_workers)
         yield found

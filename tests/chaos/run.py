@@ -21,6 +21,7 @@ from schemas.request import GenerateRequest
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, check_results, check_stream, observing, until
+from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
 from workers.engines.synthetic import SyntheticConfig
 
@@ -100,12 +101,14 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
     async with (
         EmbeddedServer() as server,
         observing(server.url, FLEET) as observer,
-        victims(server, start_worker, settings.num_workers) as suffering,
-        bus.connect(server.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb,
+        tcp_proxy(server.url) as network,
+        victims(server, network, start_worker, settings.num_workers) as suffering,
+        bus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb,
     ):
         await rb.fleet.wait_for_workers(settings.num_workers)
         course = _Course(rb, expected)
         await course.run(settings, requests, suffering, say)
+        await suffering.revive()
         # A client may still count a life that was killed just now; the server knows better.
         await until(observer.workers, {f"w{index}" for index in range(settings.num_workers)})
         await observer.check_at_rest()
