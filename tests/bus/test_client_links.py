@@ -1,12 +1,13 @@
 """What a client does with frames that are missing, doubled, out of order or of another life: sent by hand."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
 import bus
 from bus.client_links import MAX_WINDOW_BYTES
-from bus.connection import publish
+from bus.connection import publish, subscribe
 from schemas.presence import ClientState
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 
@@ -185,3 +186,34 @@ async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: 
         await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
         await completing
         assert rb.stats().bad_messages == 1
+
+
+@pytest.mark.slow
+async def test_what_nats_py_drops_is_noticed_and_sent_again(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames that find a subscription full are dropped by nats-py: a gap like any other, counted and repaired."""
+    monkeypatch.setattr("bus.traffic.subscribe", partial(subscribe, max_pending_msgs=3))
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(100)))
+        key = await worker.next_key()
+        await worker.frame(0, admitted=(key,))
+        chunks = [chunk(key, index, index, **({"total": 100} if index == 99 else {})) for index in range(100)]
+        # They come in one piece, of which a few find room.
+        for number in range(1, 101):
+            await worker.frame(number, chunks[number - 1])
+        await worker.frame(101)
+        wanted = await worker.resend_wanted()
+        while wanted.acked <= 100:
+            # So few at a time that all find room.
+            upto = min(wanted.acked + 3, 101)
+            for number in range(wanted.acked, upto):
+                await worker.frame(number, chunks[number - 1])
+            wanted = await worker.acked(upto)
+        await completing
+        stats = rb.stats()
+
+    assert list(completing.result().token_ids) == list(range(100))
+    assert completing.result().attempts == 1
+    assert stats.dropped_msgs > 50
+    assert stats.resends_asked > 0
