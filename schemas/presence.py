@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from schemas import limits
 from schemas.checks import check_name, check_subject_token
+from schemas.rows import DTYPES
 
 __all__ = ["Capabilities", "ClientPresence", "ClientState", "RoutedExpertsInfo", "WorkerPresence", "WorkerState"]
 
@@ -27,6 +28,11 @@ class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Experts per layer."""
     dtype: Literal["u1", "<u2"]
     """One dtype per model: u1 up to 256 experts, else <u2."""
+
+    @property
+    def row_bytes(self) -> int:
+        """What the row of one position takes."""
+        return self.num_layers * self.top_k * DTYPES[self.dtype].itemsize
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

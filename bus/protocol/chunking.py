@@ -93,9 +93,7 @@ class ChunkWriter:
         self._start = start
         self._part_bytes = part_bytes
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
-        self._row_bytes = 0
-        if routing is not None:
-            self._row_bytes = routing.num_layers * routing.top_k * DTYPES[routing.dtype].itemsize
+        self._row_bytes = 0 if routing is None else routing.row_bytes
         self._rows_per_part = max(part_bytes // max(self._row_bytes, 1), 1)
         # What has left.
         self._num_chunks = self._num_tokens = self._num_rows = 0
@@ -323,15 +321,28 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
+        return self._cut_short(_Ending(FinishReason.ERROR, None, error), weight_version)
+
+    def stop(self, weight_version: int) -> Chunk:
+        """End the request as aborted, for a client that wants no more of it: else as `fail`.
+
+        Its rows may be fewer or more than the row rule says of its tokens.
+
+        Raises:
+            LocalProtocolError: the terminal chunk was handed out before.
+        """
+        return self._cut_short(_Ending(FinishReason.ABORT, None, None), weight_version)
+
+    def _cut_short(self, ending: _Ending, weight_version: int) -> Chunk:
         if self.has_left:
-            raise LocalProtocolError("the request failed after its terminal chunk")
+            raise LocalProtocolError("the request ended again after its terminal chunk")
         self._prompt_logprobs.clear()
         self._runs.clear()
         self._rows.clear()
         self.unsent_bytes = 0
         self.is_ended = True
         self._weight_version = weight_version
-        self._ending = _Ending(FinishReason.ERROR, None, error)
+        self._ending = ending
         return self._cut(_Plan(None, 0, 0, True, 0))
 
 

@@ -182,10 +182,21 @@ class LinkSender:
         Raises:
             KeyError: it is not open.
         """
+        self._end(self._give_up(key).fail(error, weight_version))
+
+    def stop(self, key: RequestKey, weight_version: int) -> None:
+        """End an open request that its client does not want; what is unsent of it is dropped.
+
+        Raises:
+            KeyError: it is not open.
+        """
+        self._end(self._give_up(key).stop(weight_version))
+
+    def _give_up(self, key: RequestKey) -> ChunkWriter:
         writer = self._open[key]
         self._unsent_bytes -= writer.unsent_bytes
         self._forget(key)
-        self._end(writer.fail(error, weight_version))
+        return writer
 
     def _end(self, chunk: Chunk) -> None:
         self._terminals.append(chunk)

@@ -99,6 +99,27 @@ def test_a_failure_drops_what_is_unsent(scenario: Scenario, part_bytes: int, dat
     assert writer.next_chunk() is None
 
 
+@given(scenarios(), st.integers(1, 200), st.integers(0, 20))
+def test_a_stop_drops_what_is_unsent(scenario: Scenario, part_bytes: int, leave: int) -> None:
+    """A request that is stopped ends with the next chunk as aborted, and its totals are those of what has left."""
+    writer = scenario.writer(part_bytes)
+    for step, version in zip(scenario.steps, scenario.versions, strict=True):
+        writer.take(step, version)
+    chunks = [chunk for _ in range(leave) if (chunk := writer.next_chunk()) is not None]
+    if writer.has_left:
+        with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
+            writer.stop(1)
+        return
+    last = writer.stop(1)
+
+    assert last.chunk_index == len(chunks)
+    assert last.end is not None
+    assert (last.finish_reason, last.error, last.num_tokens) == (FinishReason.ABORT, None, 0)
+    assert last.end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
+    assert last.end.num_rows == sum(map(num_rows, chunks))
+    assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
+
+
 def test_what_waits_is_merged() -> None:
     """Steps of one weight version that wait for credit leave as one chunk; the next version begins another."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)

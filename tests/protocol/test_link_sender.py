@@ -5,7 +5,7 @@ import pytest
 
 from bus.protocol.chunking import ChunkWriter
 from bus.protocol.link_sender import SMALL_BYTES, LinkSender, PlainSender, Progress
-from schemas.chunk import ChunkError
+from schemas.chunk import ChunkError, FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from schemas.limits import INITIAL_CREDIT_BYTES
 from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
@@ -175,18 +175,23 @@ def test_what_needs_no_credit_is_sent_without() -> None:
     assert list(sender.keys) == [make_keys(1)[0], data]
 
 
-def test_a_failure_drops_what_is_unsent() -> None:
-    """What a failed request had waiting is never sent and held no more; its error is its next chunk."""
+@pytest.mark.parametrize("error", [ERROR, None])
+def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> None:
+    """What a failed or stopped request had waiting is never sent and held no more; its end is its next chunk."""
     sender = make_sender()
     num_frames = use_up_credit(sender)
     (key,) = make_keys(1)
     sent = num_frames - 1
     assert sender.unsent_bytes(key) > 0
-    sender.fail(key, ERROR, 1)
+    if error is None:
+        sender.stop(key, 1)
+    else:
+        sender.fail(key, error, 1)
     (frame,) = seal_all(sender)
     tell(sender, acked=num_frames + 1, credit=2**30)
 
-    assert [chunk.error for chunk in frame.chunks] == [ERROR]
+    assert [chunk.error for chunk in frame.chunks] == [error]
+    assert frame.chunks[0].finish_reason is (FinishReason.ABORT if error is None else FinishReason.ERROR)
     assert frame.chunks[0].chunk_index in (sent, sent + 1)
     assert sender.seal() is None
     assert sender.is_idle
