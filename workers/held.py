@@ -61,12 +61,13 @@ class HeldRequests:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Held] = {}
-        self._by_key: dict[tuple[str, str, RequestKey], Held] = {}
+        # By client and its incarnation, which is empty in plain mode; no life is there without a request.
+        self._by_life: dict[tuple[str, str], dict[RequestKey, Held]] = {}
         self._serial = 0
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<HeldRequests open={len(self)} held={len(self._by_key)}>"
+        return f"<HeldRequests open={len(self)} held={sum(map(len, self._by_life.values()))}>"
 
     def __len__(self) -> int:
         """Open requests: not ended by the engine or by the worker."""
@@ -74,7 +75,7 @@ class HeldRequests:
 
     def __iter__(self) -> Iterator[Held]:
         """All that is open or unsettled; a copy, so that what is ended meanwhile does no harm."""
-        return iter(list(self._by_key.values()))
+        return iter([held for life in self._by_life.values() for held in life.values()])
 
     @property
     def names(self) -> list[str]:
@@ -84,7 +85,7 @@ class HeldRequests:
     @property
     def messages(self) -> list[QueuedRequest]:
         """What the queue keeps for another worker as long as this one says that it is at work."""
-        return [held.message for held in self._by_key.values() if held.message is not None]
+        return [held.message for held in self if held.message is not None]
 
     def add(self, origin: Origin, route: Route, deadline: float | None = None) -> Held:
         """Take a request in hand, which must not be in hand already."""
@@ -92,7 +93,8 @@ class HeldRequests:
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
         held = Held(name, origin, route, origin.message, deadline)
-        self._by_name[name] = self._by_key[_key_of(origin)] = held
+        self._by_name[name] = held
+        self._by_life.setdefault((origin.client, origin.incarnation), {})[key] = held
         return held
 
     def open(self, name: str) -> Held | None:
@@ -101,11 +103,15 @@ class HeldRequests:
 
     def find(self, client: str, incarnation: str, key: RequestKey) -> Held | None:
         """What a client calls `key`; in plain mode the client's incarnation is empty."""
-        return self._by_key.get((client, incarnation, key))
+        return self._by_life.get((client, incarnation), {}).get(key)
+
+    def of(self, client: str, incarnation: str) -> list[Held]:
+        """All of one life of a client."""
+        return list(self._by_life.get((client, incarnation), {}).values())
 
     def holding(self, message: QueuedRequest) -> Held | None:
         """Whose message this is."""
-        return next((held for held in self._by_key.values() if held.message is message), None)
+        return next((held for held in self if held.message is message), None)
 
     def is_open(self, held: Held) -> bool:
         """It was not ended."""
@@ -116,22 +122,25 @@ class HeldRequests:
         del self._by_name[held.name]
         held.advance(event)
         if held.message is None:
-            self._by_key.pop(_key_of(held.origin), None)
+            self._remove(held.origin)
 
     def settle(self, held: Held) -> QueuedRequest | None:
         """Take the message of a request, to be acked; None where there is none."""
         message, held.message = held.message, None
         if not self.is_open(held):
-            self._by_key.pop(_key_of(held.origin), None)
+            self._remove(held.origin)
         return message
+
+    def _remove(self, origin: Origin) -> None:
+        life = origin.client, origin.incarnation
+        requests = self._by_life.get(life, {})
+        requests.pop(origin.key, None)
+        if not requests:
+            self._by_life.pop(life, None)
 
     def clear(self) -> list[str]:
         """Let go of everything; returns the engine names of what was open."""
         names = self.names
         self._by_name.clear()
-        self._by_key.clear()
+        self._by_life.clear()
         return names
-
-
-def _key_of(origin: Origin) -> tuple[str, str, RequestKey]:
-    return origin.client, origin.incarnation, origin.key

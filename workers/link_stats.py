@@ -15,6 +15,8 @@ class LinkStats:
     """Ended by the engine: stopped, full, aborted or failed."""
     failed: int = 0
     """Ended by the worker with an error."""
+    stopped: int = 0
+    """Ended because their clients did not want them; what was unsent of them was dropped."""
     confirmed: int = 0
     """Offers that their clients took."""
     late_steps: int = 0

@@ -251,12 +251,21 @@ class Links:
     def _stop(self, client: str, incarnation: str, key: RequestKey, todo: Instructions) -> None:
         """Stop a request that its client does not want here: nobody wants it from the queue either."""
         held = self._held.find(client, incarnation, key)
-        if held is None:
-            return
-        if isinstance(held.route, ClientLink):
-            self._settle(held, todo)
-        if self._held.is_open(held):
+        is_open = held is not None and self._held.is_open(held)
+        if held is not None and is_open:
             todo.abort.append(held.name)
+        link = self.routes.find(client, incarnation)
+        if link is None:
+            # In plain mode the engine ends it: what was made until then is on its way.
+            return
+        if key in link.sender.keys:
+            self.stats.stopped += 1
+            link.sender.stop(key, self._weight_version)
+            self.routes.touch(link)
+        if held is not None:
+            if is_open:
+                self._held.end(held, HeldEvent.STOPPED)
+            self._settle(held, todo)
 
     def _settle(self, held: Held, todo: Instructions) -> None:
         message = self._held.settle(held)
@@ -315,13 +324,12 @@ class Links:
     def _drop(self, link: ClientLink, todo: Instructions) -> int:
         """Forget a link and all that it carries; returns how many requests that were."""
         count = 0
-        for held in self._held:
-            if held.route is link:
-                count += 1
-                if self._held.is_open(held):
-                    todo.abort.append(held.name)
-                    self._held.end(held, HeldEvent.STOPPED)
-                self._settle(held, todo)
+        for held in self._held.of(link.client, link.incarnation):
+            count += 1
+            if self._held.is_open(held):
+                todo.abort.append(held.name)
+                self._held.end(held, HeldEvent.STOPPED)
+            self._settle(held, todo)
         self.routes.drop(link)
         return count
 
@@ -333,9 +341,11 @@ class Links:
         for ended in self._leases.expire(now):
             self._lose(ended, now, todo)
         lost = [(link.lost_at, link) for link in self.routes.links() if link.lost_at is not None]
+        excess = self.routes.held_bytes - self._max_held_bytes
         for lost_at, link in sorted(lost, key=lambda item: item[0]):
             # What dead clients missed must not keep the living from being served.
-            if now - lost_at > REMEMBER_S or self.routes.held_bytes > self._max_held_bytes:
+            if now - lost_at > REMEMBER_S or excess > 0:
+                excess -= link.held_bytes
                 self._drop(link, todo)
         for held in self._held:
             if held.deadline is not None and now > held.deadline and self._held.is_open(held):
@@ -356,9 +366,8 @@ class Links:
         for key in list(link.sender.keys):
             self.stats.requests_of_gone += 1
             self._end_at(link, key, error, todo)
-        for held in self._held:
-            if held.route is link:
-                self._settle(held, todo)
+        for held in self._held.of(link.client, link.incarnation):
+            self._settle(held, todo)
 
     def renew_leases(self, now: float) -> None:
         """Start every client's lease anew: for a while nobody could be heard."""

@@ -47,6 +47,8 @@ class ClientLink:
         self.lost_at: float | None = None
         """Since when the client counts as dead; None while it lives. Until it returns or is forgotten, what it missed
         is kept."""
+        self.resting_bytes = 0
+        """For `Routes`, which counts it in its sum."""
         self._resends: deque[bytes] = deque()
 
     def __repr__(self) -> str:
@@ -91,6 +93,8 @@ class PlainRoute:
         self.subject = subject
         self.message = message
         """Acked behind the terminal chunk; another one after it was delivered again."""
+        self.resting_bytes = 0
+        """For `Routes`, which counts it in its sum."""
         self._writer = writer
         self._sender = sender
         self._frames: deque[bytes] = deque()
@@ -141,8 +145,9 @@ class Routes:
         # By client and incarnation: two lives of a client may overlap until the later one announces itself.
         self._links: dict[str, dict[str, ClientLink]] = {}
         self._plain: set[PlainRoute] = set()
-        # Few of all that there are.
+        # Few of all that there are, and the only ones that change: what the others hold is summed up.
         self._touched: dict[Route, None] = {}
+        self._resting_bytes = 0
         self._begin(incarnation, max_payload)
 
     def _begin(self, incarnation: str, max_payload: int) -> None:
@@ -150,7 +155,9 @@ class Routes:
         self._num_links = 0
         margin = min(FRAME_MARGIN_BYTES, max_payload // 4)
         self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - margin
-        self.part_bytes = min(PART_BYTES, self._max_frame_bytes - margin)
+        self.max_part_bytes = self._max_frame_bytes - margin
+        """A row that takes more fits no frame."""
+        self.part_bytes = min(PART_BYTES, self.max_part_bytes)
         """For the writers of chunks that are to fit."""
 
     def __repr__(self) -> str:
@@ -161,7 +168,7 @@ class Routes:
     @property
     def held_bytes(self) -> int:
         """Of what clients have not taken, and plain programs were not sent."""
-        return sum(link.held_bytes for link in self.links()) + sum(route.held_bytes for route in self._plain)
+        return self._resting_bytes + sum(route.held_bytes for route in self._touched)
 
     @property
     def is_settled(self) -> bool:
@@ -210,13 +217,15 @@ class Routes:
         del lives[link.incarnation]
         if not lives:
             del self._links[link.client]
-        self._touched.pop(link, None)
+        self.touch(link)
+        del self._touched[link]
 
     def restart(self, incarnation: str, *, max_payload: int) -> None:
         """Forget everything and go on as another incarnation."""
         self._links.clear()
         self._plain.clear()
         self._touched.clear()
+        self._resting_bytes = 0
         self._begin(incarnation, max_payload)
 
     def beat(self) -> None:
@@ -231,8 +240,16 @@ class Routes:
         self.touch(link)
 
     def touch(self, route: Route) -> None:
-        """There may be something to publish."""
+        """It changes: there may be something to publish."""
+        self._resting_bytes -= route.resting_bytes
+        route.resting_bytes = 0
         self._touched[route] = None
+
+    def _rest(self, route: Route) -> None:
+        """It has nothing to publish until it is touched."""
+        del self._touched[route]
+        route.resting_bytes = route.held_bytes
+        self._resting_bytes += route.resting_bytes
 
     def sendable(self) -> list[Route]:
         """Routes that may have something to publish; take one frame of each in turn."""
@@ -244,7 +261,7 @@ class Routes:
             return None
         outgoing = route.next_frame()
         if outgoing is None:
-            del self._touched[route]
+            self._rest(route)
         elif isinstance(route, PlainRoute) and outgoing.message is not None:
             del self._touched[route]
             self._plain.discard(route)

@@ -25,6 +25,8 @@ MAX_PAYLOAD = 8 * 1024 * 1024
 ROUTING = RoutedExpertsInfo(num_layers=4, top_k=8, num_experts=64, dtype="u1")
 ROW_BYTES = 32
 NOW = 1000.0
+LATE = NOW + 7.0
+"""After a lease and its margin."""
 
 
 def capabilities(*, routing: bool = True) -> Capabilities:

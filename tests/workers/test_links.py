@@ -5,11 +5,18 @@ from schemas.errors import ErrorCode, InvalidRequest
 from schemas.limits import INITIAL_CREDIT_BYTES
 from schemas.messages import LinkMessage, RequestKey
 from schemas.presence import ClientState
-from tests.workers.links_support import MAX_PAYLOAD, NOW, ROW_BYTES, Ear, capabilities, make_links, request_of, step
+from tests.workers.links_support import (
+    LATE,
+    MAX_PAYLOAD,
+    NOW,
+    ROW_BYTES,
+    Ear,
+    capabilities,
+    make_links,
+    request_of,
+    step,
+)
 from workers.links import REMEMBER_S
-
-LATE = NOW + 7.0
-"""After a lease and its margin."""
 
 
 def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
@@ -132,26 +139,6 @@ def test_a_lost_clients_link_is_forgotten_at_last() -> None:
     assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
 
 
-def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
-    """Over the budget, links of lost clients are forgotten, the longest lost first, so that the living are served."""
-    links = make_links(max_held_bytes=30_000)
-    ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
-    for at, ear in enumerate(ears[:2]):
-        name, _ = ear.offer("r")
-        links.take([step(name, 3000)])
-        ear.hear()
-        links.expire(LATE + at)
-    name, _ = ears[2].offer("r")
-    links.take([step(name, 3000)])
-    ears[2].hear()
-    links.on_presence(ears[2].presence(), LATE + 2)
-    held = links.routes.held_bytes
-    links.expire(LATE + 3)
-
-    assert held > 30_000 > links.routes.held_bytes
-    assert [link.client for link in links.routes.links()] == ["bob", "carol"]
-
-
 def test_another_life_of_a_client_ends_the_first() -> None:
     """A message about a link, or an announcement, of a later life of a client ends what the earlier one had."""
     for speaks_of_link in (True, False):
@@ -199,33 +186,6 @@ def test_a_fence_gives_up_everything_without_a_word() -> None:
     assert links.stats.fenced == 1
     ear.offer("s")
     assert [frame.incarnation for frame in ear.hear()] == ["w2"]
-
-
-def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
-    """A client that takes nothing cannot fill a worker: the largest backlog ends as `over_budget`, others go on."""
-    links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
-    ear = Ear(links)
-    large, _ = ear.offer("large")
-    small, _ = ear.offer("small")
-    ear.hear()
-    rounds = 0
-    aborted: list[str] = []
-    while not aborted and rounds < 1000:
-        rounds += 1
-        todo = links.take([step(large, 2000), step(small, 10)])
-        aborted += todo.abort
-        ear.hear()
-
-    assert aborted == [large]
-    assert links.routes.held_bytes <= 4 * INITIAL_CREDIT_BYTES
-    assert links.stats.over_budget == 1
-    links.take([step(small, end=True)])
-    links.on_link_message("alice", ear.message(), NOW)
-    ear.hear()
-    last = ear.chunks("large")[-1]
-    assert last.error is not None
-    assert last.error.code is ErrorCode.OVER_BUDGET
-    assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
 
 
 def test_what_is_delivered_again_is_not_run_twice() -> None:
@@ -320,19 +280,47 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     assert num_tokens >= 33
 
 
-def test_an_unknown_step_of_a_stopped_request_is_its_end() -> None:
-    """A request that its client stopped still gets one terminal chunk, when the engine has stopped."""
+def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
+    """A request that its client stopped gets its terminal chunk and nothing else, whatever its engine still makes."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
     ear.hear()
-    links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
-    stopped = step(name, 0, end=True)
-    stopped.finish_reason = FinishReason.ABORT
-    links.take([stopped])
+    links.take([step(name, INITIAL_CREDIT_BYTES)])
+    ear.hear()
+    sent = sum(chunk.num_tokens for chunk in ear.chunks("r"))
+    unsent = INITIAL_CREDIT_BYTES - sent
+    todo = links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
+    links.take([step(name, 1), step(name, 1, end=True)])
     ear.hear()
 
-    assert [chunk.finish_reason for chunk in ear.chunks("r")] == [FinishReason.ABORT]
+    assert unsent > 0
+    assert todo.abort == [name]
+    last = ear.chunks("r")[-1]
+    assert (last.num_tokens, last.finish_reason) == (0, FinishReason.ABORT)
+    assert last.end is not None
+    assert last.end.num_tokens == sent
+    assert (links.stats.stopped, links.stats.late_steps) == (1, 2)
+    links.on_link_message("alice", ear.message(), NOW)
+    assert links.routes.held_bytes == 0
+
+
+def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
+    """Where the engine is through but the client has not taken all, a stop drops the rest."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r")
+    links.take([step(name, INITIAL_CREDIT_BYTES, end=True)])
+    ear.hear()
+    links.on_link_message("alice", ear.message(window=0), NOW)
+    held_bytes = links.routes.held_bytes
+    todo = links.on_link_message("alice", ear.message([RequestKey("r")], window=0), NOW)
+    ear.hear()
+
+    assert (todo.abort, todo.ack) == ([], [])
+    assert held_bytes > 2 * INITIAL_CREDIT_BYTES
+    assert links.routes.held_bytes < 1000
+    assert ear.chunks("r")[-1].finish_reason is FinishReason.ABORT
 
 
 def test_small_servers_get_small_frames() -> None:

@@ -1,0 +1,93 @@
+"""What a worker holds for clients that take nothing: counted, and bounded."""
+
+from schemas.errors import ErrorCode, InvalidRequest
+from schemas.limits import INITIAL_CREDIT_BYTES
+from schemas.messages import RequestKey
+from schemas.presence import ClientState
+from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, make_links, step
+from workers.links import REMEMBER_S
+
+
+def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
+    """Over the budget, links of lost clients are forgotten, the longest lost first, so that the living are served."""
+    links = make_links(max_held_bytes=30_000)
+    ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
+    for at, ear in enumerate(ears[:2]):
+        name, _ = ear.offer("r")
+        links.take([step(name, 3000)])
+        ear.hear()
+        links.expire(LATE + at)
+    name, _ = ears[2].offer("r")
+    links.take([step(name, 3000)])
+    ears[2].hear()
+    links.on_presence(ears[2].presence(), LATE + 2)
+    held = links.routes.held_bytes
+    links.expire(LATE + 3)
+
+    assert held > 30_000 > links.routes.held_bytes
+    assert [link.client for link in links.routes.links()] == ["bob", "carol"]
+
+
+def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
+    """A client that takes nothing cannot fill a worker: the largest backlog ends as `over_budget`, others go on."""
+    links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
+    ear = Ear(links)
+    large, _ = ear.offer("large")
+    small, _ = ear.offer("small")
+    ear.hear()
+    rounds = 0
+    aborted: list[str] = []
+    while not aborted and rounds < 1000:
+        rounds += 1
+        todo = links.take([step(large, 2000), step(small, 10)])
+        aborted += todo.abort
+        ear.hear()
+
+    assert aborted == [large]
+    assert links.routes.held_bytes <= 4 * INITIAL_CREDIT_BYTES
+    assert links.stats.over_budget == 1
+    links.take([step(small, end=True)])
+    links.on_link_message("alice", ear.message(), NOW)
+    ear.hear()
+    last = ear.chunks("large")[-1]
+    assert last.error is not None
+    assert last.error.code is ErrorCode.OVER_BUDGET
+    assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
+
+
+def test_what_is_held_is_what_all_links_hold() -> None:
+    """The sum that the budget is compared with follows every link, whatever happens to it."""
+    links = make_links()
+    ears = [Ear(links, client=f"c{number}", incarnation="i") for number in range(4)]
+    sums = []
+
+    def compare() -> None:
+        held_bytes = sum(link.held_bytes for link in links.routes.links())
+        sums.append((links.routes.held_bytes, held_bytes))
+
+    names = [ear.offer("r")[0] for ear in ears]
+    compare()
+    for ear in ears:
+        ear.hear()
+        compare()
+    links.take([step(name, 100_000) for name in names])
+    compare()
+    ears[0].hear()
+    compare()
+    links.on_link_message("c0", ears[0].message([RequestKey("r")]), NOW)
+    compare()
+    links.fail(names[1], InvalidRequest(field="f", problem="p", allowed="a"))
+    compare()
+    links.on_presence(ears[2].presence(ClientState.CLOSED), NOW)
+    compare()
+    links.expire(LATE)
+    compare()
+    ears[3].hear()
+    links.expire(LATE + REMEMBER_S + 1)
+    compare()
+    links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
+    compare()
+
+    assert all(counted == held_bytes for counted, held_bytes in sums)
+    assert max(sums)[0] > 1_000_000
+    assert sums[-1][0] == 0
