@@ -10,7 +10,7 @@ from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
-__all__ = ["check_reply_to", "check_request"]
+__all__ = ["check_reply_to", "check_request", "check_row_size"]
 
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
 """One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
@@ -40,6 +40,23 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, weight_v
     except RequestRejected as exc:
         exc.request_id = request.request_id
         raise
+
+
+def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
+    """Refuse routing of which a single row fits no message of this server.
+
+    Raises:
+        RequestRejected: it would be returned, and its rows are larger than `max_bytes`.
+    """
+    routing = capabilities.routed_experts
+    if routing is None or request.return_routed_experts is False or routing.row_bytes <= max_bytes:
+        return
+    raise RequestRejected(
+        code=ErrorCode.TOO_LARGE,
+        message=f"a row of this model's routed experts takes {routing.row_bytes} bytes, and the NATS server's "
+        f"max_payload leaves {max_bytes} for one: raise it, or ask with return_routed_experts=False",
+        request_id=request.request_id,
+    )
 
 
 def _check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:

@@ -14,7 +14,7 @@ from schemas.limits import MAX_DELIVERIES
 from schemas.messages import RequestKey, decode_request, decode_request_message, request_id_of
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
-from workers.admission import check_reply_to, check_request
+from workers.admission import check_reply_to, check_request, check_row_size
 from workers.config import WorkerConfig
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions, Origin
@@ -70,6 +70,7 @@ class Intake:
 
     Args:
         carry_out: does what an event calls for, and has sent what there is to send.
+        on_room: called when all that came is in the engine or was answered: there may be room for more.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Intake:
         links: Links,
         engine: EngineRunner,
         carry_out: Callable[[Instructions], None],
+        on_room: Callable[[], None],
     ) -> None:
         self._subjects = Subjects(config.fleet)
         self._weight_version = config.weight_version
@@ -87,6 +89,7 @@ class Intake:
         self._links = links
         self._engine = engine
         self._carry_out = carry_out
+        self._on_room = on_room
         self._arrivals: deque[Arrival] = deque()
         self._arrived = asyncio.Event()
         self._is_stopping = False
@@ -156,6 +159,7 @@ class Intake:
             self._arrived.clear()
             while self._arrivals:
                 await self._admit(self._arrivals.popleft())
+            self._on_room()
 
     async def _admit(self, arrival: Arrival) -> None:
         capabilities = self._engine.capabilities
@@ -237,6 +241,7 @@ class Intake:
         if isinstance(request, RequestError):
             raise request
         check_request(request, capabilities, self._weight_version)
+        check_row_size(request, capabilities, self._links.routes.max_part_bytes)
         return request
 
     async def _submit(self, name: str, request: GenerateRequest) -> None:

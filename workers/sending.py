@@ -126,15 +126,19 @@ class Sending:
 
     async def keep(self, messages: Iterable[QueuedRequest]) -> None:
         """Tell the queue that this worker is at work on these."""
-        for message in messages:
-            if self._can_send():
-                await self._say(message.in_progress)
+        await self._say_all([message.in_progress for message in messages])
 
     async def give_back(self, messages: Iterable[QueuedRequest]) -> None:
         """Let other workers have these at once."""
-        for message in messages:
-            if self._can_send():
-                await self._say(message.nak)
+        await self._say_all([message.nak for message in messages])
+
+    async def _say_all(self, words: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        incarnation = self._life.incarnation
+        for word in words:
+            # After a fence in the middle of this, the rest is of what the worker has given up.
+            if not self._can_send() or self._life.incarnation != incarnation:
+                return
+            await self._say(word)
 
     async def _say(self, word: Callable[[], Awaitable[None]]) -> None:
         try:

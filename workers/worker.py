@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, close_connection, open_connection, subscribe
+from bus.connection import Connection, ConnectionStats, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
 from bus.queue import ensure_queue
 from bus.queue_puller import PullerStats, QueuePuller
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
+from schemas.limits import MAX_ERROR_CHARS
 from schemas.messages import decode_client_presence, decode_link_message
 from schemas.presence import WorkerPresence, WorkerState
 from workers.config import WorkerConfig
@@ -61,6 +62,8 @@ class WorkerStats:
     bad_messages: int
     """Messages of clients that did not decode."""
     times_fenced: int
+    connection: ConnectionStats
+    """Messages dropped before they were heard, and those over which this side stumbled."""
 
 
 class Worker:
@@ -143,7 +146,7 @@ class Worker:
         self._max_payload = nats.max_payload
         self._links = Links(config, self._life.incarnation, max_payload=self._max_payload)
         self._sending = Sending(nats, self._life, self._links, on_broken=self._on_broken)
-        self._intake = Intake(config, self._life, self._links, self._runner, self._carry_out)
+        self._intake = Intake(config, self._life, self._links, self._runner, self._carry_out, self._on_room)
         self._puller = QueuePuller(
             nats, self._subjects, config.model, room=self._intake.room, on_request=self._intake.take
         )
@@ -257,6 +260,7 @@ class Worker:
             self._life.fence("frames are too large for what the server takes now")
         self._life.announce()
         self._sending.wake()
+        self._puller.wake()
 
     def _on_error(self, error: Exception) -> None:
         """Stop when the server has ended the connection for good; the rest is counted by the connection."""
@@ -274,6 +278,9 @@ class Worker:
     def _carry_out(self, todo: Instructions) -> None:
         self._runner.abort(todo.abort)
         self._sending.settle([message.ack for message in todo.ack] + [message.nak for message in todo.nak])
+
+    def _on_room(self) -> None:
+        self._puller.wake()
 
     def _on_serving(self) -> None:
         self._sending.wake()
@@ -294,7 +301,7 @@ class Worker:
             self._give_up(death)
 
     def _give_up(self, error: RollbusError) -> None:
-        self._last_error = self._last_error or str(error)
+        self._last_error = self._last_error or str(error)[:MAX_ERROR_CHARS]
         self._stopping.set()
 
     async def _wind_down(self) -> None:
@@ -325,6 +332,7 @@ class Worker:
             frames_lost=self._sending.frames_lost,
             bad_messages=self._bad_messages,
             times_fenced=self._life.times_fenced,
+            connection=self._nats.counters(),
         )
 
     def presence(self) -> WorkerPresence:

@@ -196,6 +196,26 @@ async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str)
             await until_left(client, 0)
 
 
+async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, fleet: str) -> None:
+    """Requests that are refused, or of dead clients, leave the queue one after another: not one slot's worth a beat."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_client(nats_url, fleet, name="dead") as dead,
+        synthetic_worker(nats_url, fleet, config=SyntheticConfig(max_num_seqs=2), worker_id="a") as (worker, _),
+        # At two a heartbeat it would take minutes.
+        asyncio.timeout(30),
+    ):
+        await client.until_serving("a")
+        await dead.announce(ClientState.CLOSED)
+        for number in range(150):
+            await dead.enqueue(short(f"r{number}"))
+            await client.enqueue(short(f"r{number}", lora="none"))
+        await client.enqueue(short("good"))
+        await client.until_ended("good")
+
+        assert (worker.stats().intake.gone, worker.stats().links.rejected) == (150, 150)
+
+
 async def test_a_request_that_nobody_can_be_answered_for_is_dropped(nats_url: str, fleet: str) -> None:
     """Requests without an id, or signed by another client than their subject names, leave the queue, counted."""
     async with (

@@ -12,7 +12,7 @@ import bus
 from bus import GenerateRequest, SamplingParams
 from bus.connection import subscribe
 from bus.embedded import EmbeddedServer
-from schemas.errors import EngineDead, ErrorCode
+from schemas.errors import EngineDead, ErrorCode, RequestRejected
 from schemas.messages import RequestKey, decode_frame, decode_presence
 from schemas.presence import WorkerState
 from tests.support.connections import count_tasks
@@ -130,6 +130,23 @@ async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) ->
         await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
 
         assert caught.group_contains(EngineDead, match="made no step for 1 s")
+        assert client.error_of("r") == ErrorCode.ENGINE_DEAD
+
+
+async def test_the_last_words_of_an_engine_are_cut(fleet: str) -> None:
+    """An engine that dies with more to say than a message may hold ends its requests and its worker like any other."""
+    engine = GatedEngine()
+    async with EmbeddedServer(max_payload_bytes=65_536) as server, hand_client(server.url, fleet) as client:
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with running(server.url, fleet, engine) as (_, task):
+                await client.until_serving("w")
+                await client.enqueue(endless("r"))
+                await client.until(lambda: client.offers)
+                engine.kill("x" * 100_000)
+                await task
+        await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
+
+        assert caught.group_contains(EngineDead)
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 
@@ -297,3 +314,21 @@ async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> N
         assert generation.routed_experts.nbytes > 3 * 1024**2
         np.testing.assert_array_equal(generation.routed_experts, alone.routed_experts)
         assert max(client.sizes) <= 65_536
+
+
+async def test_routing_that_fits_no_message_is_refused(fleet: str) -> None:
+    """Where one row is larger than a message may be, a request for it is refused; one that declines it is served."""
+    config = SyntheticConfig(num_layers=1024, top_k=64, num_experts=64)
+    async with (
+        EmbeddedServer(max_payload_bytes=65_536) as server,
+        bus.connect(server.url, fleet=fleet) as rb,
+        synthetic_worker(server.url, fleet, config=config),
+        asyncio.timeout(60),
+    ):
+        await rb.fleet.wait_for_workers()
+        with pytest.raises(RequestRejected, match="a row of this model's routed experts takes 65536 bytes") as caught:
+            await rb.complete(greedy(3))
+        generation = await rb.complete(greedy(3, return_routed_experts=False))
+
+    assert caught.value.code is ErrorCode.TOO_LARGE
+    assert len(generation.token_ids) == 3
