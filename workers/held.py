@@ -1,7 +1,7 @@
 """The requests in a worker's hands: those inside its engine, and those whose message the queue still keeps."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bus.protocol.states import HELD, HeldEvent, HeldState
 from bus.queue_puller import QueuedRequest
@@ -32,6 +32,7 @@ class Held:
     name: str
     """Inside the engine, which never sees the same name twice."""
     origin: Origin
+    """Without the message."""
     route: Route
     message: QueuedRequest | None
     """The queue keeps it for another worker until it is acked; None where there is none or no longer."""
@@ -92,7 +93,8 @@ class HeldRequests:
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
-        held = Held(name, origin, route, origin.message, deadline)
+        # Without its message in the origin too, which would keep the prompt here until the end.
+        held = Held(name, replace(origin, message=None), route, origin.message, deadline)
         self._by_name[name] = held
         self._by_life.setdefault((origin.client, origin.incarnation), {})[key] = held
         return held

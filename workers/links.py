@@ -300,9 +300,12 @@ class Links:
             link.resend(progress.resend)
 
     def break_link(self, link: ClientLink, todo: Instructions) -> None:
-        """Give up a link, with the requests on it, for a new one: its client asks for them again when it hears."""
+        """Give up a link, with the requests on it, for a new one.
+
+        When it hears, its client asks again for those that it had confirmed; the others go back to the queue.
+        """
         self.stats.links_broken += 1
-        self._drop(link, todo)
+        self._drop(link, todo, todo.nak)
         self.routes.tell(self.routes.link(link.client, link.incarnation))
 
     def on_presence(self, presence: ClientPresence, now: float) -> Instructions:
@@ -319,19 +322,24 @@ class Links:
             self.stats.clients_gone += 1
             link = self.routes.find(ended.client, ended.incarnation)
             if link is not None:
-                self.stats.requests_of_gone += self._drop(link, todo)
+                self.stats.requests_of_gone += self._drop(link, todo, todo.ack)
 
-    def _drop(self, link: ClientLink, todo: Instructions) -> int:
-        """Forget a link and all that it carries; returns how many requests that were."""
-        count = 0
-        for held in self._held.of(link.client, link.incarnation):
-            count += 1
+    def _drop(self, link: ClientLink, todo: Instructions, messages: list[QueuedRequest]) -> int:
+        """Forget a link and all that it carries; returns how many requests that were.
+
+        Args:
+            messages: of `todo`, where those go that the queue still keeps.
+        """
+        requests = self._held.of(link.client, link.incarnation)
+        for held in requests:
             if self._held.is_open(held):
                 todo.abort.append(held.name)
                 self._held.end(held, HeldEvent.STOPPED)
-            self._settle(held, todo)
+            message = self._held.settle(held)
+            if message is not None:
+                messages.append(message)
         self.routes.drop(link)
-        return count
+        return len(requests)
 
     # Time
 
@@ -346,7 +354,7 @@ class Links:
             # What dead clients missed must not keep the living from being served.
             if now - lost_at > REMEMBER_S or excess > 0:
                 excess -= link.held_bytes
-                self._drop(link, todo)
+                self._drop(link, todo, todo.ack)
         for held in self._held:
             if held.deadline is not None and now > held.deadline and self._held.is_open(held):
                 self.stats.failed += 1

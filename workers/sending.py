@@ -91,6 +91,7 @@ class Sending:
         """Publish the next frame of `route`; sealed only now, when it can leave."""
         if not self._can_send():
             return
+        incarnation = self._life.incarnation
         outgoing = self._links.next_frame(route)
         if outgoing is None:
             return
@@ -106,8 +107,9 @@ class Sending:
             self._on_broken(route)
             return
         self.frames += 1
-        if outgoing.message is not None:
-            self.settle([outgoing.message.ack])
+        if outgoing.message is not None and self._life.incarnation == incarnation:
+            # Behind the frame on the same connection, or not at all: should the frame be lost, the queue repeats it.
+            await self._say(outgoing.message.ack)
 
     async def _let_others_run(self) -> None:
         """A step that is ready goes before the next part of something large."""

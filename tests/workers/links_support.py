@@ -49,11 +49,11 @@ def make_links(**fields: object) -> Links:
     return Links(config, "w1", max_payload=MAX_PAYLOAD)
 
 
-def queued(*, client: str = "alice", num_delivered: int = 1) -> QueuedRequest:
-    """One delivery of a message of the queue; nothing can be said about it, as there is no connection."""
+def queued(*, client: str = "alice", num_delivered: int = 1, nats: Connection | None = None) -> QueuedRequest:
+    """One delivery of a message of the queue; without a connection nothing can be said about it."""
     reply = f"$JS.ACK.stream.normal.{num_delivered}.1.1.1.0"
     message = Msg(cast(Client, None), subject=f"rb.v1.f.req.{client}.m.normal", reply=reply)
-    return QueuedRequest(cast(Connection, None), message)
+    return QueuedRequest(cast(Connection, nats), message)
 
 
 def request_of(prompt_len: int = 2, **fields: object) -> GenerateRequest:

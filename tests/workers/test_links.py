@@ -1,5 +1,7 @@
 """What a worker holds for its clients: when a message may leave the queue, and who is told what."""
 
+import sys
+
 from schemas.chunk import FinishReason
 from schemas.errors import ErrorCode, InvalidRequest
 from schemas.limits import INITIAL_CREDIT_BYTES
@@ -13,9 +15,11 @@ from tests.workers.links_support import (
     Ear,
     capabilities,
     make_links,
+    queued,
     request_of,
     step,
 )
+from workers.held import Instructions
 from workers.links import REMEMBER_S
 
 
@@ -221,6 +225,35 @@ def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
     assert todo.abort == [name]
     assert ear.receiver.link == 1
     assert len(links) == 0
+
+
+def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
+    """A client that did not hear of an offer would not ask again for what a broken link had: the queue keeps that."""
+    links = make_links()
+    ear = Ear(links)
+    ear.offer("heard")
+    ear.hear()
+    links.on_link_message("alice", ear.message(), NOW)
+    _, message = ear.offer("unheard")
+    (link,) = links.routes.links()
+    todo = Instructions()
+    links.break_link(link, todo)
+
+    assert (todo.ack, todo.nak) == ([], [message])
+    assert links.messages == []
+
+
+def test_a_settled_message_is_kept_by_nobody() -> None:
+    """A request that its client owns keeps nothing of its message, and so of its prompt, until it ends."""
+    links = make_links()
+    ear = Ear(links)
+    _, message = ear.offer("r")
+    ear.hear()
+    links.on_link_message("alice", ear.message(), NOW)
+    unused = queued()
+
+    assert len(links) == 1
+    assert sys.getrefcount(message) == sys.getrefcount(unused)
 
 
 def test_a_foolish_acknowledgement_is_counted() -> None:
