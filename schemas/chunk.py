@@ -15,7 +15,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from schemas import limits
-from schemas.errors import ErrorCode, LocalProtocolError
+from schemas.errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError
 from schemas.rows import DTYPES, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
@@ -182,6 +182,13 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         for name in ("message", "field", "problem", "allowed"):
             text = getattr(self, name)
             force_setattr(self, name, text[: limits.MAX_ERROR_CHARS].encode(errors="replace").decode())
+
+    @classmethod
+    def of(cls, error: RequestError) -> "ChunkError":
+        """What the terminal chunk says of `error`."""
+        if isinstance(error, InvalidRequest):
+            return cls(error.code, error.message, error.field, error.problem, error.allowed)
+        return cls(error.code, error.message)
 
 
 class End(msgspec.Struct, array_like=True, frozen=True, gc=False):

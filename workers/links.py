@@ -18,7 +18,7 @@ from bus.protocol.step import RequestStep
 from bus.queue_puller import QueuedRequest
 from bus.subjects import Subjects
 from schemas.chunk import ChunkError, FinishReason
-from schemas.errors import ErrorCode, InvalidRequest, LocalProtocolError, RemoteProtocolError, RequestError
+from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, RequestError
 from schemas.limits import DEFAULT_TIMEOUT_S
 from schemas.messages import LinkMessage, RequestKey
 from schemas.presence import Capabilities, ClientPresence, ClientState
@@ -136,7 +136,7 @@ class Links:
         if origin.message is None:
             self._leases.hear(origin.client, origin.incarnation, now)
             link = self.routes.link(origin.client, origin.incarnation)
-            link.sender.reject(origin.key, _chunk_error(error), self._weight_version)
+            link.sender.reject(origin.key, ChunkError.of(error), self._weight_version)
             self.routes.touch(link)
             return
         # Offered, so that the client's acknowledgement settles the message: until then another worker may answer.
@@ -174,7 +174,7 @@ class Links:
             self._fail(held, error)
 
     def _fail(self, held: Held, error: RequestError) -> None:
-        held.route.fail(held.origin.key, _chunk_error(error), self._weight_version)
+        held.route.fail(held.origin.key, ChunkError.of(error), self._weight_version)
         self.routes.touch(held.route)
         self._held.end(held, HeldEvent.FINISHED)
 
@@ -210,7 +210,7 @@ class Links:
             self._fail(held, error)
             todo.abort.append(held.name)
         else:
-            link.fail(key, _chunk_error(error), self._weight_version)
+            link.fail(key, ChunkError.of(error), self._weight_version)
             self.routes.touch(link)
         self.stats.failed += 1
 
@@ -397,9 +397,3 @@ class Links:
             if held is not None:
                 self._held.settle(held)
         return outgoing
-
-
-def _chunk_error(error: RequestError) -> ChunkError:
-    if isinstance(error, InvalidRequest):
-        return ChunkError(error.code, error.message, error.field, error.problem, error.allowed)
-    return ChunkError(error.code, error.message)
