@@ -20,6 +20,9 @@ __all__ = ["SMALL_BYTES", "LinkSender", "PlainSender", "Progress"]
 
 SMALL_BYTES = 16 * 1024
 """A chunk up to this size goes with the next frame; larger ones go one per frame, behind everything small."""
+MAX_UNACKED_BYTES = 64 * 1024 * 1024
+"""Kept for a client that grants credit without end but acknowledges nothing: many times the window of one that does.
+Beyond it data gathers where it can be given up."""
 MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
 """No larger frames whatever the server allows: so no frame holds more offers or chunks than may be in one."""
 
@@ -214,7 +217,7 @@ class LinkSender:
         longer than its own sending takes.
         """
         draft = _Draft(self._max_frame_bytes)
-        credit = self._credit - self._offset
+        credit = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes)
         if self._add_offers(draft) and self._add_terminals(draft) and credit > 0:
             # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
             draft.room = min(draft.room, max(credit, PART_BYTES))

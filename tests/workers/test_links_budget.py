@@ -1,8 +1,11 @@
 """What a worker holds for clients that take nothing: counted, and bounded."""
 
+import pytest
+
+from bus.protocol import link_sender
 from schemas.errors import ErrorCode, InvalidRequest
 from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import RequestKey
+from schemas.messages import LinkMessage, RequestKey
 from schemas.presence import ClientState
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, make_links, step
 from workers.links import REMEMBER_S
@@ -53,6 +56,26 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
     assert last.error is not None
     assert last.error.code is ErrorCode.OVER_BUDGET
     assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
+
+
+def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that grants credit but acknowledges nothing is sent little; its own requests end, and no other's."""
+    monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 2 * INITIAL_CREDIT_BYTES)
+    links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
+    greedy, other = Ear(links), Ear(links, client="bob", incarnation="b1")
+    large, _ = greedy.offer("large")
+    small, _ = other.offer("small")
+    links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 1 << 60), NOW)
+    aborted = []
+    for _ in range(1000):
+        aborted += links.take([step(large, 2000), step(small)]).abort
+        for route in links.routes.sendable():
+            while links.next_frame(route) is not None:
+                pass
+
+    assert aborted == [large]
+    assert len(links) == 1
+    assert links.routes.held_bytes < 5 * INITIAL_CREDIT_BYTES
 
 
 def test_what_is_held_is_what_all_links_hold() -> None:
