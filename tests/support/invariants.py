@@ -109,7 +109,8 @@ async def until(look: Callable[[], Awaitable[object]], expected: object) -> None
             while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(LOOK_AGAIN_S)
 
-    assert seen == expected
+    # Said here, since pytest explains only what stands in a test.
+    assert seen == expected, f"{look.__qualname__} is {seen} and not {expected}"
 
 
 @contextlib.asynccontextmanager
