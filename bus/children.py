@@ -76,8 +76,8 @@ class Child:
         self.state = RequestState.PUBLISHING
         self.is_sent = False
         """The current attempt was handed to NATS."""
-        self.is_direct = False
-        """The current attempt went to the worker of its session alone, not to the queue."""
+        self.direct_to: str | None = None
+        """The worker of its session, where the current attempt went there alone and not to the queue."""
         self.worker: str | None = None
         """Who admitted the current attempt; None before."""
         self.incarnation: str | None = None
@@ -134,10 +134,10 @@ class Child:
             self._payload = encode(self._request)
         return self._payload
 
-    def sent(self, *, is_direct: bool) -> None:
-        """The current attempt is being handed to NATS."""
+    def sent(self, direct_to: str | None) -> None:
+        """The current attempt is being handed to NATS, for one worker alone or for the queue."""
         self.is_sent = True
-        self.is_direct = is_direct
+        self.direct_to = direct_to
         self._payload = None
         if self.state is RequestState.WAITING:
             self._move(RequestEvent.PUBLISHED)
@@ -180,7 +180,7 @@ class Child:
     def _lose(self, error: RequestError) -> None:
         self._move(RequestEvent.LOST)
         self.released()
-        self.seq = None
+        self.seq = self.direct_to = None
         self.is_sent = False
         self._payload = None
         self.last_error = error

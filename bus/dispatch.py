@@ -97,7 +97,7 @@ class Dispatch:
         self._worker_grace_s = worker_grace_s
         self._publisher = QueuePublisher(nats, subjects, self._client, self._take_result)
         self._sessions = Sessions()
-        # Bounded by the requests in flight, all of these: a child is in the line once or twice, elsewhere once.
+        # All of these are bounded by the requests in flight.
         self._line: deque[Child] = deque()
         self._line_wanted = asyncio.Event()
         self._unadmitted: dict[Child, None] = {}
@@ -201,7 +201,7 @@ class Dispatch:
 
     async def _send(self, child: Child, data: bytes) -> None:
         worker = self._direct_worker(child)
-        child.sent(is_direct=worker is not None)
+        child.sent(worker)
         self.stats.requests += 1
         if worker is not None:
             self.stats.direct += 1
@@ -249,8 +249,9 @@ class Dispatch:
             return
         code = result.code or ErrorCode.UNKNOWN
         error = request_error(code, result.message, request_id=child.live.request_id)
-        if code is ErrorCode.NO_WORKERS and self._watch.snapshot.is_served(child.live.model):
-            # Somebody serves it, so that there will be a queue again: it was deleted.
+        is_served = self._watch.snapshot.is_served(child.live.model)
+        if code is ErrorCode.NO_WORKERS and (is_served or not child.is_first_attempt):
+            # The queue was deleted; workers that are there, or come within the grace time, make it again.
             self._withdraw_in(ROUND_S, child, error)
         else:
             self._arbiter.refuse(child, error)

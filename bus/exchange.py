@@ -114,7 +114,7 @@ class Exchange:
         if live is None or live.call is not call:
             return
         del self._calls[request_id]
-        if any(child.is_sent or not child.is_first_attempt for child in live.children):
+        if any(child.is_sent or child.stream.attempt > live.first_attempt for child in live.children):
             # Put behind all others: the oldest are forgotten first.
             self._next_attempt.pop(request_id, None)
             self._next_attempt[request_id] = live.next_attempt
@@ -239,7 +239,7 @@ class Exchange:
     def refuse(self, child: Child, error: RequestError) -> None:
         """An attempt came back with `error`: end the call, or go on with the next where that may fare better."""
         is_full = error.code is ErrorCode.QUEUE_FULL
-        if is_full and child.is_direct:
+        if is_full and child.direct_to is not None:
             self.withdraw(child, error)
         elif error.code in RESUMED or (is_full and not child.is_first_attempt):
             self.lose(child, error)
@@ -276,11 +276,14 @@ class Exchange:
 
     def worker_gone(self, gone: Gone) -> None:
         """Give up what a lost worker, or a lost life of one, had. The queue keeps what it had not offered."""
+        reason = f"worker {gone.worker} is gone: {gone.reason}"
         self._lose_where(
             lambda child: child.worker == gone.worker and (gone.is_final or child.incarnation == gone.incarnation),
             ErrorCode.WORKER_LOST,
-            f"worker {gone.worker} is gone: {gone.reason}",
+            reason,
         )
+        for child in self._open_children(lambda child: child.worker is None and child.direct_to == gone.worker):
+            self.withdraw(child, child.live.failure(ErrorCode.WORKER_LOST, reason))
 
     def lose_at(self, worker: str, reason: str) -> None:
         """Give up what a worker has in its hands."""
@@ -291,9 +294,12 @@ class Exchange:
         self._lose_where(lambda child: child.worker is not None, ErrorCode.FRAMES_LOST, reason)
 
     def _lose_where(self, is_lost: Callable[[Child], bool], code: ErrorCode, message: str) -> None:
-        lost = [child for live in self._calls.values() for child in live.children if child.is_open and is_lost(child)]
-        for child in lost:
+        for child in self._open_children(is_lost):
             self.lose(child, child.live.failure(code, message))
+
+    def _open_children(self, are_meant: Callable[[Child], bool]) -> list[Child]:
+        children = (child for live in self._calls.values() for child in live.children)
+        return [child for child in children if child.is_open and are_meant(child)]
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """Fail every call, and all that are still submitted: the connection is lost for good, or closed."""

@@ -78,7 +78,7 @@ MAX_EXTRA_BYTES: Final = 65_536
 MAX_EXTRA_DEPTH: Final = 16
 """Lists and maps inside each other in one engine-specific parameter; far below where decoders overflow their stack."""
 MAX_REMEMBERED_IDS: Final = 65_536
-"""Ids of requests given up while open that a client remembers, to tell late chunks from those of a new request."""
+"""Ids of past requests that a client remembers, to tell what is late of them from a new request of the same id."""
 MAX_REQUEST_ID_CHARS: Final = 128
 """Long enough for a UUID with a prefix; the id stands in every chunk."""
 MAX_NAME_CHARS: Final = 256

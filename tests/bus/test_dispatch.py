@@ -8,8 +8,8 @@ from nats.js import JetStreamContext
 
 import bus
 from bus import Generation, NoWorkers, RequestRejected
-from bus.connection import publish
 from bus.queue import QueueLimits, ensure_queue, stream_name
+from bus.sessions import rendezvous
 from schemas.errors import ErrorCode
 from schemas.limits import MAX_ATTEMPTS
 from schemas.presence import WorkerState
@@ -253,23 +253,65 @@ async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> 
 
 
 async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -> None:
-    """The next worker of the session is one of those that live, and later attempts go through the queue."""
+    """What was on its way to a worker that says goodbye goes to the queue; the session stays with who takes it."""
+    session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", ["gone", "other"]) == "gone")
     async with (
-        hand_worker(nats_url, fleet) as (worker, rb),
+        worker_by_hand(nats_url, fleet, "gone", pulls=False) as gone,
+        worker_by_hand(nats_url, fleet, "other") as other,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
-        worker_by_hand(nats_url, fleet, "other", pulls=False) as other,
     ):
-        first = tasks.create_task(rb.complete(request(1, session_id="s")))
-        one, two = tasks.create_task(worker.take()), tasks.create_task(other.take())
-        await other.announce()
-        done, _ = await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
-        holder = worker if one in done else other
-        await answer(holder, 0, done.pop().result())
-        await first
-        await holder.announce(WorkerState.STOPPED)
-        rest = other if holder is worker else worker
-        await publish(rest.nats, rest.subjects.ping, b"")
-        second = tasks.create_task(rb.complete(request(1, session_id="s")))
-        taken = await (two if rest is other else one)
-        await answer(rest, 0, taken)
-        assert (await second).worker_ids == (rest.name,)
+        await rb.fleet.wait_for_workers(2)
+        first = tasks.create_task(rb.complete(request(1, session_id=session)))
+        direct = await gone.take()
+        await gone.announce(WorkerState.STOPPED)
+        queued = await other.take()
+        await answer(other, 0, queued)
+        generation = await first
+        second = tasks.create_task(rb.complete(request(1, session_id=session)))
+        again = await other.take()
+        await answer(other, 1, again)
+        await second
+
+    assert (direct.queued, again.queued) == (None, None)
+    assert queued.queued is not None
+    assert (generation.attempts, generation.worker_ids) == (1, ("other",))
+
+
+async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -> None:
+    """However a request ends, and wherever it was then, nothing of it stays in the client's tables."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        ids = ["done", "refused", "lost", "aborted", "left", "direct"]
+        sessions = {"direct": "s"}
+        running = {
+            name: tasks.create_task(outcome(rb.complete(request(request_id=name, session_id=sessions.get(name)))))
+            for name in ids
+        }
+        keys = {key.request_id: key for key in [await worker.next_key() for _ in ids]}
+        await worker.frame(0, chunk(keys["done"], 0, 1, total=1), failure(keys["refused"], 0, ErrorCode.UNSUPPORTED))
+        await worker.frame(1, failure(keys["lost"], 0, ErrorCode.WORKER_STOPPED), admitted=(keys["lost"],))
+        again = await worker.next_key()
+        await worker.frame(2, chunk(again, 0, 1, 2, 3, total=3), admitted=(again,))
+        await rb.abort(["aborted", "direct"])
+        running["left"].cancel()
+        await asyncio.wait(running.values())
+        await rb.fleet.state()
+        tables = repr(rb._desk._traffic)
+
+    assert running["refused"].result() == "unsupported"
+    assert {name: running[name].result() for name in ("done", "lost", "aborted", "direct")} == {
+        "done": "length",
+        "lost": "length",
+        "aborted": "abort",
+        "direct": "abort",
+    }
+    assert "<Exchange calls=0>" in tables
+    assert "<Dispatch line=0 unadmitted=0 queued=0>" in tables
+
+
+async def outcome(awaitable: Awaitable[Generation]) -> str:
+    """How a request ends, in a word."""
+    try:
+        return (await awaitable).finish_reason
+    except bus.RequestError as exc:
+        return exc.code

@@ -67,6 +67,8 @@ class HandWorker:
     link: int = 0
     free_slots: int = 1
     client: str = "me"
+    state: WorkerState = WorkerState.SERVING
+    """As last announced; a worker that has stopped answers no ping."""
     client_incarnation: str = ""
     """As of the last presence or request of the client."""
     requests: asyncio.Queue[Taken] = field(default_factory=lambda: asyncio.Queue(10_000))
@@ -75,6 +77,7 @@ class HandWorker:
 
     async def announce(self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0) -> None:
         """Say that this worker lives."""
+        self.state = state
         presence = WorkerPresence(
             worker=self.name,
             incarnation=self.incarnation,
@@ -152,8 +155,9 @@ class HandWorker:
         self.presences.put_nowait(presence)
 
     async def answer_ping(self, _message: Msg) -> None:
-        """Say that this worker lives."""
-        await self.announce()
+        """Say that this worker lives, if it does."""
+        if self.state is not WorkerState.STOPPED:
+            await self.announce(self.state)
 
 
 @contextlib.asynccontextmanager
