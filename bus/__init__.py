@@ -8,10 +8,10 @@
 If this docstring is not what `help(bus)` shows, another package called `bus` comes first on your path.
 """
 
-from bus.client import Client, ClientStats, connect
-from bus.fleet import Fleet, FleetState
-from bus.generation import Generation
-from bus.queue import QueueDepth
+from bus.client.client import Client, ClientStats, connect
+from bus.client.fleet import Fleet, FleetState
+from bus.client.generation import Generation
+from bus.queue.streams import QueueDepth
 from schemas.chunk import Chunk, FinishReason, RoutedExperts
 from schemas.errors import (
     BusBroken,

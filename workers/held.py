@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from bus.protocol.states import HELD, HeldEvent, HeldState
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from schemas.messages import RequestKey
 from workers.routes import Route
 

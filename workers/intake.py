@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from bus.subjects import Subjects
 from schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.limits import MAX_DELIVERIES

@@ -15,7 +15,7 @@ from bus.protocol.chunking import ChunkWriter
 from bus.protocol.lease import ClientLeases, Ended
 from bus.protocol.states import HeldEvent, HeldState
 from bus.protocol.step import RequestStep
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from bus.subjects import Subjects
 from schemas.chunk import ChunkError, FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, RequestError

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bus.protocol.chunking import PART_BYTES, ChunkWriter
 from bus.protocol.link_sender import LinkSender, PlainSender
 from bus.protocol.step import RequestStep
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from bus.subjects import Subjects
 from schemas.chunk import ChunkError
 from schemas.messages import RequestKey

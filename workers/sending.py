@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 from bus.connection import Connection, publish
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from schemas.errors import BusBroken, LocalProtocolError
 from workers.life import Life
 from workers.links import Links

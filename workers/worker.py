@@ -18,8 +18,8 @@ from nats.aio.msg import Msg
 
 from bus.connection import Connection, ConnectionStats, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
-from bus.queue import ensure_queue
-from bus.queue_puller import PullerStats, QueuePuller
+from bus.queue.puller import PullerStats, QueuePuller
+from bus.queue.streams import ensure_queue
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
 from schemas.limits import MAX_ERROR_CHARS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bus
-from bus.traffic import LEASE_S
+from bus.client.traffic import LEASE_S
 from schemas.presence import WorkerState
 from tests.bus.test_client import greedy
 from tests.support.fleet import check_generation

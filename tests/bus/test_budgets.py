@@ -8,7 +8,7 @@ import pytest
 
 import bus
 from bus import GenerateRequest, InvalidRequest, SamplingParams
-from bus.loop_thread import LoopThread
+from bus.client.loop_thread import LoopThread
 from tests.bus.test_client import greedy
 from tests.support.fleet import check_generation, synthetic_worker
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bus.calls import Call, Ending, Inbox
+from bus.client.calls import Call, Ending, Inbox
 from schemas.chunk import Chunk
 from schemas.errors import ErrorCode, InvalidRequest, RequestFailed
 from schemas.limits import MAX_SEED

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 import bus
-from bus.client_links import MAX_WINDOW_BYTES
+from bus.client.links import MAX_WINDOW_BYTES
 from bus.connection import publish, subscribe
 from schemas.presence import ClientState
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
@@ -193,7 +193,7 @@ async def test_what_nats_py_drops_is_noticed_and_sent_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames that find a subscription full are dropped by nats-py: a gap like any other, counted and repaired."""
-    monkeypatch.setattr("bus.traffic.subscribe", partial(subscribe, max_pending_msgs=3))
+    monkeypatch.setattr("bus.client.traffic.subscribe", partial(subscribe, max_pending_msgs=3))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(100)))
         key = await worker.next_key()

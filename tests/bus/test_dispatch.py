@@ -8,8 +8,8 @@ from nats.js import JetStreamContext
 
 import bus
 from bus import Generation, NoWorkers, RequestRejected
-from bus.queue import QueueLimits, ensure_queue, stream_name
-from bus.sessions import rendezvous
+from bus.client.sessions import rendezvous
+from bus.queue.streams import QueueLimits, ensure_queue, stream_name
 from schemas.errors import ErrorCode
 from schemas.limits import MAX_ATTEMPTS
 from schemas.presence import WorkerState
@@ -63,7 +63,7 @@ async def test_what_left_the_queue_unseen_is_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A purged stream: requests that wait for long are looked for, and the orphans among them published again."""
-    monkeypatch.setattr("bus.dispatch.ORPHAN_AGE_S", 0.2)
+    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
         bus.connect(nats_url, fleet=fleet, client="me") as rb,
@@ -91,7 +91,7 @@ async def test_what_left_the_queue_unseen_is_published_again(
 @pytest.mark.slow
 async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it waits, a request that is in the queue stays there and is published once."""
-    monkeypatch.setattr("bus.dispatch.ORPHAN_AGE_S", 0.0)
+    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.0)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
         bus.connect(nats_url, fleet=fleet, client="me") as rb,

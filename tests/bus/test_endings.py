@@ -9,7 +9,7 @@ import pytest
 
 import bus
 from bus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
-from bus.client_links import ClientLinks
+from bus.client.links import ClientLinks
 from tests.bus.test_client import exhaust, expect, greedy
 from tests.support.fleet import synthetic_worker, until_idle
 from workers.engines.synthetic import SyntheticConfig

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from bus.loop_thread import LoopThread
+from bus.client.loop_thread import LoopThread
 from schemas.errors import BusBroken, BusClosed
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bus.connection import Connection
 from bus.embedded import EmbeddedServer
-from bus.queue import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
+from bus.queue.streams import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken
 from schemas.request import Lane

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bus.embedded import EmbeddedServer
-from bus.queue import LANES, QueueLimits, ensure_queue, queue_depths
+from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths
 from bus.subjects import Subjects
 from tests.support.invariants import until
 from tests.support.nats_server import require_binary

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-import bus.queue_publisher
+import bus.queue.publisher
 from bus.embedded import EmbeddedServer
-from bus.queue import QueueLimits, ensure_queue, queue_depths, stream_name
-from bus.queue_publisher import REPEAT_S
+from bus.queue.publisher import REPEAT_S
+from bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import ErrorCode, LocalProtocolError
 from schemas.request import Lane
@@ -211,7 +211,7 @@ async def test_publishes_without_an_answer_are_bounded(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond as many unanswered requests as may be, further ones are refused as from a full queue."""
-    monkeypatch.setattr(bus.queue_publisher, "MAX_UNANSWERED", 2)
+    monkeypatch.setattr(bus.queue.publisher, "MAX_UNANSWERED", 2)
     async with tcp_proxy(nats_url) as proxy, publishing(proxy.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         proxy.freeze(Direction.TO_CLIENT)

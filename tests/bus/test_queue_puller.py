@@ -7,8 +7,8 @@ import pytest
 
 from bus.connection import close_connection
 from bus.protocol.pulling import MAX_OVER
-from bus.queue import LANES, QueueLimits, ensure_queue, queue_depths, stream_name
-from bus.queue_puller import QueuePuller
+from bus.queue.puller import QueuePuller
+from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed
 from tests.support.connections import count_tasks, opened

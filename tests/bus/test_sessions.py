@@ -1,6 +1,6 @@
 """Which worker a session goes to."""
 
-from bus.sessions import MAX_SESSIONS, Sessions, rendezvous
+from bus.client.sessions import MAX_SESSIONS, Sessions, rendezvous
 from schemas.presence import WorkerPresence, WorkerState
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 import bus
+from bus.client.generation import Generation
 from bus.embedded import EmbeddedServer
-from bus.generation import Generation
 from schemas.request import GenerateRequest
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed

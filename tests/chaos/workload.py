@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bus.generation import Generation
+from bus.client.generation import Generation
 from schemas.chunk import FinishReason, TopLogprobs
 from schemas.request import GenerateRequest, expand_children
 from schemas.sampling import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import bus
-from bus import dispatch
+from bus.client import dispatch
 from bus.embedded import EmbeddedServer
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing

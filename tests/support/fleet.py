@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 import bus
-from bus.generation import Generation
+from bus.client.generation import Generation
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 from schemas.sampling import SamplingParams

@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Connection, publish, subscribe
 from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.queue import ensure_queue
+from bus.queue.streams import ensure_queue
 from bus.subjects import Subjects
 from schemas.chunk import Chunk
 from schemas.messages import (

@@ -11,8 +11,8 @@ from nats.aio.msg import Msg
 import bus
 from bus import GenerateRequest, SamplingParams
 from bus.connection import Connection, close_connection, open_connection, publish, subscribe
-from bus.queue import ensure_queue
-from bus.queue_puller import QueuedRequest, QueuePuller
+from bus.queue.puller import QueuedRequest, QueuePuller
+from bus.queue.streams import ensure_queue
 from bus.subjects import Subjects
 from schemas.chunk import Chunk, ChunkError, End, FinishReason
 from schemas.errors import ErrorCode

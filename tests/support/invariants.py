@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from nats.aio.msg import Msg
 
+from bus.client.generation import Generation
 from bus.connection import Connection, publish, subscribe
-from bus.generation import Generation
 from bus.subjects import Subjects
 from schemas.chunk import Chunk
 from schemas.messages import decode_presence

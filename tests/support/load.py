@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import bus
-from bus.generation import Generation
+from bus.client.generation import Generation
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import AsyncIterator
 
 from bus.connection import Connection
-from bus.queue import QueueLimits
-from bus.queue_publisher import PublishResult, QueuePublisher
-from bus.queue_puller import QueuedRequest, QueuePuller
+from bus.queue.publisher import PublishResult, QueuePublisher
+from bus.queue.puller import QueuedRequest, QueuePuller
+from bus.queue.streams import QueueLimits
 from bus.subjects import Subjects
 from schemas.request import Lane
 from tests.support.connections import opened

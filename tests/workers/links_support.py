@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Connection
 from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.queue_puller import QueuedRequest
+from bus.queue.puller import QueuedRequest
 from schemas.chunk import Chunk, FinishReason
 from schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
 from schemas.presence import Capabilities, ClientPresence, ClientState, RoutedExpertsInfo

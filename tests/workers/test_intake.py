@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from bus.protocol.pulling import MAX_OVER
-from bus.queue import queue_depths
-from bus.queue_puller import QueuedRequest, QueuePuller
+from bus.queue.puller import QueuedRequest, QueuePuller
+from bus.queue.streams import queue_depths
 from schemas.errors import ErrorCode
 from schemas.limits import MAX_DELIVERIES
 from schemas.messages import RequestKey

@@ -11,7 +11,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from bus.connection import subscribe
-from bus.queue import ensure_queue
+from bus.queue.streams import ensure_queue
 from bus.subjects import Subjects
 from schemas.chunk import FinishReason
 from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError

@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 
 from bus.connection import Connection, drain, publish, subscribe
 from bus.protocol.pulling import MAX_OVER, STANDING_S, Answer, Pull, PullPlan, read_status
-from bus.queue import API, LANES, QueueLimits, ensure_queue, stream_name
+from bus.queue.streams import API, LANES, QueueLimits, ensure_queue, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed
 from schemas.request import Lane

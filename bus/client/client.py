@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Self
 
-from bus.calls import Call
+from bus.client.calls import Call
+from bus.client.desk import Desk, check_ids
+from bus.client.fleet import Fleet
+from bus.client.generation import Generation, join_samples
+from bus.client.traffic import ClientConfig, ClientStats
 from bus.connection import default_url
-from bus.desk import Desk, check_ids
-from bus.fleet import Fleet
-from bus.generation import Generation, join_samples
 from bus.subjects import Subjects
-from bus.traffic import ClientConfig, ClientStats
 from schemas.checks import check_float, check_int, check_subject_token
 from schemas.chunk import Chunk
 from schemas.errors import BusClosed, NoWorkers, RequestError

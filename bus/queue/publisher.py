@@ -16,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.connection import Connection, publish, subscribe
-from bus.queue import is_stored
+from bus.queue.streams import is_stored
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, LocalProtocolError
 from schemas.request import Lane

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from bus.fleet_watch import FleetWatch
-from bus.loop_thread import LoopThread
-from bus.queue import QueueDepth
+from bus.client.fleet_watch import FleetWatch
+from bus.client.loop_thread import LoopThread
+from bus.queue.streams import QueueDepth
 from schemas.presence import WorkerPresence
 
 __all__ = ["Fleet", "FleetState"]

@@ -6,10 +6,10 @@ model that somebody serves is opened without a round trip.
 
 from collections.abc import Iterable
 
-from bus.calls import Call, Ending, Inbox
-from bus.fleet import Fleet
-from bus.loop_thread import LoopThread
-from bus.traffic import ClientConfig, ClientStats, Traffic, open_traffic
+from bus.client.calls import Call, Ending, Inbox
+from bus.client.fleet import Fleet
+from bus.client.loop_thread import LoopThread
+from bus.client.traffic import ClientConfig, ClientStats, Traffic, open_traffic
 from schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
 from schemas.request import GenerateRequest
 

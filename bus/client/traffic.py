@@ -10,11 +10,11 @@ from typing import Final
 
 from nats.errors import SlowConsumerError
 
-from bus.client_links import ClientLinks
+from bus.client.dispatch import Dispatch
+from bus.client.exchange import Exchange
+from bus.client.fleet_watch import FleetWatch
+from bus.client.links import ClientLinks
 from bus.connection import CLOSE_TIMEOUT_S, Connection, close_connection, open_connection, publish, subscribe
-from bus.dispatch import Dispatch
-from bus.exchange import Exchange
-from bus.fleet_watch import FleetWatch
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode
 from schemas.messages import encode_json

@@ -14,12 +14,12 @@ from typing import Final, Protocol
 
 import msgspec
 
-from bus.children import Child
+from bus.client.children import Child
+from bus.client.fleet_watch import FleetWatch
+from bus.client.sessions import Sessions
 from bus.connection import Connection, publish
-from bus.fleet_watch import FleetWatch
 from bus.protocol.states import RequestState
-from bus.queue_publisher import PublishResult, QueuePublisher
-from bus.sessions import Sessions
+from bus.queue.publisher import PublishResult, QueuePublisher
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
 from schemas.messages import RequestMessage, encode

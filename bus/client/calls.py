@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bus.generation import Generation, Sample, join_samples
+from bus.client.generation import Generation, Sample, join_samples
 from bus.protocol.chunking import chunk_bytes
 from schemas.chunk import Chunk
 from schemas.errors import RequestError

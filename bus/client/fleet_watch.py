@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Connection, publish
 from bus.protocol.fleet_view import FleetView, Gone
-from bus.queue import QueueDepth, queue_depths
+from bus.queue.streams import QueueDepth, queue_depths
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
 from schemas.messages import decode_presence

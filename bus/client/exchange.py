@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from bus.calls import Call
-from bus.children import Child, LiveCall
+from bus.client.calls import Call
+from bus.client.children import Child, LiveCall
 from bus.protocol.fleet_view import Gone
 from bus.protocol.states import RequestState
 from schemas.chunk import Chunk, ChunkError

@@ -6,8 +6,8 @@ A request of n samples is n requests to the fleet, its children; they end togeth
 import asyncio
 import time
 
-from bus.calls import Call, Ending
-from bus.generation import Sample
+from bus.client.calls import Call, Ending
+from bus.client.generation import Sample
 from bus.protocol.states import REQUEST, RequestEvent, RequestState
 from bus.protocol.stream import Stream
 from schemas.chunk import Chunk
