@@ -86,7 +86,9 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.UNKNOWN_MODEL: ErrorFacts("no worker serves a model of this name", "client", False, False),
     ErrorCode.UNSUPPORTED: ErrorFacts("the model or engine cannot do what was asked", "client", False, False),
     ErrorCode.DUPLICATE_REQUEST: ErrorFacts("this client has a live request of the same id", "client", False, False),
-    ErrorCode.TOO_LARGE: ErrorFacts("the request exceeds the server's max_payload", "client", False, False),
+    ErrorCode.TOO_LARGE: ErrorFacts(
+        "the request, or one row of its routing, exceeds the server's max_payload", "client", False, False
+    ),
     ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model", "fleet", True, False),
     ErrorCode.QUEUE_FULL: ErrorFacts("as many requests wait as may wait", "fleet", True, False),
     ErrorCode.TIMEOUT: ErrorFacts("the request's timeout_s passed", "fleet", True, True),

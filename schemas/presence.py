@@ -150,6 +150,8 @@ class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is there."""
     lease_s: Annotated[float, Meta(gt=0)]
     """Seconds for which this message is good."""
+    uptime_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds since this life began: of two clients of one name, the younger keeps it."""
 
     def __post_init__(self) -> None:
         """Refuse a name that cannot stand in a subject."""

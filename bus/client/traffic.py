@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from nats.aio.msg import Msg
 from nats.errors import SlowConsumerError
 
 from bus.client.dispatch import Dispatch
@@ -16,8 +17,8 @@ from bus.client.fleet_watch import FleetWatch
 from bus.client.links import ClientLinks
 from bus.connection import CLOSE_TIMEOUT_S, Connection, close_connection, open_connection, publish, subscribe
 from bus.subjects import Subjects
-from schemas.errors import BusBroken, ErrorCode
-from schemas.messages import encode_json
+from schemas.errors import BusBroken, ErrorCode, RemoteProtocolError
+from schemas.messages import decode_client_presence, encode_json
 from schemas.presence import ClientPresence, ClientState
 
 __all__ = ["ClientConfig", "ClientStats", "Traffic", "open_traffic"]
@@ -86,6 +87,7 @@ class Traffic:
     def __init__(self, config: ClientConfig, nats: Connection) -> None:
         identity = config.client, config.incarnation
         self._config = config
+        self._started_at = time.monotonic()
         self.nats = nats
         self.exchange = Exchange()
         self.watch = FleetWatch(nats, config.subjects, self.exchange.worker_gone, self._fleet_changed)
@@ -99,6 +101,10 @@ class Traffic:
         """One line with the parts."""
         return f"<Traffic {self.exchange} {self.dispatch} {self.links} {self.watch}>"
 
+    @property
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started_at
+
     def _fleet_changed(self) -> None:
         self.dispatch.look_again()
 
@@ -110,10 +116,24 @@ class Traffic:
         """
         await subscribe(self.nats, self._config.subjects.presences, self.watch.receive)
         await subscribe(self.nats, self._config.subjects.frames_to(self._config.client), self.links.receive)
+        await subscribe(self.nats, self._config.subjects.client(self._config.client), self._hear_namesake)
         await self.dispatch.start()
         # In order on one connection: the server knows the subscriptions before any request can cause an answer.
         await self._announce(ClientState.LIVE)
         await self.watch.listen_anew()
+
+    async def _hear_namesake(self, message: Msg) -> None:
+        """Give up where a younger client has taken this one's name: to the workers this life is over."""
+        try:
+            presence = decode_client_presence(message.data)
+        except RemoteProtocolError as exc:
+            logger.warning("presence.bad subject=%s error=%s", message.subject, exc)
+            return
+        is_other = presence.incarnation != self._config.incarnation and presence.state is not ClientState.CLOSED
+        if is_other and presence.uptime_s < self._uptime_s:
+            logger.error("client.superseded client=%s by=%s", self._config.client, presence.incarnation)
+            why = f"another client named {self._config.client} was connected; names must differ"
+            self.exchange.fail_all(ErrorCode.CLIENT_CLOSED, why)
 
     async def watch_leases(self) -> None:
         """Renew this client's lease, look at those of the workers, repeat what may be lost; until cancelled."""
@@ -169,7 +189,11 @@ class Traffic:
 
     async def _announce(self, state: ClientState) -> None:
         presence = ClientPresence(
-            client=self._config.client, incarnation=self._config.incarnation, state=state, lease_s=LEASE_S
+            client=self._config.client,
+            incarnation=self._config.incarnation,
+            state=state,
+            lease_s=LEASE_S,
+            uptime_s=round(self._uptime_s, 3),
         )
         try:
             await publish(self.nats, self._config.subjects.client(self._config.client), encode_json(presence))
