@@ -124,7 +124,8 @@ class Links:
         if origin.reply_to is not None and origin.message is not None:
             route = self.routes.open_plain(origin.key, origin.reply_to, writer, origin.message)
         else:
-            self._leases.hear(origin.client, origin.incarnation, now)
+            notice = self._leases.hear if origin.message is None else self._leases.meet
+            notice(origin.client, origin.incarnation, now)
             route = self.routes.link(origin.client, origin.incarnation)
             route.sender.open(origin.key, writer)
         self.routes.touch(route)

@@ -111,13 +111,18 @@ class ClientLeases:
         return [Ended(client, incarnation, "it was closed", is_closed=True)] if is_live or has_expired else []
 
     def hear(self, client: str, incarnation: str, now: float) -> None:
-        """Take any other message of a client as a sign of life; it starts a lease where there was none.
-
-        Of a request that may have waited long, ask `is_dead` first.
-        """
+        """Take any other message of a client as a sign of life; it starts a lease where there was none."""
         life = self._touch(client, incarnation, now)
         if life is not None:
             life.expires_at = now + life.lease_s
+
+    def meet(self, client: str, incarnation: str, now: float) -> None:
+        """Start a lease for a client not heard of yet: a request of it was in the queue.
+
+        It may have waited there for long, so it is no sign of life: a lease that runs is not renewed by it.
+        """
+        if incarnation not in self._live.get(client, {}) and not self.is_dead(client, incarnation):
+            self._touch(client, incarnation, now)
 
     def _touch(self, client: str, incarnation: str, now: float) -> _Lease | None:
         """The lease of this life, made where there is none; None where the life is over or there are too many."""

@@ -159,6 +159,20 @@ def test_messages_renew_the_announced_lease() -> None:
     assert len(leases.expire(19.0)) == 1
 
 
+def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
+    """However many requests a dead client left in the queue, its lease ends, and none of them brings it back."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence(), 0.0)
+    leases.meet("c", "a", 4.0)
+    leases.meet("c", "unheard", 4.0)
+    ended = leases.expire(6.0)
+    leases.meet("c", "a", 7.0)
+
+    assert [end.incarnation for end in ended] == ["a"]
+    assert leases.is_dead("c", "a")
+    assert [end.incarnation for end in leases.expire(4.0 + DEFAULT_LEASE_S + 1.0)] == ["unheard"]
+
+
 def test_ones_own_outage_ends_nobody() -> None:
     """Every lease starts anew when the connection is back: until then nobody could be heard."""
     leases = ClientLeases(margin_s=1.0)
