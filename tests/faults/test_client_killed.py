@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 NUM_SLOTS = 4
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_000_000)
-ENDLESS = 1_000_000
 
 
 @contextlib.asynccontextmanager
@@ -75,20 +74,20 @@ async def until_idle(engine: SyntheticEngine) -> None:
 async def test_a_killed_client_is_worked_for_no_longer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL: within its lease its running requests are aborted in the engine, and those in the queue never run."""
+    """SIGKILL: when its lease ends, what it had in the engine is aborted, and nothing in the queue runs any more."""
     given = record_adds(monkeypatch)
+    num_requests = 60
     async with (
         observing(nats_url, fleet) as observer,
         synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
     ):
-        async with client_program(nats_url, fleet, 20, ENDLESS) as program:
-            await until_queued(observer, 20 - 2 * NUM_SLOTS)
+        async with client_program(nats_url, fleet, num_requests, 400) as program:
+            await until_queued(observer, num_requests - 2 * NUM_SLOTS)
             program.kill()
-            ran = set(given)
+            await until(observer.queued, {})
             await until_idle(engine)
-        await until(observer.queued, {})
-        assert set(given) == ran
-        assert len(ran) < 20
+        # They take a second each: some may have run within the lease.
+        assert len(given) < num_requests
 
         async with bus.connect(nats_url, fleet=fleet) as rb:
             assert len((await rb.complete(greedy(1, 10))).token_ids) == 10
@@ -96,23 +95,25 @@ async def test_a_killed_client_is_worked_for_no_longer(
 
 async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str) -> None:
     """SIGSTOP for longer than its lease: its requests are ended in the engine; after SIGCONT every one completes."""
-    load = await Load.of([greedy(index, 200, request_id=f"r-{index}") for index in range(20)], CONFIG)
+    # For longer than the lease, so that some have run, some run and some wait when it ends.
+    num_requests, max_tokens = 4 * NUM_SLOTS, 700
+    load = await Load.of([greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
         synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
-        client_program(nats_url, fleet, 20, 200) as program,
+        client_program(nats_url, fleet, num_requests, max_tokens) as program,
     ):
-        await until_queued(observer, 20 - 2 * NUM_SLOTS)
+        await until_queued(observer, num_requests - 2 * NUM_SLOTS)
         program.send_signal(signal.SIGSTOP)
         try:
-            await until_idle(engine)
             await until(observer.queued, {})
+            await until_idle(engine)
         finally:
             program.send_signal(signal.SIGCONT)
         results = [json.loads(line) for line in (await program.communicate())[0].splitlines()]
 
         assert program.returncode == 0
-        assert sorted(prompt for prompt, _, _ in results) == list(range(20))
+        assert sorted(prompt for prompt, _, _ in results) == list(range(num_requests))
         assert max(attempts for _, attempts, _ in results) > 1
         for prompt, _, tokens in results:
             assert tokens == load.expected[f"r-{prompt}"].token_ids.tolist()

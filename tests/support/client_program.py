@@ -1,7 +1,7 @@
 """A trainer as a process of its own, to be killed or stopped: `python -m tests.support.client_program URL FLEET N MAX`.
 
-It asks for N greedy results of MAX tokens each at once, says `started` when the first chunk is there, and in the end
-prints one line of JSON for each result: prompt, attempts, tokens.
+It reads a stream that has no end, says `started` when its first chunk is there, asks for N greedy results of MAX tokens
+each at once, and prints one line of JSON for each: prompt, attempts, tokens.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None
     requests = [greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)]
     async with bus.connect(url, fleet=fleet, client="program") as rb:
         await rb.fleet.wait_for_workers()
-        first = rb.generate(greedy(num_requests, max_tokens))
-        await anext(first)
+        endless = rb.generate(greedy(num_requests, 1_000_000))
+        await anext(endless)
         say("started")
         async for generation in rb.complete_many(requests):
             tokens = [int(token) for token in generation.token_ids]
             say(json.dumps([int(generation.request_id[2:]), generation.attempts, tokens]))
-        await first.aclose()
+        await endless.aclose()
 
 
 def say(line: str) -> None:

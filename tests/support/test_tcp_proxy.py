@@ -103,7 +103,7 @@ async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> N
 
 async def test_a_narrow_line_slows_the_sender_down() -> None:
     """With a limit towards the client, bytes come slowly, the way to the server fills up, and none is lost."""
-    payload = bytes(4_000_000)
+    payload = bytes(24_000_000)
     async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):
         proxy.bytes_per_s = 500_000
         writer.write(payload)
