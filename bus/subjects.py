@@ -9,6 +9,8 @@
 | `plain.<client>.>` | worker → a program without a link | msgpack `Frame` |
 | `presence.<worker>` | worker → everyone | JSON `WorkerPresence` |
 | `client.<client>` | client → workers | JSON `ClientPresence` |
+| `control.<controller>` | controller → workers | JSON command |
+| `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
 | `ping` | anyone → workers: announce yourselves now | empty |
 
 NATS names no sender, so identity stands in the subject, where permissions can bind it. Model names are encoded
@@ -128,6 +130,23 @@ class Subjects:
     def clients(self) -> str:
         """The presence of every client."""
         return f"{self._root}.client.*"
+
+    def control(self, controller: str) -> str:
+        """Where `controller` publishes commands."""
+        return f"{self._root}.control.{check_subject_token('controller', controller)}"
+
+    @property
+    def controls(self) -> str:
+        """The commands of every controller."""
+        return f"{self._root}.control.*"
+
+    def ack(self, controller: str, worker: str) -> str:
+        """Where `worker` answers the commands of `controller`."""
+        return self._pair("ack", check_subject_token("controller", controller), worker)
+
+    def acks_to(self, controller: str) -> str:
+        """What any worker answers `controller`."""
+        return f"{self._root}.ack.{check_subject_token('controller', controller)}.*"
 
     @property
     def ping(self) -> str:

@@ -6,6 +6,7 @@ RollbusError
 ├── EngineDead                the engine is gone; its worker exits
 ├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
 ├── RemoteProtocolError       a peer sent something that breaks the protocol
+├── ControlError              a worker did not carry out a command; carries `code`
 └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
     ├── RequestRejected       before a worker admitted it
     │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
@@ -21,6 +22,8 @@ __all__ = [
     "ERRORS",
     "BusBroken",
     "BusClosed",
+    "ControlCode",
+    "ControlError",
     "EngineDead",
     "ErrorCode",
     "ErrorFacts",
@@ -109,6 +112,45 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
 }
 
 
+class ControlCode(enum.StrEnum):
+    """Why a command was not carried out. Append-only."""
+
+    INVALID_COMMAND = "invalid_command"
+    """It does not decode, or a field is wrong."""
+    PATH_REFUSED = "path_refused"
+    """The source's real path is not below an allowed root."""
+    BAD_SOURCE = "bad_source"
+    """The checkpoint or adapter is incomplete, damaged, or of another model. Nothing was touched."""
+    STORAGE = "storage"
+    """Files could not be fetched or written."""
+    OLD_VERSION = "old_version"
+    """The version is not newer than the present one."""
+    TIMEOUT = "timeout"
+    """Not done in time."""
+    CACHE_IN_USE = "cache_in_use"
+    """The prefix cache could not be reset."""
+    ENGINE_ERROR = "engine_error"
+    """The engine refused or failed; it is as it was."""
+    HALF_WRITTEN = "half_written"
+    """The engine failed while its weights were replaced: it serves nothing."""
+    NOT_VERIFIED = "not_verified"
+    """The weights were loaded, and the canary says that they are not what they should be: it serves nothing."""
+    UNSUPPORTED = "unsupported"
+    """The engine cannot do it."""
+    STALE = "stale"
+    """A later command has taken its place."""
+    NOT_FOUND = "not_found"
+    """None of what was named is here."""
+    NOT_SERVING = "not_serving"
+    """The worker's own state forbids it: it starts, is fenced, or is poisoned."""
+    UNKNOWN = "unknown"
+    """Never sent: how this side reads a code that a newer worker appended."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ControlCode":
+        return cls.UNKNOWN
+
+
 class RollbusError(Exception):
     """Root of all errors raised by this software."""
 
@@ -131,6 +173,20 @@ class LocalProtocolError(RollbusError):
 
 class RemoteProtocolError(RollbusError):
     """A peer sent bytes that do not decode, or a message that breaks the protocol."""
+
+
+class ControlError(RollbusError):
+    """One worker did not carry out a command.
+
+    Attributes:
+        code: why.
+        message: one sentence for people: the field or file, what is wrong with it, what is allowed.
+    """
+
+    def __init__(self, code: ControlCode, message: str) -> None:
+        self.code = code
+        self.message = message
+        super().__init__(f"{code}: {message}")
 
 
 class RequestError(RollbusError):

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_LAYERS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "MAX_LORAS",
     "MAX_N",
     "MAX_NAME_CHARS",
     "MAX_POSITION",
@@ -31,6 +32,7 @@ __all__ = [
     "MAX_REMEMBERED_IDS",
     "MAX_REQUEST_ID_CHARS",
     "MAX_SEED",
+    "MAX_SEEN_COMMANDS",
     "MAX_STOP_TOKEN_IDS",
     "MAX_SUBJECT_CHARS",
     "MAX_SUBJECT_TOKEN_CHARS",
@@ -39,6 +41,7 @@ __all__ = [
     "MAX_TOKEN_ID",
     "MAX_TOP_K_EXPERTS",
     "MAX_WEIGHT_VERSION",
+    "MAX_WORKER_OVERRIDES",
 ]
 
 MAX_PROMPT_TOKENS: Final = 4_194_304
@@ -89,6 +92,12 @@ MAX_SUBJECT_CHARS: Final = 512
 """Of a reply subject: NATS ends a control line at 4 KiB."""
 MAX_CACHE_SALT_CHARS: Final = 1024
 """vLLM's own bound."""
+MAX_SEEN_COMMANDS: Final = 64
+"""Recorded commands that a desired state and a worker know by their ids: repeats come within seconds."""
+MAX_WORKER_OVERRIDES: Final = 1024
+"""Workers for which a desired state holds commands of their own."""
+MAX_LORAS: Final = 256
+"""Adapters that a desired state names."""
 MAX_PRIORITY: Final = 2**31 - 1
 """Either sign; lower is more urgent, as in vLLM."""
 MAX_WEIGHT_VERSION: Final = 2**31 - 1

@@ -15,6 +15,8 @@ from msgspec import Meta
 from schemas import limits
 from schemas.checks import check_request_id, check_subject_token, check_token_ids, describe
 from schemas.chunk import Chunk, Index, RequestId
+from schemas.control import Ack, AnyCommand
+from schemas.desired import DesiredState
 from schemas.errors import InvalidRequest, RemoteProtocolError
 from schemas.presence import ClientPresence, WorkerPresence
 from schemas.request import GenerateRequest
@@ -25,7 +27,11 @@ __all__ = [
     "LinkMessage",
     "RequestKey",
     "RequestMessage",
+    "command_id_of",
+    "decode_ack",
     "decode_client_presence",
+    "decode_command",
+    "decode_desired",
     "decode_frame",
     "decode_link_message",
     "decode_presence",
@@ -70,6 +76,9 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How often the request was published before."""
     child: Index = 0
     """Which of n samples this is; `request.sampling.n` is 1 here."""
+    target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    """The weights that the model's workers should have had when the request was submitted; `max_weight_lag` counts
+    from there."""
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 
@@ -158,7 +167,17 @@ _untyped_decoder = msgspec.msgpack.Decoder()
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 _presence_decoder = msgspec.json.Decoder(WorkerPresence)
+_command_decoder = msgspec.json.Decoder(AnyCommand)
+_ack_decoder = msgspec.json.Decoder(Ack)
+_desired_decoder = msgspec.json.Decoder(DesiredState)
 _client_presence_decoder = msgspec.json.Decoder(ClientPresence)
+
+
+class _OnlyCommandId(msgspec.Struct):
+    id: str
+
+
+_only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
 
 
 class _OnlyId(msgspec.Struct):
@@ -277,6 +296,42 @@ def decode_link_message(data: bytes) -> LinkMessage:
 def decode_presence(data: bytes) -> WorkerPresence:
     """Decode a worker's presence from JSON."""
     return _decode(_presence_decoder, data, "presence")
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Decode a command from JSON.
+
+    Raises:
+        InvalidRequest: a field is wrong, missing or unknown, or there is no such command.
+        RemoteProtocolError: these bytes are no JSON.
+    """
+    try:
+        command: AnyCommand = _command_decoder.decode(data)
+        return command
+    except msgspec.ValidationError as exc:
+        if isinstance(exc.__cause__, InvalidRequest):
+            raise exc.__cause__ from None
+        raise InvalidRequest(field="command", problem=f"does not decode: {exc}", allowed="docs/wire.md") from None
+    except _MALFORMED as exc:
+        raise RemoteProtocolError(f"command: {exc}") from None
+
+
+def command_id_of(data: bytes) -> str | None:
+    """The id in a command that may be wrong elsewhere; None when there is no valid one."""
+    try:
+        return check_request_id("id", _only_command_id_decoder.decode(data).id)
+    except (*_MALFORMED, InvalidRequest):
+        return None
+
+
+def decode_ack(data: bytes) -> Ack:
+    """Decode a worker's word on a command from JSON."""
+    return _decode(_ack_decoder, data, "ack")
+
+
+def decode_desired(data: bytes) -> DesiredState:
+    """Decode a model's desired state from JSON."""
+    return _decode(_desired_decoder, data, "desired state")
 
 
 def decode_client_presence(data: bytes) -> ClientPresence:

@@ -8,9 +8,18 @@ from msgspec import Meta
 
 from schemas import limits
 from schemas.checks import check_name, check_subject_token
+from schemas.control import PauseMode
 from schemas.rows import DTYPES
 
-__all__ = ["Capabilities", "ClientPresence", "ClientState", "RoutedExpertsInfo", "WorkerPresence", "WorkerState"]
+__all__ = [
+    "Capabilities",
+    "ClientPresence",
+    "ClientState",
+    "LoraInfo",
+    "RoutedExpertsInfo",
+    "WorkerPresence",
+    "WorkerState",
+]
 
 
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -60,6 +69,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's scheduler honours `priority`."""
     extra: tuple[str, ...] = ()
     """Names that `sampling.extra` may use."""
+    signature: str = ""
+    """Device, parallelism and dtype with the engine's version: canaries are compared between workers of the same."""
+    weight_updates: bool = False
+    """Weights can be replaced from a checkpoint; proven at the start, by loading the worker's own once more."""
+    weight_transfer: bool = False
+    """Weights can be taken from the engine's own transfer engine."""
+    max_loras: NotNegative = 0
+    """LoRA adapters that may be loaded at once; 0: none."""
+    sleep: bool = False
+    """`sleep` frees memory."""
+    data_parallel_size: Positive = 1
+    """Replicas inside the engine; to the fleet they are one worker."""
 
 
 class WorkerState(enum.StrEnum):
@@ -68,7 +89,23 @@ class WorkerState(enum.StrEnum):
     STARTING = "starting"
     """The engine is loading or warming up. Requests are left to other workers."""
     SERVING = "serving"
-    """The engine is warm and the lease is held. Requests are pulled from the queue and run."""
+    """The engine is warm, the lease is held, all is as desired. Requests are pulled from the queue and run."""
+    UPDATING = "updating"
+    """It brings itself to what is desired: weights, adapters, pause. Requests wait in the queue."""
+    PAUSED = "paused"
+    """As a command said. Requests wait in the queue; those in flight ended, are being finished, or are kept."""
+    DRAINED = "drained"
+    """As a command said. It has handed its requests to others and takes no more."""
+    ASLEEP = "asleep"
+    """As a command said: the engine has given up its memory."""
+    OUTDATED = "outdated"
+    """It could not get the desired weights or adapters and has intact ones of before: it serves nothing. A good update
+    or a restart brings it back."""
+    POISONED = "poisoned"
+    """Its weights are half written, or not what they should be: it serves nothing. A good update or a restart brings it
+    back."""
+    WAITING_FOR_WEIGHTS = "waiting_for_weights"
+    """The desired weights came by a transfer engine and cannot be had again: it serves nothing until the next."""
     FENCED = "fenced"
     """Its lease ran out unconfirmed, and it gave up all that it had. It comes back as a new incarnation when an
     announcement is confirmed again."""
@@ -82,6 +119,23 @@ class WorkerState(enum.StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "WorkerState":
         return cls.UNKNOWN
+
+    @property
+    def is_present(self) -> bool:
+        """Requests may wait for it: it serves, or soon will."""
+        return self in _PRESENT
+
+
+_PRESENT = frozenset({WorkerState.SERVING, WorkerState.UPDATING, WorkerState.PAUSED})
+
+
+class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded."""
+
+    name: str
+    """What requests call it."""
+    version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    """Of its weights."""
 
 
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +169,18 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Why it failed, for people."""
     model_path: str | None = None
     """The model's folder on the worker's machine; a program on the same machine finds the tokenizer there."""
+    pause_mode: PauseMode | None = None
+    """While it is paused: how."""
+    queued: NotNegative = 0
+    """Requests that it has taken and its engine has not."""
+    target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    """The weights that it should have; None until it has read the desired state."""
+    epoch: NotNegative = 0
+    """Of the desired state that it has brought itself to, or failed to."""
+    loras: tuple[LoraInfo, ...] = ()
+    """Adapters that requests may name."""
+    lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds since an announcement of it was last confirmed."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

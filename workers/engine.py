@@ -6,8 +6,9 @@ Every request that `add` accepted ends with exactly one `RequestStep` that has `
 the engine dies, which `steps` reports by raising `EngineDead`.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from bus.protocol.step import RequestStep
 from schemas.presence import Capabilities
@@ -49,6 +50,94 @@ class Engine(Protocol):
         Raises:
             EngineDead: the engine died; every open request is lost.
         """
+
+    async def pause(self) -> None:
+        """Freeze what is running: no step is made until `resume`. Requests may be added and aborted meanwhile.
+
+        When this returns, `steps` has yielded all that was sampled before, and its reader has come back for more.
+        Repeating it is harmless.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+
+    async def resume(self) -> None:
+        """Go on where `pause` froze; harmless when not paused.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+
+    async def reset_cache(self, *, preempt: bool) -> bool:
+        """Forget the prefix cache; False: it could not be, as requests hold parts of it.
+
+        Args:
+            preempt: take it from them; they are computed anew when they go on.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+
+    async def load_weights(self, path: Path) -> None:
+        """Replace all weights by those of a checkpoint whose files, names, shapes and dtypes were checked.
+
+        Called while paused, or with nothing running. Adapters are as before afterwards, or gone: `loras` says so.
+        Requests added afterwards find nothing in the prefix cache that older weights have put there.
+
+        Raises:
+            ControlError: `engine_error`, the weights are as they were; `half_written`, nobody knows what they are;
+                `unsupported`.
+            EngineDead: the engine is gone.
+        """
+
+    @property
+    def loras(self) -> Mapping[str, int]:
+        """The adapters that requests may name, with their versions."""
+
+    async def load_lora(self, name: str, path: Path, version: int) -> None:
+        """Load an adapter whose files were checked, or replace the one of this name, also for requests in flight.
+
+        Called while paused, or with nothing running. Requests added afterwards find nothing in the prefix cache that
+        an older adapter of this name has put there.
+
+        Raises:
+            ControlError: `engine_error`, what was there is as it was; `unsupported`.
+            EngineDead: the engine is gone.
+        """
+
+    async def unload_lora(self, name: str) -> None:
+        """Unload an adapter that no request in flight uses; one that is not there is fine.
+
+        Raises:
+            ControlError: `engine_error`, it is still there.
+            EngineDead: the engine is gone.
+        """
+
+    async def sleep(self, level: int) -> None:
+        """Give up memory; nothing is running.
+
+        Raises:
+            ControlError: `unsupported`, `engine_error`.
+        """
+
+    async def wake(self) -> None:
+        """Undo `sleep`; after level 2 the weights have to be loaded again.
+
+        Raises:
+            ControlError: `unsupported`, `engine_error`.
+        """
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Pass `info` to the engine's own transfer engine; like the next three, raises `ControlError`."""
+
+    async def start_weight_update(self) -> None:
+        """Begin to take weights; called while paused, or with nothing running. From here on they are half written."""
+
+    async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
+        """Take some of them."""
+
+    async def finish_weight_update(self) -> None:
+        """All of them are there. Cached prefixes and adapters as after `load_weights`."""
 
     async def close(self) -> None:
         """Stop the engine and every process it started; safe to call twice and after a failed `start`."""
