@@ -1,10 +1,4 @@
-"""The connection to NATS: nats-py with our options, our errors, and its traps closed.
-
-nats-py 2.16 gets five things wrong, which `Connection` mends: after a `flush()` that was cancelled or timed out nothing
-is received any more; a `flush()` is answered although what was published before it still waits to be sent; `publish()`,
-`request()` and `flush()` may swallow their task's cancellation; and where bytes are unsent, `close()` and the reaction
-to a lost connection wait for a server that does not read until TCP gives up.
-"""
+"""The connection to NATS: nats-py, mended, with our options and our errors."""
 
 import asyncio
 import logging
@@ -17,9 +11,9 @@ from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.aio.transport import TcpTransport
 
 from bus.address import DEFAULT_PORT, parse_url, redact
+from bus.nats_client import MendedClient
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
 __all__ = [
@@ -66,7 +60,7 @@ class ConnectionStats:
     """Messages whose handler raised."""
 
 
-class Connection(Client):
+class Connection(MendedClient):
     """A nats-py client. Made by `open_connection`, closed by `close_connection`.
 
     Use it from the event loop that opened it.
@@ -142,25 +136,14 @@ class Connection(Client):
     async def shut(self, timeout_s: float) -> None:
         """Close; see `close_connection`."""
         self._is_open = False
-        drop = asyncio.get_running_loop().call_later(timeout_s, self._abort)
+        drop = asyncio.get_running_loop().call_later(timeout_s, self._wire.abort)
         try:
             await self.close()
-        except OSError as error:
-            logger.warning("nats.unsent name=%s bytes=%s error=%s", self._name, self.pending_data_size, error)
         finally:
             drop.cancel()
             for subscription in self._subs.values():  # some are left when `close` was cancelled
                 subscription._stop_processing()
-            self._abort()
-
-    def _abort(self) -> None:
-        """Drop the TCP connection with all that is unsent; does nothing if there is none."""
-        if not isinstance(self._transport, TcpTransport) or self._transport._io_writer is None:
-            return
-        transport = self._transport._io_writer.transport
-        # asyncio's transports cannot take an abort once they are closed.
-        if not transport.is_closing() or transport.get_write_buffer_size():
-            transport.abort()
+            self._wire.abort()
 
     async def _take_error(self, error: Exception) -> None:
         """Count and log what nats-py reports, and tell the owner what it has to know."""
@@ -180,7 +163,7 @@ class Connection(Client):
 
     def _take_connection_error(self, error: Exception) -> None:
         if not self.is_connected:
-            self._abort()  # nats-py forgets the transport when it tries again
+            self._wire.abort()  # nats-py forgets it when it tries again
         if self._is_open:
             if str(error) != self._last_logged:  # attempts to reconnect repeat the same error
                 self._last_logged = str(error)
@@ -220,47 +203,6 @@ class Connection(Client):
     def _tell(self, error: Exception) -> None:
         if self._on_error is not None:
             self._on_error(error)
-
-    async def confirm(self, *, timeout_s: float) -> bool:
-        """Wait until the server has taken all that was published before; False if it did not say so in time."""
-        answers = self._pongs_received  # without a connection, `flush` returns as if all were well
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.flush()
-        except (nats_errors.Error, OSError):  # a TimeoutError is an OSError
-            return False
-        return self.is_connected and self._pongs_received > answers
-
-    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # nats-py writes a ping past what waits to be sent.
-        if self.is_connected and self._pending and self._transport is not None:
-            self._transport.writelines(self._pending)
-            self._pending, self._pending_data_size = [], 0
-        await super()._send_ping(future)
-
-    async def _process_pong(self) -> None:
-        # The future of a flush() that was given up is done already; setting it would end the task that reads.
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
-
-    async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        """Like nats-py's, but it can be cancelled at any moment."""
-        message: Msg = await _cancellable(super().request(*args, **kwargs))
-        return message
-
-    async def flush(self, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
-        await _cancellable(super().flush(*args, **kwargs))
-
-    async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
-        return await _cancellable(super()._flush_pending(*args, **kwargs))
-
-    async def _process_op_err(self, e: Exception) -> None:
-        # nats-py waits until the old transport is closed, and it closes only once all is sent.
-        if self.is_connected:
-            self._abort()
-        await super()._process_op_err(e)
 
 
 def default_url() -> str:
@@ -382,16 +324,6 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
             await subscription.drain()  # type: ignore[no-untyped-call]
     except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
         logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
-
-
-async def _cancellable(wait: Awaitable[Any]) -> Any:
-    """Await what may take its task's cancellation for itself: nats-py's own code, or `asyncio.wait_for` in it."""
-    task = asyncio.current_task()
-    cancels = task.cancelling() if task is not None else 0
-    result = await wait
-    if task is not None and task.cancelling() > cancels:
-        raise asyncio.CancelledError
-    return result
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -7,10 +7,11 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+import uvloop
 from nats.aio.msg import Msg
 
 from bus import connection as connection_module
-from bus.connection import Connection, close_connection, publish, subscribe
+from bus.connection import Connection, close_connection, open_connection, publish, subscribe
 from bus.embedded import EmbeddedServer
 from schemas.errors import BusBroken
 from tests.support.connections import count_tasks, event_callback, opened
@@ -221,6 +222,72 @@ async def test_cancelling_a_close_leaves_nothing() -> None:
                 await close_connection(connection, timeout_s=60.0)
 
     assert await count_tasks() == 0
+
+
+def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A close whose last bytes meet a lost connection ends as any other, its callbacks called, no task left."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        async def tell() -> None:
+            told.append("closed")
+
+        connection = await open_connection(nats_url, name="test")
+        connection._closed_cb = tell
+        await publish(connection, "x", b"unsent")
+        connection._wire.abort()
+        await close_connection(connection)
+
+        assert connection.is_closed
+        assert await count_tasks() == 0
+
+    uvloop.run(scenario())
+    assert told == ["closed"]
+    assert "nats.unsent" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["publish", "subscribe", "ping"])
+def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet: str, what: str) -> None:
+    """Whoever writes first into a connection that was lost unnoticed fails at nothing; what was published arrives."""
+
+    async def scenario() -> None:
+        received: asyncio.Queue[bytes] = asyncio.Queue(10)
+        back = asyncio.Event()
+
+        async def receive(message: Msg) -> None:
+            received.put_nowait(message.data)
+
+        async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(10):
+            await subscribe(connection, f"{fleet}.x", receive)
+            await connection.flush()
+            for task in (connection._flusher_task, connection._reading_task):  # they would notice
+                assert task is not None
+                task.cancel()
+            connection._wire.abort()
+            await asyncio.sleep(0)
+            match what:
+                case "publish":
+                    await publish(connection, f"{fleet}.x", b"in between")
+                case "subscribe":
+                    await subscribe(connection, f"{fleet}.y", receive)
+                case _:
+                    await connection._send_ping()
+            await back.wait()
+            await publish(connection, f"{fleet}.{'y' if what == 'subscribe' else 'x'}", b"afterwards")
+
+            if what == "publish":
+                assert await received.get() == b"in between"
+            assert await received.get() == b"afterwards"
+
+    uvloop.run(scenario())
+
+
+async def test_what_is_lost_is_not_written(nats_url: str) -> None:
+    """A wire that was cut refuses to write, on every event loop, so that nobody takes the bytes for sent."""
+    async with opened(nats_url) as connection:
+        connection._wire.abort()
+        with pytest.raises(ConnectionResetError):
+            connection._wire.write(b"x")
 
 
 @pytest.mark.slow

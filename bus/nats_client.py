@@ -1,0 +1,134 @@
+"""nats-py's client with its traps closed; `bus.connection` gives it our options and errors.
+
+nats-py 2.16 gets these things wrong, which `MendedClient` mends: after a `flush()` that was cancelled or timed out
+nothing is received any more; a `flush()` is answered although what was published before it still waits to be sent;
+`publish()`, `request()` and `flush()` may swallow their task's cancellation; where bytes are unsent, `close()` and the
+reaction to a lost connection wait for a server that does not read until TCP gives up; and on uvloop, what is written
+into a connection just lost ends whoever writes, `close()` and the task that reconnects among them, with a RuntimeError.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
+
+__all__ = ["MendedClient", "Wire"]
+
+logger = logging.getLogger(__name__)
+
+
+class Wire(TcpTransport):
+    """The TCP connection to the server. Writing into one that is lost is an OSError, and nothing counts as written.
+
+    asyncio lets such bytes vanish, uvloop raises a RuntimeError, and nats-py expects neither.
+    """
+
+    def __bool__(self) -> bool:
+        # nats-py would replace one that is false by its own.
+        return True
+
+    def write(self, payload: bytes) -> None:
+        """Hand `payload` to the operating system. OSError: the connection is lost."""
+        self._check()
+        super().write(payload)  # type: ignore[no-untyped-call]
+
+    def writelines(self, payload: list[bytes]) -> None:
+        """Likewise, for several in order."""
+        self._check()
+        super().writelines(payload)  # type: ignore[no-untyped-call]
+
+    def abort(self) -> None:
+        """Drop the connection with all that is unsent; does nothing if there is none."""
+        if self._io_writer is None:
+            return
+        transport = self._io_writer.transport
+        # asyncio's transports cannot take an abort once they are closed.
+        if not transport.is_closing() or transport.get_write_buffer_size():
+            transport.abort()
+
+    def _check(self) -> None:
+        if self._io_writer is None or self._io_writer.is_closing():
+            raise ConnectionResetError("the connection to NATS is lost")
+
+
+class MendedClient(Client):
+    """A nats-py client that can be cancelled, closed and cut off at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport = self._wire = Wire()  # type: ignore[no-untyped-call]
+
+    async def confirm(self, *, timeout_s: float) -> bool:
+        """Wait until the server has taken all that was published before; False if it did not say so in time."""
+        answers = self._pongs_received  # without a connection, `flush` returns as if all were well
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.flush()
+        except (nats_errors.Error, OSError):  # a TimeoutError is an OSError
+            return False
+        return self.is_connected and self._pongs_received > answers
+
+    async def request(self, *args: Any, **kwargs: Any) -> Msg:
+        """Like nats-py's, but it can be cancelled at any moment."""
+        message: Msg = await _cancellable(super().request(*args, **kwargs))
+        return message
+
+    async def flush(self, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+        await _cancellable(super().flush(*args, **kwargs))
+
+    async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await _cancellable(super()._flush_pending(*args, **kwargs))
+        except OSError as error:
+            # It writes by itself where the task that does so has ended. What is unsent waits for the next connection.
+            await self._process_op_err(error)
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        try:
+            # nats-py writes a ping past what waits to be sent.
+            if self.is_connected and self._pending:
+                self._wire.writelines(self._pending)
+                self._pending, self._pending_data_size = [], 0
+            await super()._send_ping(future)
+        except OSError as error:
+            await self._process_op_err(error)
+            if future is not None:  # someone waits for the answer
+                raise
+
+    async def _process_pong(self) -> None:
+        # The future of a flush() that was given up is done already; setting it would end the task that reads.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # nats-py waits until the old transport is closed, and it closes only once all is sent.
+        if self.is_connected:
+            self._wire.abort()
+        await super()._process_op_err(e)
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        try:
+            await super()._close(status, do_cbs)
+        except OSError as error:
+            # The last bytes met a lost connection. Without them nats-py also does the rest of its closing.
+            logger.warning("nats.unsent bytes=%s error=%s", self._pending_data_size, error)
+            self._pending, self._pending_data_size = [], 0
+            self._status = Client.DISCONNECTED
+            await super()._close(status, do_cbs)
+
+
+async def _cancellable(wait: Awaitable[Any]) -> Any:
+    """Await what may take its task's cancellation for itself: nats-py's own code, or `asyncio.wait_for` in it."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task is not None else 0
+    result = await wait
+    if task is not None and task.cancelling() > cancels:
+        raise asyncio.CancelledError
+    return result
