@@ -18,8 +18,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus.connection import Connection, drain, publish, subscribe
+from bus.jetstream import API
 from bus.protocol.pulling import MAX_OVER, STANDING_S, Answer, Pull, PullPlan, read_status
-from bus.queue.streams import API, LANES, QueueLimits, ensure_queue, stream_name
+from bus.queue.streams import LANES, QueueLimits, ensure_queue, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed
 from schemas.request import Lane

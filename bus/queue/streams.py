@@ -6,20 +6,18 @@ shared by all workers of the model. A request leaves its stream when a worker ac
 """
 
 import hashlib
-import json
 import logging
 from typing import Any, Final, get_args
 
 import msgspec
-from nats import errors as nats_errors
 from nats.aio.client import Client
 
+from bus.jetstream import NO_CONSUMER, NO_MESSAGE, NO_STORAGE, NO_STREAM, ApiError, ask, create_stream, nanoseconds
 from bus.subjects import Subjects, encode_token
 from schemas.errors import BusBroken
 from schemas.request import Lane
 
 __all__ = [
-    "API",
     "LANES",
     "QueueDepth",
     "QueueLimits",
@@ -31,11 +29,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-API: Final = "$JS.API"
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
 """In the order in which workers empty them."""
-API_TIMEOUT_S: Final = 5.0
-"""For the server to answer; it takes milliseconds, and on a slow disk or in an election a second or two."""
 DUPLICATE_WINDOW_S: Final = 120.0
 """For how long the server knows what it has stored: far longer than anyone repeats a publish that was not answered."""
 MAX_WAITING: Final = 65_536
@@ -45,11 +40,6 @@ MAX_NAME_CHARS: Final = 240
 
 _STREAMS: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
 """The lanes of each stream."""
-_NO_STREAM: Final = 10059
-_NO_CONSUMER: Final = 10014
-_NO_MESSAGE: Final = 10037
-_NAME_IN_USE: Final = 10058
-_NO_STORAGE: Final = 10047
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,14 +66,6 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that no worker has been handed."""
     in_hand: int
     """Requests that a worker was handed and has not acked yet."""
-
-
-class _ApiError(Exception):
-    """JetStream refused an operation."""
-
-    def __init__(self, code: int, description: str) -> None:
-        self.code = code
-        super().__init__(f"{description} (JetStream error {code})")
 
 
 def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
@@ -115,7 +97,7 @@ async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: Que
             await _ensure_stream(nats, config)
             for lane in lanes:
                 await _ensure_consumer(nats, subjects, model, lane, config["max_msgs"], limits.ack_wait_s)
-    except _ApiError as error:
+    except ApiError as error:
         raise BusBroken(f"the queue of {model!r} cannot be made: {error}") from error
 
 
@@ -129,9 +111,9 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
     for model in models:
         for lane in LANES:
             try:
-                info = await _ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}")
-            except _ApiError as error:
-                if error.code in {_NO_STREAM, _NO_CONSUMER}:
+                info = await ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}")
+            except ApiError as error:
+                if error.code in {NO_STREAM, NO_CONSUMER}:
                     continue
                 raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
             depths.append(
@@ -147,9 +129,9 @@ async def is_stored(nats: Client, subjects: Subjects, model: str, lane: Lane, se
         BusBroken: JetStream does not answer.
     """
     try:
-        await _ask(nats, f"STREAM.MSG.GET.{stream_name(subjects, model, lane)}", {"seq": seq})
-    except _ApiError as error:
-        if error.code in {_NO_STREAM, _NO_MESSAGE}:
+        await ask(nats, f"STREAM.MSG.GET.{stream_name(subjects, model, lane)}", {"seq": seq})
+    except ApiError as error:
+        if error.code in {NO_STREAM, NO_MESSAGE}:
             return False
         raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
     return True
@@ -167,49 +149,28 @@ def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limi
         "max_msgs": limits.resume_max_msgs if is_resume else limits.max_msgs,
         "max_bytes": limits.resume_max_bytes if is_resume else limits.max_bytes,
         "allow_msg_ttl": True,
-        "duplicate_window": _nanoseconds(DUPLICATE_WINDOW_S),
+        "duplicate_window": nanoseconds(DUPLICATE_WINDOW_S),
     }
 
 
 async def _ensure_stream(nats: Client, config: dict[str, Any]) -> None:
     name = config["name"]
     try:
-        present = (await _ask(nats, f"STREAM.INFO.{name}"))["config"]
-    except _ApiError as error:
-        if error.code != _NO_STREAM:
+        present = (await ask(nats, f"STREAM.INFO.{name}"))["config"]
+    except ApiError as error:
+        if error.code != NO_STREAM:
             raise
-        await _create_stream(nats, config)
+        await create_stream(nats, config)
         return
     if _is_within(config, present):
         return
     try:
         # Over what is there, so that an operator's replicas and placement stay.
-        await _ask(nats, f"STREAM.UPDATE.{name}", {**present, **config})
-    except _ApiError as error:
-        if error.code != _NO_STORAGE:
+        await ask(nats, f"STREAM.UPDATE.{name}", {**present, **config})
+    except ApiError as error:
+        if error.code != NO_STORAGE:
             raise
-        _log_not_set_aside(config, error)
-
-
-async def _create_stream(nats: Client, config: dict[str, Any]) -> None:
-    """Create a stream; another worker may do so at the same time.
-
-    The server sets `max_bytes` aside. Where it cannot, the stream shares what the server has, which is bounded too.
-    """
-    name = config["name"]
-    try:
-        await _ask(nats, f"STREAM.CREATE.{name}", config)
-    except _ApiError as error:
-        if error.code == _NAME_IN_USE:  # a worker with other limits was faster
-            return
-        if error.code != _NO_STORAGE:
-            raise
-        _log_not_set_aside(config, error)
-        await _ask(nats, f"STREAM.CREATE.{name}", {**config, "max_bytes": -1})
-
-
-def _log_not_set_aside(config: dict[str, Any], error: _ApiError) -> None:
-    logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", config["name"], config["max_bytes"], error)
+        logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
 
 
 async def _ensure_consumer(
@@ -221,34 +182,12 @@ async def _ensure_consumer(
         "filter_subject": subjects.requests_in(model, lane),
         "deliver_policy": "all",
         "ack_policy": "explicit",
-        "ack_wait": _nanoseconds(ack_wait_s),
+        "ack_wait": nanoseconds(ack_wait_s),
         "max_deliver": -1,
         "max_ack_pending": max_msgs,  # all of them: a lane never stalls because workers hold much
         "max_waiting": MAX_WAITING,
     }
-    await _ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": config, "action": ""})
-
-
-async def _ask(nats: Client, operation: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Call JetStream's API.
-
-    Raises:
-        _ApiError: it refused.
-        BusBroken: it does not answer.
-    """
-    payload = b"" if body is None else json.dumps(body).encode()
-    try:
-        message = await nats.request(f"{API}.{operation}", payload, timeout=API_TIMEOUT_S)
-    except nats_errors.NoRespondersError as error:
-        raise BusBroken("the NATS server has no JetStream, which the queue of requests needs") from error
-    except nats_errors.TimeoutError as error:
-        raise BusBroken(f"JetStream did not answer within {API_TIMEOUT_S:g} s") from error
-    except nats_errors.Error as error:
-        raise BusBroken(f"JetStream cannot be reached: {error}") from error
-    answer: dict[str, Any] = json.loads(message.data)
-    if "error" in answer:
-        raise _ApiError(answer["error"].get("err_code", 0), answer["error"].get("description", ""))
-    return answer
+    await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": config, "action": ""})
 
 
 def _is_within(wanted: object, present: object) -> bool:
@@ -256,7 +195,3 @@ def _is_within(wanted: object, present: object) -> bool:
     if isinstance(wanted, dict) and isinstance(present, dict):
         return all(_is_within(value, present.get(name)) for name, value in wanted.items())
     return wanted == present
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
