@@ -170,7 +170,7 @@ async def _ensure_stream(nats: Client, config: dict[str, Any]) -> None:
     except ApiError as error:
         if error.code != NO_STORAGE:
             raise
-        logger.warning("queue.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
+        logger.warning("jetstream.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
 
 
 async def _ensure_consumer(
