@@ -67,6 +67,8 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: str | None = None
     """Rows of prompt and generated tokens, each row's experts sorted, u1 or <u2 in C order, as base64; None without
     experts."""
+    shape: tuple[int, int, int] | None = None
+    """Of `routed_experts`: [num_rows, num_layers, top_k]; the number of bytes says which dtype it has."""
 
 
 class WeightSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> 
     """Blocked for longer than a lease while results stream in: no attempt, no frame and no worker is lost."""
     requests = [greedy(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]
     streamed = greedy(200, NUM_TOKENS, request_id="stream")
-    expected = (await Load.of([streamed], SyntheticConfig(**ENGINE_ARGS))).expected["stream"]
+    expected = (await Load.of([streamed], SyntheticConfig.from_args(ENGINE_ARGS))).expected["stream"]
     async with (
         bus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, engine_args={**ENGINE_ARGS, "step_s": STEP_S}),

@@ -1,6 +1,7 @@
 """The engines that a worker can run, by name."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from schemas.errors import InvalidRequest
@@ -16,10 +17,10 @@ def _vllm(model: str, engine_args: Mapping[str, Any]) -> Engine:
     return VllmEngine(model, engine_args=engine_args)
 
 
-def _synthetic(_model: str, engine_args: Mapping[str, Any]) -> Engine:
+def _synthetic(model: str, engine_args: Mapping[str, Any]) -> Engine:
     from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
-    return SyntheticEngine(SyntheticConfig.from_args(engine_args))
+    return SyntheticEngine(SyntheticConfig.from_args(engine_args), Path(model) if model else None)
 
 
 ENGINES: dict[str, Callable[[str, Mapping[str, Any]], Engine]] = {"vllm": _vllm, "synthetic": _synthetic}

@@ -1,0 +1,105 @@
+"""When canaries agree."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from bus.protocol.canary import agrees
+from schemas.control import Canary
+from schemas.rows import Rows
+
+PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
+
+
+def rows(dtype: str = "u1") -> Rows:
+    """Distinct experts in every place, ascending."""
+    first = np.arange((PROMPT_LEN + NUM_TOKENS - 1) * NUM_LAYERS).reshape(-1, NUM_LAYERS) % 100
+    return np.stack([first, first + 100], axis=-1).astype(dtype)
+
+
+def canary(routing: Rows | None = None, **fields: Any) -> Canary:
+    """A canary whose routing is `routing`, or `rows()`."""
+    routing = rows() if routing is None else routing
+    made = Canary(
+        token_ids=(5, 6, 7, 8),
+        logprobs=(-1.0, -2.0, -3.0, -4.0),
+        routed_experts=base64.b64encode(routing.tobytes()).decode(),
+        shape=(len(routing), NUM_LAYERS, TOP_K),
+    )
+    return replace(made, **fields)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("row_dtype", ["u1", "<u2"])
+def test_equal_canaries_agree(dtype: str, row_dtype: str) -> None:
+    """A canary agrees with itself, whatever the dtypes."""
+    assert agrees(canary(rows(row_dtype)), canary(rows(row_dtype)), dtype=dtype) is None
+
+
+def test_a_model_without_experts_has_a_canary_too() -> None:
+    """Without routing, tokens and logprobs decide; only one with routing is no match."""
+    dense = canary(routed_experts=None, shape=None)
+
+    assert agrees(dense, dense, dtype="float32") is None
+    assert agrees(dense, canary(), dtype="float32") is not None
+
+
+def test_float32_is_exact() -> None:
+    """In float32 one other token, one other expert or 2e-3 in one logprob are too much; 5e-4 are not."""
+    one_off = rows().copy()
+    one_off[3, 2, 1] = 250
+
+    assert "tokens differ from number 3" in (agrees(canary(), canary(token_ids=(5, 6, 7, 9)), dtype="float32") or "")
+    assert "expert choices" in (agrees(canary(), canary(one_off), dtype="float32") or "")
+    assert "logprobs differ" in (agrees(canary(), canary(logprobs=(-1.0, -2.0, -3.0, -4.002)), dtype="float32") or "")
+    assert agrees(canary(), canary(logprobs=(-1.0, -2.0, -3.0, -4.0005)), dtype="float32") is None
+
+
+def test_bfloat16_forgives_rounding() -> None:
+    """In a narrower dtype a tenth in a logprob and one expert in twenty are rounding, a third of them is not."""
+    few, many = rows().copy(), rows().copy()
+    few[::10, :, 1] = 250
+    many[::3, :, :] = 250
+
+    assert agrees(canary(), canary(few, logprobs=(-1.1, -2.0, -3.0, -4.0)), dtype="bfloat16") is None
+    assert "expert choices" in (agrees(canary(), canary(many), dtype="bfloat16") or "")
+    assert "logprobs differ" in (agrees(canary(), canary(logprobs=(-1.3, -2, -3, -4)), dtype="bfloat16") or "")
+
+
+def test_what_follows_a_tie_is_not_compared_in_bfloat16() -> None:
+    """After the first differing token, whose logprob still has to agree, anything may follow."""
+    after_tie = rows().copy()
+    after_tie[PROMPT_LEN + 1 :] = 250
+    tie = canary(after_tie, token_ids=(5, 9, 1, 1), logprobs=(-1.0, -2.1, -9.0, -9.0))
+    no_tie = replace(tie, logprobs=(-1.0, -2.9, -9.0, -9.0))
+
+    assert agrees(canary(), tie, dtype="bfloat16") is None
+    assert "logprobs differ" in (agrees(canary(), no_tie, dtype="bfloat16") or "")
+
+
+def test_the_order_of_experts_in_a_row_does_not_count() -> None:
+    """Engines do not sort a row's experts, and a trainer's expected canary need not either."""
+    assert agrees(canary(), canary(np.ascontiguousarray(rows()[..., ::-1])), dtype="float32") is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": (float("nan"), -2.0, -3.0, -4.0)},
+        {"token_ids": ()},
+        {"logprobs": (-1.0,)},
+        {"token_ids": (5,), "logprobs": (-1.0,)},
+        {"routed_experts": "no base64!"},
+        {"shape": (1, 2, 3)},
+        {"shape": (-23, -5, 2)},
+        {"shape": None},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_canary_that_makes_no_sense_agrees_with_none(fields: dict[str, Any], dtype: str) -> None:
+    """NaN, missing tokens and routing that does not fit its shape are said, never taken for agreement or raised."""
+    assert agrees(canary(), canary(**fields), dtype=dtype) is not None
+    assert agrees(canary(**fields), canary(), dtype=dtype) is not None

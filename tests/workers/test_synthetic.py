@@ -1,0 +1,250 @@
+"""The synthetic engine does what a controller may ask of an engine, and goes wrong where it is told to."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bus.protocol.step import RequestStep
+from schemas.chunk import FinishReason
+from schemas.errors import ControlCode, ControlError, InvalidRequest
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+
+Collected = dict[str, list[RequestStep]]
+
+
+def checkpoint(folder: Path, content: bytes) -> Path:
+    """A folder with one file of weights."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def request(length: int = 40, num_tokens: int = 4, **fields: object) -> GenerateRequest:
+    """A greedy request."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=list(range(length)), sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+class Reader:
+    """Reads an engine's steps and tells when a request has ended."""
+
+    def __init__(self, engine: SyntheticEngine) -> None:
+        self.engine = engine
+        self.steps: Collected = {}
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        async for steps in self.engine.steps():
+            async with self._changed:
+                for step in steps:
+                    self.steps.setdefault(step.key, []).append(step)
+                self._changed.notify_all()
+
+    async def until_tokens(self, key: str, count: int) -> None:
+        """Wait until a request has made so many tokens."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.steps.get(key, ())) >= count)
+
+    async def result(self, key: str, asked: GenerateRequest) -> list[RequestStep]:
+        """Run one request to its end."""
+        await self.engine.add(key, asked)
+        return await self.end_of(key)
+
+    async def end_of(self, key: str) -> list[RequestStep]:
+        """Wait for a request's end."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: key in self.steps and self.steps[key][-1].finish_reason is not None)
+        return self.steps[key]
+
+
+@contextlib.asynccontextmanager
+async def reading(engine: SyntheticEngine) -> AsyncIterator[Reader]:
+    """Start an engine and read its steps."""
+    await engine.start()
+    reader = Reader(engine)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(reader.run(), name="reader")
+        yield reader
+        task.cancel()
+
+
+def tokens(steps: list[RequestStep]) -> list[int]:
+    """What was sampled."""
+    return [int(token) for step in steps for token in step.token_ids]
+
+
+def routing(steps: list[RequestStep]) -> bytes:
+    """All rows."""
+    return np.concatenate([step.routed_experts for step in steps if step.routed_experts is not None]).tobytes()
+
+
+async def test_a_paused_engine_makes_no_step_and_goes_on_where_it_stopped() -> None:
+    """What was sampled before is handed over when `pause` returns; the stream goes on as one that was never paused."""
+    async with reading(SyntheticEngine()) as reader:
+        undisturbed = tokens(await reader.result("a", request(num_tokens=200)))
+        await reader.engine.add("b", request(num_tokens=200))
+        await reader.until_tokens("b", 3)
+        await reader.engine.pause()
+        await reader.engine.pause()
+        count = len(reader.steps["b"])
+        await reader.engine.add("c", request())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(reader.steps["b"]) == count < 200
+        assert "c" not in reader.steps
+        await reader.engine.resume()
+        assert tokens(await reader.end_of("b")) == undisturbed
+        await reader.end_of("c")
+
+
+async def test_requests_are_aborted_while_paused() -> None:
+    """An abort ends a frozen request without a token."""
+    async with reading(SyntheticEngine()) as reader:
+        await reader.engine.add("a", request(num_tokens=1000))
+        await reader.until_tokens("a", 1)
+        await reader.engine.pause()
+        count = len(reader.steps["a"])
+        await reader.engine.abort(["a", "unknown"])
+        end = (await reader.end_of("a"))[-1]
+        assert end.finish_reason is FinishReason.ABORT
+        assert not len(end.token_ids)
+        assert len(reader.steps["a"]) == count + 1
+
+
+async def test_the_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
+    """A worker that loads a checkpoint gives what one gives that was started on it; another gives something else."""
+    first, second = checkpoint(tmp_path / "1", b"one"), checkpoint(tmp_path / "2", b"two")
+    async with (
+        reading(SyntheticEngine(model=first)) as updated,
+        reading(SyntheticEngine(model=second)) as fresh,
+    ):
+        before = await updated.result("a", request())
+        await updated.engine.load_weights(second)
+        after, expected = await updated.result("b", request()), await fresh.result("a", request())
+    assert tokens(before) != tokens(after) == tokens(expected)
+    assert routing(before) != routing(after) == routing(expected)
+
+
+async def test_a_prompt_that_older_weights_cached_is_not_found(tmp_path: Path) -> None:
+    """Weights, adapters and salts each have prefixes of their own; a reset forgets all."""
+    folder = checkpoint(tmp_path / "1", b"one")
+    async with reading(SyntheticEngine(SyntheticConfig(prefix_cache=True))) as reader:
+        engine = reader.engine
+
+        async def cached(key: str, **fields: object) -> int | None:
+            return (await reader.result(key, request(**fields)))[0].cached_tokens  # type: ignore[arg-type]
+
+        assert (await cached("a"), await cached("b"), await cached("c", cache_salt="x")) == (0, 32, 0)
+        await engine.load_lora("l", folder, 1)
+        assert (await cached("d", lora="l"), await cached("e", lora="l")) == (0, 32)
+        await engine.load_lora("l", folder, 2)
+        assert await cached("f", lora="l") == 0
+        await engine.load_weights(folder)
+        assert (await cached("g"), await cached("h")) == (0, 32)
+        assert await engine.reset_cache(preempt=False)
+        assert await cached("i") == 0
+
+
+async def test_the_cache_is_not_reset_under_running_requests() -> None:
+    """Unless their part is taken from them, or always when the engine is told to refuse."""
+    async with reading(SyntheticEngine()) as reader:
+        await reader.engine.add("a", request(num_tokens=1000))
+        await reader.until_tokens("a", 1)
+        await reader.engine.pause()
+        assert not await reader.engine.reset_cache(preempt=False)
+        assert await reader.engine.reset_cache(preempt=True)
+        reader.engine.faults = SyntheticFaults(reset_cache=True)
+        assert not await reader.engine.reset_cache(preempt=True)
+
+
+async def test_adapters_change_the_output_until_they_are_unloaded(tmp_path: Path) -> None:
+    """An adapter's bytes count, under its name; its absence is an error of the request."""
+    one, two = checkpoint(tmp_path / "1", b"one"), checkpoint(tmp_path / "2", b"two")
+    async with reading(SyntheticEngine(SyntheticConfig(max_loras=1))) as reader:
+        engine = reader.engine
+        base = tokens(await reader.result("a", request()))
+        await engine.load_lora("l", one, 1)
+        first = tokens(await reader.result("b", request(lora="l")))
+        await engine.load_lora("l", two, 2)
+        second = tokens(await reader.result("c", request(lora="l")))
+        assert len({tuple(base), tuple(first), tuple(second)}) == 3
+        assert tokens(await reader.result("d", request())) == base
+        assert engine.loras == {"l": 2}
+        with pytest.raises(ControlError, match="1 adapters already"):
+            await engine.load_lora("m", one, 1)
+        await engine.unload_lora("l")
+        await engine.unload_lora("l")
+        with pytest.raises(InvalidRequest, match="lora"):
+            await engine.add("e", request(lora="l"))
+
+
+async def test_weights_that_came_in_pieces_are_those_of_the_files(tmp_path: Path) -> None:
+    """Between start and finish they are neither the old nor the new; a piece without a start is refused."""
+    folder = checkpoint(tmp_path / "1", b"onetwo")
+    async with reading(SyntheticEngine(model=folder)) as fresh, reading(SyntheticEngine()) as reader:
+        engine, expected = reader.engine, tokens(await fresh.result("a", request()))
+        with pytest.raises(ControlError, match="no update was started"):
+            await engine.update_weight_chunk({"data": "b25l"})
+        await engine.init_weight_transfer({})
+        await engine.start_weight_update()
+        with pytest.raises(ControlError) as caught:
+            await engine.finish_weight_update()
+        assert caught.value.code is ControlCode.HALF_WRITTEN
+        await engine.update_weight_chunk({"data": "b25l"})
+        between = tokens(await reader.result("a", request()))
+        await engine.update_weight_chunk({"data": "dHdv"})
+        await engine.finish_weight_update()
+        after = tokens(await reader.result("b", request()))
+    assert between != after == expected
+
+
+@pytest.mark.parametrize(("fault", "is_touched"), [("refused", False), ("half_written", True)])
+async def test_a_load_fails_before_or_after_it_touched_the_weights(
+    fault: str, is_touched: bool, tmp_path: Path
+) -> None:
+    """As configured, and only after the loads that are to succeed."""
+    folder = checkpoint(tmp_path / "1", b"one")
+    faults = SyntheticFaults(load=fault, good_loads=1)  # type: ignore[arg-type]
+    async with reading(SyntheticEngine(SyntheticConfig(faults=faults))) as reader:
+        await reader.engine.load_weights(folder)
+        before = tokens(await reader.result("a", request()))
+        with pytest.raises(ControlError) as caught:
+            await reader.engine.load_weights(folder)
+        assert (caught.value.code is ControlCode.HALF_WRITTEN) == is_touched
+        assert (tokens(await reader.result("b", request())) != before) == is_touched
+
+
+async def test_a_load_may_lie_about_the_experts(tmp_path: Path) -> None:
+    """Tokens are right and the routing is not, as after vLLM's reload on a CPU."""
+    folder = checkpoint(tmp_path / "1", b"one")
+    config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))
+    async with reading(SyntheticEngine(config, folder)) as reader:
+        before = await reader.result("a", request())
+        await reader.engine.load_weights(folder)
+        after = await reader.result("b", request())
+    assert tokens(before) == tokens(after)
+    assert routing(before) != routing(after)
+
+
+async def test_a_sleeping_engine_makes_no_step_and_may_lose_its_weights(tmp_path: Path) -> None:
+    """Level 1 keeps the weights; after level 2 they have to be loaded again."""
+    folder = checkpoint(tmp_path / "1", b"one")
+    async with reading(SyntheticEngine(model=folder)) as reader:
+        before = tokens(await reader.result("a", request()))
+        for level, key in ((1, "b"), (2, "c")):
+            await reader.engine.sleep(level)
+            await reader.engine.add(key, request())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert key not in reader.steps
+            await reader.engine.wake()
+            assert (tokens(await reader.end_of(key)) == before) == (level == 1)
+        await reader.engine.load_weights(folder)
+        assert tokens(await reader.result("d", request())) == before

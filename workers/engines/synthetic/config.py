@@ -1,0 +1,103 @@
+"""How a synthetic engine is set up, and what is to go wrong in it."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from schemas.errors import InvalidRequest
+from schemas.presence import Capabilities, RoutedExpertsInfo
+from schemas.rows import dtype_for
+
+__all__ = ["SyntheticConfig", "SyntheticFaults"]
+
+LoadFault = Literal["refused", "half_written", "wrong_experts", "hangs"]
+"""What comes of a load: nothing is touched; it fails in the middle; it claims success with wrong routing, as vLLM's
+reload on a CPU does; it never returns."""
+
+
+class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes wrong, so that tests can see that it is noticed."""
+
+    load: LoadFault | None = None
+    """Of loads of weights from a folder."""
+    good_loads: int = 0
+    """Loads of weights before `load` comes true."""
+    load_s: float = 0.0
+    """Seconds that each load of weights takes."""
+    loses_loras: bool = False
+    """Adapters are gone after new weights."""
+    load_lora: bool = False
+    """Adapters are refused."""
+    unload_lora: bool = False
+    """Adapters cannot be unloaded."""
+    reset_cache: bool = False
+    """The prefix cache can never be reset."""
+
+
+class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The make of a synthetic model and the pace of its engine."""
+
+    seed: int = 0
+    """The weights, where no checkpoint is given: another seed is another model."""
+    step_s: float = 0.0
+    """Seconds that one step takes; 0: as fast as it goes."""
+    max_num_seqs: int = 256
+    """Requests in one step."""
+    max_model_len: int = 65_536
+    vocab_size: int = 32_000
+    eos_token_id: int = 2
+    num_layers: int = 4
+    top_k: int = 4
+    num_experts: int = 16
+    """0: a model without experts, which returns no routing."""
+    max_loras: int = 4
+    """Adapters at once."""
+    prefix_cache: bool = False
+    """Remember prompts, which shows in `cached_tokens`."""
+    die_after_steps: int | None = None
+    """Let the engine die after so many steps, as a real one may."""
+    faults: SyntheticFaults = SyntheticFaults()
+    """What else goes wrong."""
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> "SyntheticConfig":
+        """Build from `--engine-args`.
+
+        Raises:
+            InvalidRequest: an unknown argument or a value of the wrong type.
+        """
+        try:
+            return msgspec.convert(dict(args), cls)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequest(
+                field="engine_args", problem=f"{exc}", allowed=", ".join(cls.__struct_fields__)
+            ) from None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What an engine of this configuration can do."""
+        routing = None
+        if self.num_experts:
+            routing = RoutedExpertsInfo(
+                num_layers=self.num_layers,
+                top_k=self.top_k,
+                num_experts=self.num_experts,
+                dtype=dtype_for(self.num_experts),
+            )
+        return Capabilities(
+            engine="synthetic",
+            engine_version="1",
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            max_num_seqs=self.max_num_seqs,
+            max_logprobs=20,
+            dtype="float32",
+            routed_experts=routing,
+            priority=True,
+            signature="synthetic 1",
+            weight_updates=True,
+            weight_transfer=True,
+            max_loras=self.max_loras,
+            sleep=True,
+        )

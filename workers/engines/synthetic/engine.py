@@ -1,0 +1,292 @@
+"""The engine around a synthetic model: a queue, a batch, a pace, and everything that a controller may ask of it."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bus.protocol.step import RequestStep
+from schemas.chunk import FinishReason
+from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from workers.engines.synthetic.cache import PrefixCache
+from workers.engines.synthetic.config import SyntheticConfig
+from workers.engines.synthetic.model import Running, SyntheticModel
+from workers.engines.synthetic.weights import DROPPED, Received, Weights, checksum_of
+
+__all__ = ["SyntheticEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that is loaded."""
+
+    version: int
+    checksum: int
+    salt: int
+    """Another one for each load, so that what was cached before is not found."""
+
+
+class SyntheticEngine:
+    """An `Engine` that computes its output from hashes; see the package.
+
+    Args:
+        model: a checkpoint; None or a folder without `*.safetensors`: the weights are those of `config.seed`.
+
+    Attributes:
+        faults: what goes wrong from now on.
+    """
+
+    def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
+        self._config = config or SyntheticConfig()
+        self._folder = model
+        self.faults = self._config.faults
+        self._cache = PrefixCache() if self._config.prefix_cache else None
+        self._model = SyntheticModel(self._config, self._cache)
+        self._weights = Weights.of(self._config.seed)
+        self._received: Received | None = None
+        self._loras: dict[str, Adapter] = {}
+        self._num_loads = 0
+        self._num_lora_loads = 0
+        self._waiting: deque[Running] = deque()
+        self._running: dict[str, Running] = {}
+        self._aborted: list[str] = []
+        self._wake_up = asyncio.Event()
+        self._is_paused = False
+        self._sleep_level = 0
+        # Set while all that was sampled is in the hands of whoever reads `steps`.
+        self._all_taken = asyncio.Event()
+        self._all_taken.set()
+        self._num_steps = 0
+        self._dead: str | None = None
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<SyntheticEngine running={len(self._running)} waiting={len(self._waiting)} steps={self._num_steps}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the configuration says."""
+        return self._config.capabilities
+
+    async def start(self) -> None:
+        """Read the checkpoint, if there is one."""
+        if self._folder is not None and any(self._folder.glob("*.safetensors")):
+            try:
+                self._weights = Weights.of(await asyncio.to_thread(checksum_of, self._folder))
+            except ControlError as exc:
+                raise EngineDead(exc.message) from exc
+
+    async def add(self, key: str, request: GenerateRequest) -> None:
+        """Queue a request, before all that are less urgent."""
+        self._check_alive()
+        adapter = None if request.lora is None else self._loras.get(request.lora)
+        if request.lora is not None and adapter is None:
+            raise InvalidRequest(
+                field="lora", problem=f"{request.lora!r} is not loaded", allowed=", ".join(self._loras) or "none"
+            )
+        salt = f"{self._num_loads}.{0 if adapter is None else adapter.salt}.{request.cache_salt or ''}"
+        at = len(self._waiting)
+        while at and self._waiting[at - 1].request.priority > request.priority:
+            at -= 1
+        self._waiting.insert(at, Running(key, request, salt))
+        self._wake_up.set()
+
+    async def abort(self, keys: Sequence[str]) -> None:
+        """End requests with the next step, or now while paused; unknown keys are ignored."""
+        self._aborted.extend(keys)
+        self._wake_up.set()
+
+    async def close(self) -> None:
+        """Forget all requests; `steps` raises."""
+        self._dead = self._dead or "the engine was closed"
+        self._waiting.clear()
+        self._running.clear()
+        self._wake_up.set()
+        self._all_taken.set()
+
+    def kill(self, reason: str = "killed") -> None:
+        """Die as a real engine does: at once, with requests open."""
+        self._dead = reason
+        self._wake_up.set()
+        self._all_taken.set()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+
+    # Steps
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Yield one batch of output a step; waits while there is nothing to do."""
+        while True:
+            self._all_taken.set()
+            while not self._has_work() and self._dead is None:
+                self._wake_up.clear()
+                await self._wake_up.wait()
+            self._all_taken.clear()
+            # The pace of the engine; at 0 still a chance for everyone else.
+            await asyncio.sleep(self._config.step_s)
+            if self._num_steps == self._config.die_after_steps:
+                self.kill(f"died after {self._num_steps} steps, as configured")
+            self._check_alive()
+            self._num_steps += 1
+            yield self._step()
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self._is_paused or bool(self._sleep_level)
+
+    def _has_work(self) -> bool:
+        return bool(self._aborted) or (not self._is_frozen and bool(self._waiting or self._running))
+
+    def _step(self) -> list[RequestStep]:
+        aborted, self._aborted = self._aborted, []
+        output = [step for key in aborted for step in self._abort(key)]
+        if self._is_frozen:
+            return output
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            running = self._waiting.popleft()
+            self._running[running.key] = running
+        for running in list(self._running.values()):
+            step = self._model.advance(running, self._weights_for(running.request))
+            if step.finish_reason is not None:
+                del self._running[running.key]
+            output.append(step)
+        return output
+
+    def _abort(self, key: str) -> list[RequestStep]:
+        waiting = next((w for w in self._waiting if w.key == key), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+        elif self._running.pop(key, None) is None:
+            return []
+        return [RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)]
+
+    def _weights_for(self, request: GenerateRequest) -> Weights:
+        adapter = None if request.lora is None else self._loras.get(request.lora)
+        return self._weights if adapter is None else self._weights.with_adapter(adapter.checksum)
+
+    # Pause and cache
+
+    async def pause(self) -> None:
+        """Make no step until `resume`; aborted requests end meanwhile."""
+        self._is_paused = True
+        await self._all_taken.wait()
+        self._check_alive()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._check_alive()
+        self._is_paused = False
+        self._wake_up.set()
+
+    async def reset_cache(self, *, preempt: bool) -> bool:
+        """Forget the prompts seen; requests that run hold some unless `preempt`."""
+        self._check_alive()
+        if self.faults.reset_cache or (self._running and not preempt):
+            return False
+        if self._cache is not None:
+            self._cache.clear()
+        return True
+
+    # Weights
+
+    async def load_weights(self, path: Path) -> None:
+        """Take the checksum of the files for the weights."""
+        self._check_alive()
+        fault = self.faults.load if self._num_loads >= self.faults.good_loads else None
+        await asyncio.sleep(self.faults.load_s)
+        if fault == "refused":
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to load, as configured")
+        weights = Weights.of(await asyncio.to_thread(checksum_of, path))
+        if fault == "hangs":
+            self._weights = DROPPED
+            await asyncio.Event().wait()
+        if fault == "half_written":
+            self._weights = DROPPED
+            raise ControlError(ControlCode.HALF_WRITTEN, "the engine failed in the middle of a load, as configured")
+        self._replace(weights.with_wrong_experts() if fault == "wrong_experts" else weights)
+
+    def _replace(self, weights: Weights) -> None:
+        self._weights = weights
+        self._num_loads += 1
+        if self.faults.loses_loras:
+            self._loras.clear()
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Nothing to set up; `info` may hold anything."""
+        self._check_alive()
+
+    async def start_weight_update(self) -> None:
+        """From here on the weights are half written."""
+        self._check_alive()
+        self._received = Received()
+        self._weights = DROPPED
+
+    async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
+        """Take `{"data": base64}` or `{"seed": n}`, see `Received`."""
+        self._check_alive()
+        self._receiver().take(info)
+
+    async def finish_weight_update(self) -> None:
+        """Use what came."""
+        self._check_alive()
+        weights = self._receiver().weights()
+        self._received = None
+        self._replace(weights)
+
+    def _receiver(self) -> Received:
+        if self._received is None:
+            raise ControlError(ControlCode.ENGINE_ERROR, "no update was started")
+        return self._received
+
+    # Adapters
+
+    @property
+    def loras(self) -> Mapping[str, int]:
+        """Versions of the adapters by name."""
+        return {name: adapter.version for name, adapter in self._loras.items()}
+
+    async def load_lora(self, name: str, path: Path, version: int) -> None:
+        """Take the checksum of the files for the adapter."""
+        self._check_alive()
+        if self.faults.load_lora:
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused the adapter, as configured")
+        if name not in self._loras and len(self._loras) >= self._config.max_loras:
+            raise ControlError(ControlCode.ENGINE_ERROR, f"there are {self._config.max_loras} adapters already")
+        checksum = await asyncio.to_thread(checksum_of, path)
+        self._num_lora_loads += 1
+        self._loras[name] = Adapter(version, checksum, self._num_lora_loads)
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget it."""
+        self._check_alive()
+        if self.faults.unload_lora:
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine kept the adapter, as configured")
+        self._loras.pop(name, None)
+
+    # Memory
+
+    async def sleep(self, level: int) -> None:
+        """Make no step until `wake`; level 2 drops weights and adapters."""
+        self._check_alive()
+        if self._running or self._waiting:
+            raise ControlError(ControlCode.ENGINE_ERROR, "requests are in flight")
+        self._sleep_level = level
+        if self._cache is not None:
+            self._cache.clear()
+        if level == 2:
+            self._weights = DROPPED
+            self._loras.clear()
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        self._check_alive()
+        self._sleep_level = 0
+        self._wake_up.set()
