@@ -21,6 +21,7 @@ __all__ = [
     "ask",
     "create_stream",
     "nanoseconds",
+    "put",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,31 @@ async def ask(nats: Client, operation: str, body: dict[str, Any] | None = None) 
     """
     payload = b"" if body is None else json.dumps(body).encode()
     try:
-        message = await nats.request(f"{API}.{operation}", payload, timeout=API_TIMEOUT_S)
+        return await _request(nats, f"{API}.{operation}", payload)
     except nats_errors.NoRespondersError as error:
         raise BusBroken("the NATS server has no JetStream, which rollbus needs") from error
+
+
+async def put(nats: Client, subject: str, data: bytes, headers: dict[str, str] | None = None) -> int:
+    """Store a message in the stream that has `subject`, on the conditions in `headers`; returns its sequence number.
+
+    Raises:
+        ApiError: the server refused; NO_STREAM: no stream has the subject, or there is no JetStream.
+        BusBroken: it does not answer; the message may have been stored all the same.
+    """
+    try:
+        answer = await _request(nats, subject, data, headers)
+    except nats_errors.NoRespondersError as error:
+        raise ApiError(NO_STREAM, f"no stream has {subject}") from error
+    sequence: int = answer["seq"]
+    return sequence
+
+
+async def _request(nats: Client, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    try:
+        message = await nats.request(subject, payload, timeout=API_TIMEOUT_S, headers=headers)
+    except nats_errors.NoRespondersError:
+        raise
     except nats_errors.TimeoutError as error:
         raise BusBroken(f"JetStream did not answer within {API_TIMEOUT_S:g} s") from error
     except nats_errors.Error as error:

@@ -97,7 +97,7 @@ MAX_SEEN_COMMANDS: Final = 64
 MAX_WORKER_OVERRIDES: Final = 1024
 """Workers for which a desired state holds commands of their own."""
 MAX_LORAS: Final = 256
-"""Adapters that a desired state names."""
+"""Adapters that a desired state has loaded, and as many of which it remembers that they were unloaded."""
 MAX_PRIORITY: Final = 2**31 - 1
 """Either sign; lower is more urgent, as in vLLM."""
 MAX_WEIGHT_VERSION: Final = 2**31 - 1

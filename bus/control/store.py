@@ -1,0 +1,200 @@
+"""Where desired states are kept: a NATS KV bucket, readable with `nats kv`, its history the log of all commands.
+
+Writes are compare-and-set on the key's last sequence number: of concurrent writers one is first, and the others decide
+again on what it wrote.
+"""
+
+import base64
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from bus.connection import Connection
+from bus.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, put
+from bus.protocol import desired
+from bus.subjects import Subjects, encode_token
+from schemas.control import AnyCommand
+from schemas.desired import DesiredState
+from schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
+from schemas.messages import decode_desired, encode_json
+
+__all__ = ["BUCKET", "DesiredStore"]
+
+logger = logging.getLogger(__name__)
+
+BUCKET: Final = "rollbus"
+"""Shared by all fleets of a server; each has keys of its own."""
+HISTORY: Final = 64
+"""Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
+MAX_STATE_BYTES: Final = 1024**2
+"""A state with a thousand workers' own commands, or with hundreds of adapters, takes a third of it."""
+MAX_BUCKET_BYTES: Final = 64 * 1024**2
+"""The full history of one state of the largest size, or of thousands of usual ones."""
+MAX_TRIES: Final = 1000
+"""Of one write. Each failure means that another writer got through: of a fleet's workers that record the same command
+one, and the others find it recorded."""
+
+_STREAM: Final = f"KV_{BUCKET}"
+_SUBJECTS: Final = f"$KV.{BUCKET}"
+_WRONG_LAST_SEQUENCE: Final = 10071
+
+
+class DesiredStore:
+    """The desired states of one fleet.
+
+    Args:
+        nats: connected.
+        subjects: of the fleet.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects) -> None:
+        self._nats = nats
+        self._subjects = subjects
+
+    def __repr__(self) -> str:
+        """One line with the fleet."""
+        return f"<DesiredStore {self._subjects.fleet}>"
+
+    def subject(self, model: str) -> str:
+        """Where writes to the desired state of `model` can be heard.
+
+        A hint to read again, no more: writes that were refused are heard too.
+        """
+        return f"{_SUBJECTS}.{self._subjects.fleet}.{encode_token(model)}"
+
+    async def read(self, model: str) -> DesiredState | None:
+        """The desired state of `model`; None: nothing was ever recorded.
+
+        Raises:
+            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            BusBroken: JetStream is not there or does not answer.
+        """
+        _, data = await self._read(model)
+        return self._decode(model, data) if data else None
+
+    async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
+        """Record `command`: the state with it, and its epoch. See `bus.protocol.desired.record`.
+
+        Cancellation: it may be recorded or not; recording it again under its id is harmless.
+
+        Raises:
+            ControlError: it was refused; nothing is recorded.
+            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            BusBroken: JetStream is not there or does not answer. In the second case it may be recorded all the same.
+        """
+        epoch = 0
+
+        def recorded(state: DesiredState) -> DesiredState:
+            nonlocal epoch
+            state, epoch = desired.record(state, command)
+            return state
+
+        return await self.change(model, recorded), epoch
+
+    async def change(self, model: str, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
+        """Write what `change` makes of the state, and return it; nothing is written where that is the state itself.
+
+        `change` is called again for each state that another writer got in before; what it raises ends the attempt.
+
+        Raises:
+            ControlError: the state would be too large.
+            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
+        """
+        for _ in range(MAX_TRIES):
+            sequence, data = await self._read(model)
+            before = self._decode(model, data) if data else DesiredState(model=model)
+            after = change(before)
+            if after is before or await self._write(model, after, sequence):
+                return after
+        raise BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
+
+    async def reset(self, model: str) -> bool:
+        """Clear the desired state of `model`, also one that does not decode; False where nothing is recorded.
+
+        Epochs go on, so that later commands do not look old to workers.
+
+        Raises:
+            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
+        """
+        for _ in range(MAX_TRIES):
+            sequence, data = await self._read(model)
+            if not data:
+                return False
+            try:
+                state = self._decode(model, data)
+            except RemoteProtocolError as exc:
+                logger.warning("desired.cleared model=%s error=%s", model, exc)
+                # No epoch can be above the sequence number: each was one message.
+                state = DesiredState(model=model, epoch=sequence)
+            else:
+                if not state.registers and not state.workers:
+                    return False
+            if await self._write(model, desired.cleared(state), sequence):
+                return True
+        raise BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
+
+    async def _read(self, model: str) -> tuple[int, bytes]:
+        """The key's last sequence number, 0 where it has none, and its value, empty where it was deleted."""
+        # From the stream's leader: a replica's answer may be older than the command that made us look.
+        try:
+            answer = await ask(self._nats, f"STREAM.MSG.GET.{_STREAM}", {"last_by_subj": self.subject(model)})
+        except ApiError as error:
+            if error.code in {NO_STREAM, NO_MESSAGE}:
+                return 0, b""
+            raise BusBroken(f"the desired state of {model!r} cannot be read: {error}") from error
+        message = answer["message"]
+        return message["seq"], base64.b64decode(message.get("data", ""))
+
+    def _decode(self, model: str, data: bytes) -> DesiredState:
+        try:
+            state = decode_desired(data)
+            if state.model != model:
+                raise RemoteProtocolError(f"it is that of {state.model!r}")
+        except RemoteProtocolError as exc:
+            raise RemoteProtocolError(
+                f"the desired state of {model!r} under {self.subject(model)} cannot be used: {exc}; a reset clears it"
+            ) from None
+        return state
+
+    async def _write(self, model: str, state: DesiredState, sequence: int) -> bool:
+        """Write `state` if the key's last sequence number is still `sequence`; False: it is not."""
+        data = encode_json(state)
+        allowed = min(MAX_STATE_BYTES, self._nats.max_payload // 2)
+        if len(data) > allowed:
+            raise ControlError(
+                ControlCode.INVALID_COMMAND,
+                f"the desired state of {model!r} would take {len(data)} bytes; allowed: {allowed}",
+            )
+        headers = {"Nats-Expected-Stream": _STREAM, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
+        try:
+            try:
+                await put(self._nats, self.subject(model), data, headers)
+            except ApiError as error:
+                if error.code != NO_STREAM:
+                    raise
+                await create_stream(self._nats, _stream_config())
+                await put(self._nats, self.subject(model), data, headers)
+        except ApiError as error:
+            if error.code == _WRONG_LAST_SEQUENCE:
+                return False
+            raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
+        return True
+
+
+def _stream_config() -> dict[str, object]:
+    """What makes a stream a KV bucket to NATS's own tools."""
+    return {
+        "name": _STREAM,
+        "subjects": [f"{_SUBJECTS}.>"],
+        "description": "rollbus: what each model's workers should be doing",
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_msgs_per_subject": HISTORY,
+        "max_msg_size": MAX_STATE_BYTES + 1024,  # headers count
+        "max_bytes": MAX_BUCKET_BYTES,
+        "deny_delete": True,
+        "allow_rollup_hdrs": True,
+        "allow_direct": True,
+    }
