@@ -97,7 +97,7 @@ class WorkerState(enum.StrEnum):
     DRAINED = "drained"
     """As a command said. It has handed its requests to others and takes no more."""
     ASLEEP = "asleep"
-    """As a command said: the engine has given up its memory."""
+    """As a command said. The engine has given up its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
     """It could not get the desired weights or adapters and has intact ones of before: it serves nothing. A good update
     or a restart brings it back."""
@@ -105,7 +105,7 @@ class WorkerState(enum.StrEnum):
     """Its weights are half written, or not what they should be: it serves nothing. A good update or a restart brings it
     back."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
-    """The desired weights came by a transfer engine and cannot be had again: it serves nothing until the next."""
+    """The desired weights came by a transfer engine, and cannot be had again. It serves nothing until the next update."""
     FENCED = "fenced"
     """Its lease ran out unconfirmed, and it gave up all that it had. It comes back as a new incarnation when an
     announcement is confirmed again."""

@@ -21,13 +21,11 @@ class EngineRunner:
     Args:
         engine: not started.
         timeout_s: an engine that has requests and makes no step for so long is dead.
-        on_steps: called with what each step produced.
     """
 
-    def __init__(self, engine: Engine, *, timeout_s: float, on_steps: Callable[[Sequence[RequestStep]], None]) -> None:
+    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self._on_steps = on_steps
         self._capabilities: Capabilities | None = None
         # Keys from `add` until the step that ends them; as many as the worker takes.
         self._inside: set[str] = set()
@@ -35,10 +33,18 @@ class EngineRunner:
         self._to_abort: set[str] = set()
         self._abort_wanted = asyncio.Event()
         self._quiet_s = 0.0
+        self.is_frozen = False
+        """The engine makes no steps, as it was told."""
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<EngineRunner inside={len(self._inside)} quiet_s={self._quiet_s:g} engine={self._engine!r}>"
+        frozen = " frozen" if self.is_frozen else ""
+        return f"<EngineRunner inside={len(self._inside)}{frozen} quiet_s={self._quiet_s:g} engine={self._engine!r}>"
+
+    @property
+    def engine(self) -> Engine:
+        """What it runs, for all that is not about requests."""
+        return self._engine
 
     @property
     def capabilities(self) -> Capabilities | None:
@@ -52,6 +58,15 @@ class EngineRunner:
             return 0
         return max(self._capabilities.max_num_seqs - len(self._inside), 0)
 
+    @property
+    def num_inside(self) -> int:
+        """Requests that the engine has."""
+        return len(self._inside)
+
+    def has_any(self, keys: Iterable[str]) -> bool:
+        """The engine has one of these."""
+        return not self._inside.isdisjoint(keys)
+
     async def start(self) -> None:
         """Start the engine.
 
@@ -61,8 +76,8 @@ class EngineRunner:
         await self._engine.start()
         self._capabilities = self._engine.capabilities
 
-    async def run(self) -> NoReturn:
-        """Hand over what the engine produces until it dies.
+    async def run(self, on_steps: Callable[[Sequence[RequestStep]], None]) -> NoReturn:
+        """Hand over what each step of the engine produced, until it dies.
 
         Raises:
             EngineDead: always.
@@ -72,7 +87,7 @@ class EngineRunner:
             for step in steps:
                 if step.finish_reason is not None:
                     self._inside.discard(step.key)
-            self._on_steps(steps)
+            on_steps(steps)
         raise EngineDead("the engine stopped by itself")
 
     async def add(self, key: str, request: GenerateRequest) -> None:
@@ -110,6 +125,26 @@ class EngineRunner:
             self._to_abort -= keys
             await self._engine.abort(sorted(keys & self._inside))
 
+    async def pause(self) -> None:
+        """Freeze the engine; see `Engine.pause`.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        if not self.is_frozen:
+            await self._engine.pause()
+            self.is_frozen = True
+
+    async def resume(self) -> None:
+        """Let the engine go on; see `Engine.resume`.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        # Also where a pause was cancelled half-way: resuming an engine that runs is harmless.
+        await self._engine.resume()
+        self.is_frozen = False
+
     def watch(self, interval_s: float) -> None:
         """Called every `interval_s`: is the engine still moving?
 
@@ -118,6 +153,7 @@ class EngineRunner:
         Raises:
             EngineDead: it has requests and has made no step for too long.
         """
-        self._quiet_s = self._quiet_s + interval_s if self._inside else 0.0
+        is_due = self._inside and not self.is_frozen
+        self._quiet_s = self._quiet_s + interval_s if is_due else 0.0
         if self._quiet_s > self._timeout_s:
             raise EngineDead(f"it has requests and made no step for {self._timeout_s:g} s")

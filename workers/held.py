@@ -1,6 +1,6 @@
 """The requests in a worker's hands: those inside its engine, and those whose message the queue still keeps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from bus.protocol.states import HELD, HeldEvent, HeldState
@@ -38,6 +38,8 @@ class Held:
     """The queue keeps it for another worker until it is acked; None where there is none or no longer."""
     deadline: float | None = None
     """When this worker ends the request; None where its client does."""
+    lora: str | None = None
+    """The adapter that it uses."""
     state: HeldState = HELD.initial
 
     def advance(self, event: HeldEvent) -> None:
@@ -53,8 +55,8 @@ class Instructions:
     """Engine names of requests to stop."""
     ack: list[QueuedRequest] = field(default_factory=list)
     """Messages that may leave the queue."""
-    nak: list[QueuedRequest] = field(default_factory=list)
-    """Messages for another worker, at once."""
+    nak: list[tuple[QueuedRequest, float]] = field(default_factory=list)
+    """Messages for another worker, each after so many seconds."""
 
 
 class HeldRequests:
@@ -84,17 +86,22 @@ class HeldRequests:
         return list(self._by_name)
 
     @property
+    def open_requests(self) -> Iterable[Held]:
+        """Those that neither the engine nor the worker has ended; none may be opened or ended meanwhile."""
+        return self._by_name.values()
+
+    @property
     def messages(self) -> list[QueuedRequest]:
         """What the queue keeps for another worker as long as this one says that it is at work."""
         return [held.message for held in self if held.message is not None]
 
-    def add(self, origin: Origin, route: Route, deadline: float | None = None) -> Held:
+    def add(self, origin: Origin, route: Route, deadline: float | None = None, lora: str | None = None) -> Held:
         """Take a request in hand, which must not be in hand already."""
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
         # Without its message in the origin too, which would keep the prompt here until the end.
-        held = Held(name, replace(origin, message=None), route, origin.message, deadline)
+        held = Held(name, replace(origin, message=None), route, origin.message, deadline, lora)
         self._by_name[name] = held
         self._by_life.setdefault((origin.client, origin.incarnation), {})[key] = held
         return held

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bus.queue.puller import QueuedRequest
+from bus.queue.puller import GIVE_BACK_S, QueuedRequest
 from bus.subjects import Subjects
 from schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.limits import MAX_DELIVERIES
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 MAX_ARRIVALS = 4096
 """Requests that wait for their turn to enter the engine. No more come than it has free slots, and a few; of an engine
 with more slots than this, the others go back to the queue until there is room."""
+MAX_TOO_NEW_S = 30.0
+"""Between two looks at a request for weights of which nobody has heard: it may wait long, and should not cost much."""
+MAX_DOUBLINGS = 5
+"""From one second to more than that."""
 MAX_INDEX = 2**31 - 1
 """The largest attempt number of the wire."""
 
@@ -43,7 +47,9 @@ class IntakeStats:
     gone: int = 0
     """Of clients that are dead."""
     returned: int = 0
-    """Given back to the queue, as this worker stops or more came than may wait."""
+    """Given back to the queue, as this worker takes none now or more came than may wait."""
+    too_new: int = 0
+    """Given back to the queue, for workers with later weights."""
     refused: int = 0
     """Direct ones for which there was no free slot."""
     not_serving: int = 0
@@ -83,7 +89,6 @@ class Intake:
         on_room: Callable[[], None],
     ) -> None:
         self._subjects = Subjects(config.fleet)
-        self._weight_version = config.weight_version
         self._max_held_bytes = config.max_held_bytes
         self._life = life
         self._links = links
@@ -102,12 +107,12 @@ class Intake:
     def room(self) -> int:
         """How many more requests would start at once; below 0 by those that came beyond that.
 
-        Not above 0 while this worker does not serve, stops, or holds too much that clients have not taken.
+        Not above 0 while this worker takes none, stops, or holds too much that clients have not taken.
         """
         free = self._engine.num_free - len(self._arrivals)
         if free <= 0:
             return free
-        is_closed = self._is_stopping or not self._life.may_speak()
+        is_closed = self._is_stopping or not self._life.may_take()
         return 0 if is_closed or self._links.routes.held_bytes > self._max_held_bytes else free
 
     @property
@@ -120,14 +125,13 @@ class Intake:
         self.stats.taken += 1
         if not self._life.may_speak():
             self.stats.not_serving += 1
-        elif self._is_stopping or len(self._arrivals) >= MAX_ARRIVALS:
-            self.stats.returned += 1
-            self._carry_out(Instructions(nak=[message]))
+        elif self._is_stopping or len(self._arrivals) >= MAX_ARRIVALS or not self._life.may_take():
+            self._return([message])
         else:
             self._arrive(Arrival(message.client, message.data, message))
 
     def take_direct(self, client: str, data: bytes) -> None:
-        """Take a request that a client hands over by itself; without a free slot it is refused."""
+        """Take a request that a client hands over by itself; without a free slot, or while none is taken, refuse it."""
         self.stats.taken += 1
         if not self._life.may_speak() or len(self._arrivals) >= MAX_ARRIVALS:
             # Unanswered, the client puts it into the queue.
@@ -139,13 +143,23 @@ class Intake:
         self._arrivals.append(arrival)
         self._arrived.set()
 
-    def stop(self) -> None:
-        """Take nothing more, and give back to the queue what has not entered the engine."""
-        self._is_stopping = True
-        messages = self.messages
+    def _return(self, messages: list[QueuedRequest]) -> None:
+        """Give requests back to the queue."""
         self.stats.returned += len(messages)
+        # A worker that stops is one; where all pause at once, they would otherwise pass requests round.
+        delay_s = 0.0 if self._is_stopping else GIVE_BACK_S
+        self._carry_out(Instructions(nak=[(message, delay_s) for message in messages]))
+
+    def give_back(self) -> None:
+        """Give back to the queue what has not entered the engine, and refuse what was handed over."""
+        messages = self.messages
         self._arrivals = deque(replace(item, is_refused=True) for item in self._arrivals if item.message is None)
-        self._carry_out(Instructions(nak=messages))
+        self._return(messages)
+
+    def stop(self) -> None:
+        """Take nothing more, for good, and give back what has not entered the engine."""
+        self._is_stopping = True
+        self.give_back()
 
     def drop(self) -> None:
         """Forget what waits: this worker has lost its lease, and others may have it already."""
@@ -166,6 +180,9 @@ class Intake:
         if capabilities is None or not self._life.may_speak():
             self.stats.not_serving += 1
             return
+        if arrival.message is not None and not self._life.may_take():
+            self._return([arrival.message])
+            return
         try:
             origin, given = self._read(arrival)
         except RemoteProtocolError as exc:
@@ -181,6 +198,12 @@ class Intake:
         if todo is not None:
             self._carry_out(todo)
             return
+        if arrival.message is not None and not arrival.is_refused and isinstance(given, GenerateRequest):
+            wait_s = self._too_new_s(given, arrival.message.num_delivered)
+            if wait_s > 0:
+                self.stats.too_new += 1
+                self._carry_out(Instructions(nak=[(arrival.message, wait_s)]))
+                return
         now = time.monotonic()
         try:
             request = self._checked(arrival, given, capabilities)
@@ -221,6 +244,15 @@ class Intake:
         key = RequestKey(request_id, attempt, envelope.child)
         return Origin(arrival.client, envelope.incarnation, key, arrival.message, envelope.reply_to), request
 
+    def _too_new_s(self, request: GenerateRequest, num_delivered: int) -> float:
+        """After how long the queue should hand this request out again, as it is for later weights; 0: it is not."""
+        wanted, versions = request.min_weight_version, self._links.versions
+        if wanted is None or wanted <= versions.weight_version:
+            return 0.0
+        if wanted <= versions.target_version:
+            return GIVE_BACK_S
+        return min(MAX_TOO_NEW_S, 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS))
+
     def _checked(
         self, arrival: Arrival, request: GenerateRequest | RequestError, capabilities: Capabilities
     ) -> GenerateRequest:
@@ -232,7 +264,7 @@ class Intake:
         if arrival.is_refused:
             self.stats.refused += 1
             raise RequestRejected(code=ErrorCode.QUEUE_FULL, message="this worker has no free slot")
-        if arrival.message is not None and arrival.message.num_delivered > MAX_DELIVERIES:
+        if _is_poison(arrival.message, request):
             self.stats.poison += 1
             raise RequestError(
                 code=ErrorCode.POISON_REQUEST,
@@ -240,7 +272,7 @@ class Intake:
             )
         if isinstance(request, RequestError):
             raise request
-        check_request(request, capabilities, self._weight_version)
+        check_request(request, capabilities, self._links.versions.weight_version)
         check_row_size(request, capabilities, self._links.routes.max_part_bytes)
         return request
 
@@ -259,6 +291,13 @@ class Intake:
             logger.exception("request.failed name=%s", name)
             self._links.fail(name, RequestError(code=ErrorCode.ENGINE_ERROR, message=f"{type(exc).__name__}: {exc}"))
         self._carry_out(Instructions())
+
+
+def _is_poison(message: QueuedRequest | None, request: GenerateRequest | RequestError) -> bool:
+    """Delivered too often, other than by waiting for later weights, which may take any number of deliveries."""
+    if message is None or message.num_delivered <= MAX_DELIVERIES:
+        return False
+    return isinstance(request, RequestError) or request.min_weight_version is None
 
 
 def _ack(message: QueuedRequest | None) -> Instructions:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from bus.connection import Connection, publish
 from bus.protocol.lease import OwnLease
-from bus.protocol.states import WORKER, WorkerEvent
+from bus.protocol.states import SPEAKING, WORKER, WorkerEvent
 from bus.subjects import Subjects
 from schemas.errors import BusBroken
 from schemas.messages import encode_json
@@ -37,7 +37,7 @@ class Life:
         nats: connected.
         describe: what to announce.
         on_fenced: called when the lease has run out, with the new incarnation in place; gives up what the old one had.
-        on_serving: called when the worker may speak, at first and again after a fence.
+        on_changed: called when the state has changed.
     """
 
     def __init__(
@@ -47,15 +47,16 @@ class Life:
         *,
         describe: Callable[[], WorkerPresence],
         on_fenced: Callable[[], None],
-        on_serving: Callable[[], None],
+        on_changed: Callable[[], None],
     ) -> None:
         self._worker_id = config.worker_id
         self._nats = nats
         self._subject = Subjects(config.fleet).presence(config.worker_id)
         self._describe = describe
         self._on_fenced = on_fenced
-        self._on_serving = on_serving
-        self._lease = OwnLease(config.lease_s, LEASE_MARGIN_S, time.monotonic())
+        self._on_changed = on_changed
+        self._confirmed_at = time.monotonic()
+        self._lease = OwnLease(config.lease_s, LEASE_MARGIN_S, self._confirmed_at)
         # Of several announcements that the lease has time for, one alone must be confirmed.
         self._heartbeat_s = min(HEARTBEAT_S, (config.lease_s - LEASE_MARGIN_S) / 4)
         self._wanted = asyncio.Event()
@@ -72,31 +73,34 @@ class Life:
         self.state = WORKER.next(self.state, event)
         logger.info("worker.%s worker=%s incarnation=%s", self.state, self._worker_id, self.incarnation)
         self.announce()
-        if self.state is WorkerState.SERVING:
-            self._on_serving()
+        self._on_changed()
 
     def announce(self) -> None:
         """Announce this worker now rather than with the next heartbeat."""
         self._wanted.set()
 
     def may_speak(self) -> bool:
-        """Asked before everything that others act on: the worker serves, and its lease holds; else it is fenced here.
+        """Asked before everything that others act on: the worker is ready, and its lease holds; else it is fenced here.
 
         This process may have stood still since it last asked, with a clock that went on.
         """
-        if self.state is not WorkerState.SERVING:
+        if self.state not in SPEAKING:
             return False
         if self._lease.is_held(time.monotonic()):
             return True
         self.fence("its lease ran out unconfirmed")
         return False
 
+    def may_take(self) -> bool:
+        """Requests may be taken: the worker may speak, and serves."""
+        return self.state is WorkerState.SERVING and self.may_speak()
+
     def fence(self, reason: str) -> None:
-        """End this incarnation; the next one serves once an announcement of it is confirmed."""
+        """End this incarnation; the next one may speak once an announcement of it is confirmed."""
         self.times_fenced += 1
         logger.warning("worker.gives_up worker=%s incarnation=%s reason=%s", self._worker_id, self.incarnation, reason)
         self.incarnation = new_incarnation()
-        if self.state is WorkerState.SERVING:
+        if self.state in SPEAKING:
             self.advance(WorkerEvent.FENCED)
         self._on_fenced()
 
@@ -127,9 +131,15 @@ class Life:
         if not await self._nats.confirm(timeout_s=self._lease_left_s()):
             return
         self._lease.confirm(published_at)
+        self._confirmed_at = max(self._confirmed_at, published_at)
         is_ours = presence.incarnation == self.incarnation and presence.state is WorkerState.FENCED
         if is_ours and self.state is WorkerState.FENCED and self._lease.is_held(time.monotonic()):
             self.advance(WorkerEvent.CONFIRMED)
+
+    @property
+    def lease_age_s(self) -> float:
+        """Seconds since an announcement was last confirmed."""
+        return max(time.monotonic() - self._confirmed_at, 0.0)
 
     def _lease_left_s(self) -> float:
         """Seconds until the lease runs out; where it has, those between two attempts to get another."""

@@ -9,7 +9,7 @@ nobody, because that client is gone.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from bus.protocol.chunking import ChunkWriter
 from bus.protocol.lease import ClientLeases, Ended
@@ -24,9 +24,11 @@ from schemas.messages import LinkMessage, RequestKey
 from schemas.presence import Capabilities, ClientPresence, ClientState
 from schemas.request import GenerateRequest
 from workers.config import LEASE_MARGIN_S, WorkerConfig
+from workers.endings import Endings
 from workers.held import Held, HeldRequests, Instructions, Origin
 from workers.link_stats import LinkStats
 from workers.routes import ClientLink, Outgoing, PlainRoute, Route, Routes
+from workers.versions import Versions
 
 __all__ = ["Links"]
 
@@ -47,12 +49,13 @@ class Links:
     """
 
     def __init__(self, config: WorkerConfig, incarnation: str, *, max_payload: int) -> None:
-        self._weight_version = config.weight_version
+        self.versions = Versions(config.weight_version, config.weight_version)
         self._max_held_bytes = config.max_held_bytes
         self._leases = ClientLeases(LEASE_MARGIN_S)
         self._held = HeldRequests()
         self.routes = Routes(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
         self.stats = LinkStats()
+        self._endings = Endings(self._held, self.routes, self.versions, self.stats)
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -61,6 +64,27 @@ class Links:
     def __len__(self) -> int:
         """Open requests."""
         return len(self._held)
+
+    def stamp(self, version: int) -> None:
+        """What comes from the engine from now on was sampled from weights of this version."""
+        self.versions.weight_version = version
+
+    @property
+    def names(self) -> list[str]:
+        """Engine names of the open requests."""
+        return self._held.names
+
+    def using(self, is_meant: Callable[[str | None], bool]) -> list[str]:
+        """Engine names of open requests, by the adapter that they use; it is None where they use none."""
+        return [held.name for held in self._held.open_requests if is_meant(held.lora)]
+
+    def called(self, request_ids: Collection[str]) -> dict[str, list[str]]:
+        """Engine names of open requests, of any client, by these ids; an id that none has is left out."""
+        names: dict[str, list[str]] = {}
+        for held in self._held.open_requests:
+            if held.origin.key.request_id in request_ids:
+                names.setdefault(held.origin.key.request_id, []).append(held.name)
+        return names
 
     @property
     def messages(self) -> list[QueuedRequest]:
@@ -117,9 +141,11 @@ class Links:
         if origin.reply_to is not None:
             deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
         self.stats.offered += 1
-        return self._take_in_hand(origin, writer, deadline, now).name
+        return self._take_in_hand(origin, writer, now, deadline, request.lora).name
 
-    def _take_in_hand(self, origin: Origin, writer: ChunkWriter, deadline: float | None, now: float) -> Held:
+    def _take_in_hand(
+        self, origin: Origin, writer: ChunkWriter, now: float, deadline: float | None = None, lora: str | None = None
+    ) -> Held:
         route: Route
         if origin.reply_to is not None and origin.message is not None:
             route = self.routes.open_plain(origin.key, origin.reply_to, writer, origin.message)
@@ -129,7 +155,7 @@ class Links:
             route = self.routes.link(origin.client, origin.incarnation)
             route.sender.open(origin.key, writer)
         self.routes.touch(route)
-        return self._held.add(origin, route, deadline)
+        return self._held.add(origin, route, deadline, lora)
 
     def reject(self, origin: Origin, error: RequestError, now: float) -> None:
         """Answer a request that is not here with its terminal chunk."""
@@ -137,12 +163,12 @@ class Links:
         if origin.message is None:
             self._leases.hear(origin.client, origin.incarnation, now)
             link = self.routes.link(origin.client, origin.incarnation)
-            link.sender.reject(origin.key, ChunkError.of(error), self._weight_version)
+            link.sender.reject(origin.key, ChunkError.of(error), self.versions.weight_version)
             self.routes.touch(link)
             return
         # Offered, so that the client's acknowledgement settles the message: until then another worker may answer.
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, part_bytes=self.routes.part_bytes)
-        self._fail(self._take_in_hand(origin, writer, None, now), error)
+        self._endings.fail(self._take_in_hand(origin, writer, now), error)
 
     def take(self, steps: Iterable[RequestStep]) -> Instructions:
         """Take what the engine made; requests whose output makes no sense are failed and aborted."""
@@ -153,10 +179,10 @@ class Links:
                 self.stats.late_steps += 1
                 continue
             try:
-                held.route.take(held.origin.key, step, self._weight_version)
+                held.route.take(held.origin.key, step, self.versions.weight_version)
             except LocalProtocolError as exc:
                 logger.error("request.broken name=%s error=%s", step.key, exc)
-                self._fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
+                self._endings.fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
                 todo.abort.append(step.key)
                 continue
             self.routes.touch(held.route)
@@ -164,7 +190,7 @@ class Links:
                 self.stats.ended += 1
                 was_stopped = step.finish_reason is FinishReason.ABORT
                 self._held.end(held, HeldEvent.STOPPED if was_stopped else HeldEvent.FINISHED)
-        self._keep_within_budget(todo)
+        self._endings.keep_within(2 * self._max_held_bytes, todo)
         return todo
 
     def fail(self, name: str, error: RequestError) -> None:
@@ -172,12 +198,7 @@ class Links:
         held = self._held.open(name)
         if held is not None:
             self.stats.failed += 1
-            self._fail(held, error)
-
-    def _fail(self, held: Held, error: RequestError) -> None:
-        held.route.fail(held.origin.key, ChunkError.of(error), self._weight_version)
-        self.routes.touch(held.route)
-        self._held.end(held, HeldEvent.FINISHED)
+            self._endings.fail(held, error)
 
     def fail_all(self, code: ErrorCode, message: str) -> Instructions:
         """End every open request with an error."""
@@ -185,35 +206,6 @@ class Links:
         for name in names:
             self.fail(name, RequestError(code=code, message=message))
         return Instructions(abort=names)
-
-    def _keep_within_budget(self, todo: Instructions) -> None:
-        """End requests whose results nobody reads, those that hold most first, down to twice the budget."""
-        excess = self.routes.held_bytes - 2 * self._max_held_bytes
-        if excess <= 0:
-            return
-        unsent = [
-            (link.sender.unsent_bytes(key), key, link) for link in self.routes.links() for key in link.sender.keys
-        ]
-        error = RequestError(
-            code=ErrorCode.OVER_BUDGET, message=f"this worker holds more than {2 * self._max_held_bytes} unread bytes"
-        )
-        for num_bytes, key, link in sorted(unsent, key=lambda item: item[0], reverse=True):
-            if excess <= 0 or not num_bytes:
-                break
-            excess -= num_bytes
-            self.stats.over_budget += 1
-            self._end_at(link, key, error, todo)
-
-    def _end_at(self, link: ClientLink, key: RequestKey, error: RequestError, todo: Instructions) -> None:
-        """End a request with `error` that has a terminal chunk to be sent, whether or not the engine still has it."""
-        held = self._held.find(link.client, link.incarnation, key)
-        if held is not None and self._held.is_open(held):
-            self._fail(held, error)
-            todo.abort.append(held.name)
-        else:
-            link.fail(key, ChunkError.of(error), self._weight_version)
-            self.routes.touch(link)
-        self.stats.failed += 1
 
     # Clients
 
@@ -227,7 +219,7 @@ class Links:
                 self.stats.late_messages += 1
                 return todo
         for key in message.abort:
-            self._stop(client, incarnation, key, todo)
+            self._endings.stop(client, incarnation, key, todo)
         if incarnation and message.incarnation == self.routes.incarnation:
             self._follow(client, message, todo)
         return todo
@@ -248,30 +240,6 @@ class Links:
         link = self.routes.find(client, incarnation)
         if link is not None:
             link.lost_at = None
-
-    def _stop(self, client: str, incarnation: str, key: RequestKey, todo: Instructions) -> None:
-        """Stop a request that its client does not want here: nobody wants it from the queue either."""
-        held = self._held.find(client, incarnation, key)
-        is_open = held is not None and self._held.is_open(held)
-        if held is not None and is_open:
-            todo.abort.append(held.name)
-        link = self.routes.find(client, incarnation)
-        if link is None:
-            # In plain mode the engine ends it: what was made until then is on its way.
-            return
-        if key in link.sender.keys:
-            self.stats.stopped += 1
-            link.sender.stop(key, self._weight_version)
-            self.routes.touch(link)
-        if held is not None:
-            if is_open:
-                self._held.end(held, HeldEvent.STOPPED)
-            self._settle(held, todo)
-
-    def _settle(self, held: Held, todo: Instructions) -> None:
-        message = self._held.settle(held)
-        if message is not None:
-            todo.ack.append(message)
 
     def _follow(self, client: str, message: LinkMessage, todo: Instructions) -> None:
         """Take acknowledgements and credit; a client that follows another link is told of the present one."""
@@ -295,7 +263,7 @@ class Links:
             if held is not None:
                 if held.state is HeldState.OFFERED:
                     held.advance(HeldEvent.CONFIRMED)
-                self._settle(held, todo)
+                self._endings.settle(held, todo)
         if progress.resend:
             self.stats.frames_resent += len(progress.resend)
             link.resend(progress.resend)
@@ -306,7 +274,7 @@ class Links:
         When it hears, its client asks again for those that it had confirmed; the others go back to the queue.
         """
         self.stats.links_broken += 1
-        self._drop(link, todo, todo.nak)
+        self._endings.drop(link, todo, is_wanted=True)
         self.routes.tell(self.routes.link(link.client, link.incarnation))
 
     def on_presence(self, presence: ClientPresence, now: float) -> Instructions:
@@ -323,24 +291,7 @@ class Links:
             self.stats.clients_gone += 1
             link = self.routes.find(ended.client, ended.incarnation)
             if link is not None:
-                self.stats.requests_of_gone += self._drop(link, todo, todo.ack)
-
-    def _drop(self, link: ClientLink, todo: Instructions, messages: list[QueuedRequest]) -> int:
-        """Forget a link and all that it carries; returns how many requests that were.
-
-        Args:
-            messages: of `todo`, where those go that the queue still keeps.
-        """
-        requests = self._held.of(link.client, link.incarnation)
-        for held in requests:
-            if self._held.is_open(held):
-                todo.abort.append(held.name)
-                self._held.end(held, HeldEvent.STOPPED)
-            message = self._held.settle(held)
-            if message is not None:
-                messages.append(message)
-        self.routes.drop(link)
-        return len(requests)
+                self.stats.requests_of_gone += self._endings.drop(link, todo)
 
     # Time
 
@@ -355,11 +306,11 @@ class Links:
             # What dead clients missed must not keep the living from being served.
             if now - lost_at > REMEMBER_S or excess > 0:
                 excess -= link.held_bytes
-                self._drop(link, todo, todo.ack)
+                self._endings.drop(link, todo)
         for held in self._held:
             if held.deadline is not None and now > held.deadline and self._held.is_open(held):
                 self.stats.failed += 1
-                self._fail(held, RequestError(code=ErrorCode.TIMEOUT, message="its timeout_s passed"))
+                self._endings.fail(held, RequestError(code=ErrorCode.TIMEOUT, message="its timeout_s passed"))
                 todo.abort.append(held.name)
         return todo
 
@@ -374,9 +325,9 @@ class Links:
         error = RequestError(code=ErrorCode.CLIENT_LOST, message="this client was silent for longer than its lease")
         for key in list(link.sender.keys):
             self.stats.requests_of_gone += 1
-            self._end_at(link, key, error, todo)
+            self._endings.fail_at(link, key, error, todo)
         for held in self._held.of(link.client, link.incarnation):
-            self._settle(held, todo)
+            self._endings.settle(held, todo)
 
     def renew_leases(self, now: float) -> None:
         """Start every client's lease anew: for a while nobody could be heard."""

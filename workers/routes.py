@@ -180,6 +180,10 @@ class Routes:
         for lives in self._links.values():
             yield from lives.values()
 
+    def frame_counts(self) -> dict[str, int]:
+        """Frames numbered so far on each link, by `<client>/<incarnation>`."""
+        return {f"{link.client}/{link.incarnation}": link.sender.num_frames for link in self.links()}
+
     def lives_of(self, client: str) -> Mapping[str, ClientLink]:
         """A client's links by its incarnations."""
         return self._links.get(client, {})

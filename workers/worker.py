@@ -11,8 +11,9 @@ out: of that, clients learn by the lease or by the new incarnation.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nats.aio.msg import Msg
 
@@ -26,7 +27,8 @@ from schemas.limits import MAX_ERROR_CHARS
 from schemas.messages import decode_client_presence, decode_link_message
 from schemas.presence import WorkerPresence, WorkerState
 from workers.config import WorkerConfig
-from workers.engine import Engine, RequestStep
+from workers.control.flow import Flow
+from workers.engine import Engine
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions
 from workers.intake import Intake, IntakeStats
@@ -89,6 +91,7 @@ class Worker:
         self._links: Links
         self._intake: Intake
         self._sending: Sending
+        self._flow: Flow
         self._puller: QueuePuller
         self._max_payload = 0
         self._num_free = 0
@@ -141,8 +144,8 @@ class Worker:
 
     def _assemble(self) -> None:
         config, nats = self._config, self._nats
-        self._runner = EngineRunner(self._engine, timeout_s=config.engine_timeout_s, on_steps=self._on_steps)
-        self._life = Life(config, nats, describe=self.presence, on_fenced=self._on_fenced, on_serving=self._on_serving)
+        self._runner = EngineRunner(self._engine, timeout_s=config.engine_timeout_s)
+        self._life = Life(config, nats, describe=self.presence, on_fenced=self._on_fenced, on_changed=self._on_changed)
         self._max_payload = nats.max_payload
         self._links = Links(config, self._life.incarnation, max_payload=self._max_payload)
         self._sending = Sending(nats, self._life, self._links, on_broken=self._on_broken)
@@ -150,6 +153,7 @@ class Worker:
         self._puller = QueuePuller(
             nats, self._subjects, config.model, room=self._intake.room, on_request=self._intake.take
         )
+        self._flow = Flow(self._runner, self._links, self._intake, self._puller, carry_out=self._carry_out)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
         """What runs side by side until the worker stops."""
@@ -176,7 +180,8 @@ class Worker:
             await self._life.publish()
             # The announcement follows the subscriptions on the same connection: who reads it is heard here.
             self._life.advance(WorkerEvent.READY)
-            await self._runner.run()
+            self._life.advance(WorkerEvent.CAUGHT_UP)
+            await self._runner.run(self._flow.take)
         except EngineDead as exc:
             self._die(exc)
 
@@ -216,12 +221,6 @@ class Worker:
             self._puller.wake()
 
     # What is heard
-
-    def _on_steps(self, steps: Sequence[RequestStep]) -> None:
-        self._carry_out(self._links.take(steps))
-        if self._runner.num_free != self._num_free:
-            self._num_free = self._runner.num_free
-            self._puller.wake()
 
     async def _on_direct(self, message: Msg) -> None:
         self._intake.take_direct(message.subject.split(".")[-2], message.data)
@@ -277,12 +276,17 @@ class Worker:
 
     def _carry_out(self, todo: Instructions) -> None:
         self._runner.abort(todo.abort)
-        self._sending.settle([message.ack for message in todo.ack] + [message.nak for message in todo.nak])
+        self._sending.settle(message.ack for message in todo.ack)
+        self._sending.settle(partial(message.nak, delay_s) for message, delay_s in todo.nak)
+        self._flow.look()
+        if self._runner.num_free != self._num_free:
+            self._num_free = self._runner.num_free
+            self._puller.wake()
 
     def _on_room(self) -> None:
         self._puller.wake()
 
-    def _on_serving(self) -> None:
+    def _on_changed(self) -> None:
         self._sending.wake()
         self._puller.wake()
 

@@ -97,8 +97,7 @@ class LinkSender:
         # Frames sealed and not acknowledged, with the offers in each: numbers `_acked` to `_number` - 1.
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
         self._unacked_bytes = 0
-        self._acked = 0
-        self._number = 0
+        self._acked = self._number = 0
         self._offset = 0
         self._credit = INITIAL_CREDIT_BYTES
 
@@ -113,6 +112,11 @@ class LinkSender:
     def keys(self) -> Collection[RequestKey]:
         """Open requests: those whose terminal chunk has not left for a frame."""
         return self._open.keys()
+
+    @property
+    def num_frames(self) -> int:
+        """Frames numbered so far; heartbeats do not count."""
+        return self._number
 
     @property
     def held_bytes(self) -> int:
@@ -156,8 +160,8 @@ class LinkSender:
         writer = ChunkWriter(key, prompt_len=0, routing=None, start=0, part_bytes=self._small_bytes)
         self._end(writer.fail(error, weight_version))
 
-    def take(self, key: RequestKey, step: RequestStep, weight_version: int) -> None:
-        """Take what an engine step added to an open request.
+    def take(self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
+        """Take what an engine step added to an open request; the versions are of what sampled it.
 
         Raises:
             LocalProtocolError: as `ChunkWriter.take`; nothing was taken.
@@ -165,7 +169,7 @@ class LinkSender:
         """
         writer = self._open[key]
         before = writer.unsent_bytes
-        writer.take(step, weight_version)
+        writer.take(step, weight_version, lora_version)
         self._unsent_bytes += writer.unsent_bytes - before
         if writer.is_ended and not writer.unsent_bytes:
             self._leave(key, writer)
@@ -355,13 +359,13 @@ class PlainSender:
         """The terminal chunk is in a frame that was handed out."""
         return self._writer.has_left and self._terminal is None
 
-    def take(self, step: RequestStep, weight_version: int) -> None:
-        """Take what an engine step added.
+    def take(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
+        """Take what an engine step added; the versions are of what sampled it.
 
         Raises:
             LocalProtocolError: as `ChunkWriter.take`; nothing was taken.
         """
-        self._writer.take(step, weight_version)
+        self._writer.take(step, weight_version, lora_version)
 
     def fail(self, error: ChunkError, weight_version: int) -> None:
         """End the request with `error`; before its first frame, this rejects it.

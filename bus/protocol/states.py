@@ -7,7 +7,7 @@ it has in its hands. `WORKER` is the life of a worker.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from schemas.errors import LocalProtocolError
 from schemas.presence import WorkerState
@@ -15,6 +15,7 @@ from schemas.presence import WorkerState
 __all__ = [
     "HELD",
     "REQUEST",
+    "SPEAKING",
     "WORKER",
     "HeldEvent",
     "HeldState",
@@ -81,7 +82,23 @@ class WorkerEvent(enum.StrEnum):
     """What moves a worker."""
 
     READY = "ready"
-    """The engine is loaded and warm."""
+    """The engine is loaded, warm and proven."""
+    CHANGED = "changed"
+    """Something else is desired of it, or its weights turned out not to be what they should be."""
+    CAUGHT_UP = "caught_up"
+    """All is as desired, and that is to serve."""
+    PAUSED = "paused"
+    """All is as desired, and that is to pause."""
+    DRAINED = "drained"
+    """Likewise, to be drained."""
+    SLEPT = "slept"
+    """Likewise, to sleep."""
+    MISSED = "missed"
+    """It could not get the desired weights, and nothing was touched."""
+    SPOILT = "spoilt"
+    """Its weights are half written, or not what they should be."""
+    STRANDED = "stranded"
+    """The desired weights cannot be had again."""
     FENCED = "fenced"
     """The lease could not be confirmed in time."""
     CONFIRMED = "confirmed"
@@ -155,19 +172,30 @@ HELD = Machine(
         (HeldState.OWNED, HeldEvent.FINISHED): HeldState.ENDED,
     },
 )
+_SETTLED: Final = {
+    WorkerEvent.CAUGHT_UP: WorkerState.SERVING,
+    WorkerEvent.PAUSED: WorkerState.PAUSED,
+    WorkerEvent.DRAINED: WorkerState.DRAINED,
+    WorkerEvent.SLEPT: WorkerState.ASLEEP,
+    WorkerEvent.MISSED: WorkerState.OUTDATED,
+    WorkerEvent.SPOILT: WorkerState.POISONED,
+    WorkerEvent.STRANDED: WorkerState.WAITING_FOR_WEIGHTS,
+}
+"""What an update may come to."""
+SPEAKING: Final = frozenset({WorkerState.UPDATING, *_SETTLED.values()})
+"""Those in which a worker may speak, as long as its lease holds."""
+_ALIVE = [WorkerState.STARTING, *sorted(SPEAKING), WorkerState.FENCED]
 WORKER = Machine(
     "worker",
     WorkerState.STARTING,
     frozenset({WorkerState.FAILED, WorkerState.STOPPED}),
     {
-        (WorkerState.STARTING, WorkerEvent.READY): WorkerState.SERVING,
-        (WorkerState.STARTING, WorkerEvent.DIED): WorkerState.FAILED,
-        (WorkerState.STARTING, WorkerEvent.STOPPED): WorkerState.STOPPED,
-        (WorkerState.SERVING, WorkerEvent.FENCED): WorkerState.FENCED,
-        (WorkerState.SERVING, WorkerEvent.DIED): WorkerState.FAILED,
-        (WorkerState.SERVING, WorkerEvent.STOPPED): WorkerState.STOPPED,
-        (WorkerState.FENCED, WorkerEvent.CONFIRMED): WorkerState.SERVING,
-        (WorkerState.FENCED, WorkerEvent.DIED): WorkerState.FAILED,
-        (WorkerState.FENCED, WorkerEvent.STOPPED): WorkerState.STOPPED,
+        (WorkerState.STARTING, WorkerEvent.READY): WorkerState.UPDATING,
+        **{(WorkerState.UPDATING, event): state for event, state in _SETTLED.items()},
+        **{(state, WorkerEvent.CHANGED): WorkerState.UPDATING for state in _SETTLED.values()},
+        **{(state, WorkerEvent.FENCED): WorkerState.FENCED for state in sorted(SPEAKING)},
+        (WorkerState.FENCED, WorkerEvent.CONFIRMED): WorkerState.UPDATING,
+        **{(state, WorkerEvent.DIED): WorkerState.FAILED for state in _ALIVE},
+        **{(state, WorkerEvent.STOPPED): WorkerState.STOPPED for state in _ALIVE},
     },
 )

@@ -25,7 +25,7 @@ from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed
 from schemas.request import Lane
 
-__all__ = ["PullerStats", "QueuePuller", "QueuedRequest"]
+__all__ = ["GIVE_BACK_S", "PullerStats", "QueuePuller", "QueuedRequest"]
 
 logger = logging.getLogger(__name__)
 

@@ -239,7 +239,7 @@ def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
     todo = Instructions()
     links.break_link(link, todo)
 
-    assert (todo.ack, todo.nak) == ([], [message])
+    assert (todo.ack, todo.nak) == ([], [(message, 0.0)])
     assert links.messages == []
 
 

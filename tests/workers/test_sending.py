@@ -30,7 +30,7 @@ def describe() -> WorkerPresence:
 def make_life(nats: Connection) -> Life:
     """Of a worker that serves."""
     config = WorkerConfig(nats_url="", model="m")
-    life = Life(config, nats, describe=describe, on_fenced=lambda: None, on_serving=lambda: None)
+    life = Life(config, nats, describe=describe, on_fenced=lambda: None, on_changed=lambda: None)
     life.advance(WorkerEvent.READY)
     return life
 

@@ -1,0 +1,15 @@
+"""Of which weights a worker's tokens are."""
+
+from dataclasses import dataclass
+
+__all__ = ["Versions"]
+
+
+@dataclass(slots=True)
+class Versions:
+    """What holds now; whatever the engine hands over bears it."""
+
+    weight_version: int
+    """Of the weights that the engine samples from."""
+    target_version: int
+    """Of those that it should have."""
