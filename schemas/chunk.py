@@ -240,6 +240,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     """None unless `sampling.prompt_logprobs` is set, and once they are through."""
     end: End | None = None
     """Set in the terminal chunk only."""
+    lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    """Of the adapter that these tokens were sampled with, no chunk mixes two; None: there was none."""
 
     def __post_init__(self) -> None:
         """Refuse arrays whose lengths contradict each other."""

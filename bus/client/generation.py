@@ -41,6 +41,8 @@ class Generation:
     finish_reason: FinishReason
     stop_reason: int | None = None
     """The stop token id that ended the request, when one of `stop_token_ids` did."""
+    lora_versions: npt.NDArray[np.int32] | None = None
+    """i4[G]: of the adapter that each token was sampled with; None without an adapter."""
     top_token_ids: npt.NDArray[np.int32] | None = None
     """i4[G, k]: the k most likely tokens at each position, best first; None unless `sampling.logprobs` > 0."""
     top_logprobs: npt.NDArray[np.float32] | None = None

@@ -100,7 +100,9 @@ class ChunkWriter:
         # What was taken, whether it has left or not.
         self._taken_tokens = self._taken_rows = 0
         self._cached_tokens: int | None = None
+        # Of its last step, or of the end that was put to it.
         self._weight_version = 0
+        self._lora_version: int | None = None
         # What has not left.
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenRun] = deque()
@@ -119,8 +121,12 @@ class ChunkWriter:
         """There is a next chunk."""
         return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
 
-    def take(self, step: RequestStep, weight_version: int) -> None:
+    def take(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
         """Take what one step added; its arrays are copied.
+
+        Args:
+            weight_version: of the weights that sampled its tokens.
+            lora_version: of the adapter that the request uses; None: it uses none.
 
         Raises:
             LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was taken.
@@ -138,7 +144,7 @@ class ChunkWriter:
                 self.unsent_bytes += _prompt_bytes(part)
         if num_tokens:
             width = 0 if step.top_logprobs is None else step.top_logprobs.width
-            kind = weight_version, step.logprobs is not None, width
+            kind = weight_version, lora_version, step.logprobs is not None, width
             if not self._runs or self._runs[-1].kind != kind:
                 self._runs.append(TokenRun(kind))
             run = self._runs[-1]
@@ -150,7 +156,7 @@ class ChunkWriter:
             self.unsent_bytes += num_rows * self._row_bytes
         self._taken_tokens += num_tokens
         self._taken_rows += num_rows
-        self._weight_version = weight_version
+        self._weight_version, self._lora_version = weight_version, lora_version
         if step.cached_tokens is not None:
             self._cached_tokens = step.cached_tokens
         if step.finish_reason is not None:
@@ -255,13 +261,13 @@ class ChunkWriter:
         return num_tokens, min(unsent_rows, due + num_tokens - 1)
 
     def _cut(self, plan: _Plan) -> Chunk:
-        weight_version = self._weight_version
+        weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top = b"", None, None
         if plan.prompt_logprobs is not None:
             self._prompt_logprobs.popleft()
             self.unsent_bytes -= _prompt_bytes(plan.prompt_logprobs)
         if self._runs:
-            weight_version = self._runs[0].weight_version
+            weight_version, lora_version = self._runs[0].weight_version, self._runs[0].lora_version
         if plan.num_tokens:
             run = self._runs[0]
             token_ids, logprobs, top = run.pop(plan.num_tokens)
@@ -285,6 +291,7 @@ class ChunkWriter:
             top_logprobs=top,
             prompt_logprobs=plan.prompt_logprobs,
             end=end,
+            lora_version=lora_version,
         )
         self._num_chunks += 1
         return chunk

@@ -28,6 +28,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
         if has_logprobs
         else None,
         "weight_versions": np.repeat(np.array([chunk.weight_version for chunk in chunks], "i4"), sizes),
+        "lora_versions": _join_lora_versions(chunks),
         "routed_experts": _join_rows(chunks),
         "top_token_ids": _join([top.token_ids for top in tops], "i4") if tops else None,
         "top_logprobs": _join([top.logprobs for top in tops], "f4") if tops else None,
@@ -35,6 +36,13 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
         "prompt_top_token_ids": _join([top.token_ids for top in prompt_tops], "i4") if prompt_tops else None,
         "prompt_top_logprobs": _join([top.logprobs for top in prompt_tops], "f4") if prompt_tops else None,
     }
+
+
+def _join_lora_versions(chunks: Sequence[Chunk]) -> npt.NDArray[np.int32] | None:
+    versions = [chunk.lora_version for chunk in chunks if chunk.num_tokens]
+    if not versions or None in versions:
+        return None
+    return np.repeat(np.array(versions, "i4"), [chunk.num_tokens for chunk in chunks if chunk.num_tokens])
 
 
 def _join_rows(chunks: Sequence[Chunk]) -> Rows | None:

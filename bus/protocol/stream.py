@@ -49,6 +49,7 @@ class Stream:
         self._num_tokens = 0
         self._num_rows = 0
         self._weight_version = 0
+        self._lora_version: int | None = None
         self._num_withdrawn = 0
         self.attempt = attempt
         """Number of the current attempt; chunks of others are not for this stream."""
@@ -93,7 +94,7 @@ class Stream:
     def _deliver(self, chunk: Chunk) -> Chunk:
         self._num_tokens += chunk.num_tokens
         self._num_rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
-        self._weight_version = chunk.weight_version
+        self._weight_version, self._lora_version = chunk.weight_version, chunk.lora_version
         if chunk.num_tokens:
             self._token_ids.append(chunk.token_ids)
         if chunk.end is not None:
@@ -196,6 +197,7 @@ class Stream:
                     stop_reason=stop_reason,
                     routed_experts_start=self.start if self._num_rows else None,
                 ),
+                lora_version=self._lora_version,
             )
         )
 

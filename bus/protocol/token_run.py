@@ -23,10 +23,10 @@ def pop_front(buffer: bytearray, size: int) -> bytes:
 
 
 class TokenRun:
-    """Tokens that may share a chunk: of one weight version, and alike in what comes with each.
+    """Tokens that may share a chunk: of the same weights and adapter, and alike in what comes with each.
 
     Args:
-        kind: (weight version, whether there are logprobs, width of the top logprobs or 0).
+        kind: (weight version, adapter version or None, whether there are logprobs, width of the top logprobs or 0).
     """
 
     __slots__ = (
@@ -37,14 +37,15 @@ class TokenRun:
         "_width",
         "has_logprobs",
         "kind",
+        "lora_version",
         "num_tokens",
         "token_bytes",
         "weight_version",
     )
 
-    def __init__(self, kind: tuple[int, bool, int]) -> None:
+    def __init__(self, kind: tuple[int, int | None, bool, int]) -> None:
         self.kind = kind
-        self.weight_version, self.has_logprobs, self._width = kind
+        self.weight_version, self.lora_version, self.has_logprobs, self._width = kind
         self.token_bytes = 4 + 4 * self.has_logprobs + 8 * self._width
         """What one token takes, with all that comes with it."""
         self.num_tokens = 0

@@ -133,6 +133,39 @@ def test_what_waits_is_merged() -> None:
     assert second.is_terminal
 
 
+@given(scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
+def test_every_token_knows_its_adapter(scenario: Scenario, part_bytes: int, gather: int) -> None:
+    """However steps are merged and cut, no chunk mixes versions of the adapter, and the result has each token's."""
+    chunks = scenario.chunks(part_bytes, gather)
+    at = 0
+    for chunk in chunks:
+        versions = scenario.arrays["lora_versions"]
+        assert versions is not None
+        assert set(versions[at : at + chunk.num_tokens]) <= {chunk.lora_version}
+        at += chunk.num_tokens
+
+    assert_complete(scenario, chunks)
+
+
+def test_a_swapped_adapter_begins_another_chunk() -> None:
+    """Tokens of one weight version that wait leave apart where the adapter changed between them, or came or went."""
+    scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 3, 4], routing=WIDE)
+    writer = scenario.writer()
+    for step, lora_version in zip(scenario.steps, [4, 5, 5, None], strict=True):
+        writer.take(step, 1, lora_version)
+
+    assert [(chunk.lora_version, chunk.num_tokens) for chunk in drain(writer)] == [(4, 1), (5, 2), (None, 1)]
+
+
+def test_the_end_bears_the_adapter_of_the_last_step() -> None:
+    """A request with an adapter that is cut short still says which it had."""
+    scenario = simple()
+    writer = scenario.writer()
+    writer.take(scenario.steps[0], 1, 6)
+
+    assert writer.stop(2).lora_version == 6
+
+
 def test_a_prompts_rows_go_ahead_in_parts() -> None:
     """Rows of a long prompt leave in parts before the first token, and the token brings what is left of them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)

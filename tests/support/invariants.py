@@ -39,6 +39,7 @@ ARRAYS = (
     "token_ids",
     "logprobs",
     "weight_versions",
+    "lora_versions",
     "routed_experts",
     "top_token_ids",
     "top_logprobs",

@@ -1,7 +1,7 @@
 """Requests with all that an engine makes of them, cut into steps, and what must come out at the other end."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Scenario:
     """Of the weights, for each step."""
     arrays: dict[str, npt.NDArray[Any] | None]
     """What the whole answer is, by the names of a `Generation`."""
+    lora_versions: list[int] | None = None
+    """Of the adapter, for each step; None: the request uses none."""
 
     def writer(self, part_bytes: int = 2**20, key: RequestKey | None = None) -> ChunkWriter:
         """A writer as a worker makes it."""
@@ -54,8 +56,9 @@ class Scenario:
         """All chunks, where each `gather` steps are taken before any chunk leaves."""
         writer = self.writer(part_bytes)
         chunks: list[Chunk] = []
-        for index, (step, version) in enumerate(zip(self.steps, self.versions, strict=True), 1):
-            writer.take(step, version)
+        lora_versions: Sequence[int | None] = self.lora_versions or [None] * len(self.steps)
+        for index, (step, version, lora) in enumerate(zip(self.steps, self.versions, lora_versions, strict=True), 1):
+            writer.take(step, version, lora)
             if index % gather == 0 or index == len(self.steps):
                 chunks += drain(writer)
         return chunks
@@ -116,6 +119,7 @@ def make_scenario(
     arrays: dict[str, npt.NDArray[Any] | None] = {
         "token_ids": rng.integers(0, 1000, num_tokens).astype(np.int32),
         "weight_versions": np.repeat(versions, np.diff([0, *cuts])).astype(np.int32),
+        "lora_versions": None,
         "routed_experts": rows,
     }
     arrays |= _logprobs(rng, "", num_tokens, widths[0]) | _logprobs(rng, "prompt_", prompt_len - 1, widths[1])
@@ -183,8 +187,8 @@ def _hand_rows_late(scenario: Scenario, by: int) -> None:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
-    """Any prompt, start, answer, routing, logprobs and split into steps."""
+def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
+    """Any prompt, start, answer, routing, logprobs and split into steps, with an adapter that is swapped or without."""
     prompt_len = draw(st.integers(1, 30))
     num_tokens = draw(st.integers(1, 20))
     num_experts = draw(st.sampled_from([0, 1, 16, 256, 257, 60_000]))
@@ -203,7 +207,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         widths=(draw(st.sampled_from([None, 0, 2])), draw(st.sampled_from([None, 0, 1]))),
     )
     _hand_rows_late(scenario, draw(st.sampled_from([0, 0, 1, 100])))
-    return scenario
+    if not uses_lora:
+        return scenario
+    lora_versions = draw(st.lists(st.integers(0, 2), min_size=len(scenario.steps), max_size=len(scenario.steps)))
+    counts = [len(step.token_ids) for step in scenario.steps]
+    arrays = {**scenario.arrays, "lora_versions": np.repeat(np.array(lora_versions, np.int32), counts)}
+    return replace(scenario, arrays=arrays, lora_versions=lora_versions)
 
 
 def simple() -> Scenario:
