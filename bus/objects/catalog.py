@@ -1,0 +1,155 @@
+"""What is in a bucket: listing and deleting; and making a bucket that is missing."""
+
+import base64
+from typing import Any, Final
+
+from nats.aio.client import Client
+
+from bus.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream
+from bus.objects.layout import (
+    MAX_FILES,
+    ObjectInfo,
+    check_bucket,
+    check_path,
+    decode_info,
+    info_subject,
+    info_subjects,
+    name_of,
+    parts_subject,
+    split_objects,
+    stream_config,
+    stream_of,
+)
+from schemas.errors import ControlCode, ControlError
+
+__all__ = ["BUCKET_BYTES", "delete_objects", "delete_prefix", "ensure_bucket", "list_objects", "list_prefix"]
+
+BUCKET_BYTES: Final = 32 * 1024**3
+"""Of a bucket that is made here: two checkpoints of a model with 8 billion parameters in 16 bits."""
+
+
+async def ensure_bucket(nats: Client, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> None:
+    """Make the bucket unless it is there; one that is there stays as it is.
+
+    Raises:
+        ControlError: `bad_source`: no bucket can be called so; `storage`: the server refuses.
+        BusBroken: JetStream does not answer.
+    """
+    check_bucket(bucket)
+    try:
+        await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
+        return
+    except ApiError as error:
+        if error.code != NO_STREAM:
+            raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
+    try:
+        await create_stream(nats, stream_config(bucket, max_bytes))
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be made: {error}") from error
+
+
+async def list_objects(nats: Client, bucket: str, prefix: str = "") -> tuple[ObjectInfo, ...]:
+    """Describe the objects below `prefix`, by name; all of the bucket where it is empty. No bucket, no objects.
+
+    Raises:
+        ControlError: `bad_source`: more than `MAX_FILES`, or one whose description is none; `storage`.
+        BusBroken: JetStream does not answer.
+    """
+    check_bucket(bucket)
+    if prefix:
+        check_path(prefix, "the prefix")
+    start = f"{prefix}/" if prefix else ""
+    try:
+        names = [name for name in await _names(nats, bucket) if name.startswith(start)]
+        if len(names) > MAX_FILES:
+            raise ControlError(
+                ControlCode.BAD_SOURCE, f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}"
+            )
+        infos = [await _info(nats, bucket, name) for name in sorted(names)]
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
+    return tuple(info for info in infos if info is not None)
+
+
+async def list_prefix(nats: Client, objects: str) -> tuple[ObjectInfo, ...]:
+    """Describe the objects of a folder written `<bucket>/<prefix>`; there must be some.
+
+    Raises:
+        ControlError: `bad_source`: it is not written so, or nothing is there; and as in `list_objects`.
+        BusBroken: JetStream does not answer.
+    """
+    bucket, prefix = split_objects(objects)
+    infos = await list_objects(nats, bucket, prefix)
+    if not infos:
+        raise ControlError(
+            ControlCode.BAD_SOURCE, f"objects:{objects}: the bucket {bucket!r} has no objects below {prefix!r}"
+        )
+    return infos
+
+
+async def delete_prefix(nats: Client, objects: str) -> int:
+    """Delete all objects of a folder written `<bucket>/<prefix>`, without a trace; return how many there were.
+
+    Raises:
+        ControlError: `bad_source`, `storage`, as in `list_objects`.
+        BusBroken: JetStream does not answer; some may be deleted.
+    """
+    bucket, prefix = split_objects(objects)
+    infos = await list_objects(nats, bucket, prefix)
+    await delete_objects(nats, bucket, infos)
+    return len(infos)
+
+
+async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
+    """Delete objects: first what describes them, so that no reader begins on one whose parts go.
+
+    Raises:
+        ControlError: `storage`.
+        BusBroken: JetStream does not answer; some may be deleted.
+    """
+    subjects = [info_subject(bucket, info.name) for info in infos]
+    subjects += [parts_subject(bucket, info.nuid) for info in infos]
+    for subject in subjects:
+        try:
+            await ask(nats, f"STREAM.PURGE.{stream_of(bucket)}", {"filter": subject})
+        except ApiError as error:
+            if error.code == NO_STREAM:
+                return
+            raise ControlError(ControlCode.STORAGE, f"objects of {bucket!r} cannot be deleted: {error}") from error
+
+
+async def _names(nats: Client, bucket: str) -> list[str]:
+    """List the names of all objects; the server gives up to 100,000 at a time."""
+    names: list[str] = []
+    offset = 0
+    while True:
+        question: dict[str, Any] = {"subjects_filter": info_subjects(bucket), "offset": offset}
+        try:
+            answer = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}", question)
+        except ApiError as error:
+            if error.code == NO_STREAM:
+                return []
+            raise
+        subjects = answer["state"].get("subjects") or {}
+        found = [name_of(subject) for subject in subjects]
+        names += [name for name in found if name is not None]
+        offset += len(subjects)
+        if not subjects or offset >= answer.get("total", 0):
+            return names
+
+
+async def _info(nats: Client, bucket: str, name: str) -> ObjectInfo | None:
+    """Read one object's description; None: it is deleted."""
+    question = {"last_by_subj": info_subject(bucket, name)}
+    try:
+        answer = await ask(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", question)
+    except ApiError as error:
+        if error.code == NO_MESSAGE:
+            return None
+        raise
+    info = decode_info(base64.b64decode(answer["message"].get("data", "")))
+    if (info.name, info.bucket) != (name, bucket):
+        raise ControlError(
+            ControlCode.BAD_SOURCE, f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000]
+        )
+    return None if info.deleted else info
