@@ -1,6 +1,6 @@
 """Of which weights a worker's tokens are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Versions"]
 
@@ -13,3 +13,5 @@ class Versions:
     """Of the weights that the engine samples from."""
     target_version: int
     """Of those that it should have."""
+    loras: dict[str, int] = field(default_factory=dict)
+    """Of each adapter that is loaded, by the name that requests call it."""

@@ -82,6 +82,8 @@ class Flow:
                 if mode == "keep":
                     await self.freeze()
                     return
+                # Held since weights were replaced under a pause: what is to end has to be delivered.
+                self.release_steps()
                 if mode == "abort":
                     self.abort(self._links.names)
                 await self.thaw()
@@ -96,11 +98,12 @@ class Flow:
         self._intake.give_back()
 
     async def go(self) -> None:
-        """Let the engine run, and take requests again.
+        """Let the engine run, hand over what was held, and take requests again.
 
         Raises:
             EngineDead: the engine is gone.
         """
+        self.release_steps()
         await self.thaw()
         self._puller.resume()
 
@@ -215,6 +218,17 @@ class Flow:
         if len(self._links):
             logger.warning("flow.given_up requests=%s reason=%s", len(self._links), reason)
         self._carry_out(self._links.fail_all(ErrorCode.WORKER_FENCED, reason))
+
+    def give_up_where(self, is_meant: Callable[[str | None], bool], reason: str) -> None:
+        """Let other workers go on with requests that use an adapter which this one does not have any more.
+
+        Args:
+            is_meant: called with the name of each one's adapter, None where it has none.
+        """
+        names = self._links.using(is_meant)
+        for name in names:
+            self._links.fail(name, _fenced(reason))
+        self._carry_out(Instructions(abort=names))
 
 
 def _fenced(reason: str) -> RequestError:
