@@ -46,6 +46,7 @@ class FleetWatch:
         self._view = FleetView()
         self._changed = asyncio.Event()
         self._pinged_at = -PING_WAIT_S
+        self._listening_since = -PING_WAIT_S
         self.snapshot = self._view.snapshot
         self.bad_messages = 0
 
@@ -89,21 +90,41 @@ class FleetWatch:
         """What those announced last that take requests for `model`."""
         return self._view.serving(model)
 
+    def target_version(self, model: str) -> int | None:
+        """The newest weights that any live worker of `model` should have; None: none has said."""
+        return self._view.target_version(model)
+
     async def listen_anew(self) -> None:
         """Start leases anew, where we could not hear for a while, and ask who is there."""
         self._view.renew_all(time.monotonic())
         self._pinged_at = -PING_WAIT_S
+        self._listening_since = time.monotonic()
         await self._ping()
 
-    async def announced(self) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...]]:
-        """Ask all workers for their state; returns what was heard within half a second, and what waits for them.
+    async def known(self) -> tuple[WorkerPresence, ...]:
+        """What live workers announced last, once all have had the time to answer since we began to listen."""
+        left_s = self._listening_since + PING_WAIT_S - time.monotonic()
+        if left_s > 0:
+            await self._wait(lambda: False, left_s)
+        return self._view.workers()
+
+    async def asked(self) -> tuple[WorkerPresence, ...]:
+        """Ask all workers for their state, and return what was heard within half a second.
 
         Raises:
             BusBroken: the connection to NATS is gone.
         """
         await self._ping()
         await self._wait(lambda: False, PING_WAIT_S)
-        workers = self._view.workers()
+        return self._view.workers()
+
+    async def announced(self) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...]]:
+        """What `asked` returns, and how much waits for these workers.
+
+        Raises:
+            BusBroken: the connection to NATS is gone.
+        """
+        workers = await self.asked()
         try:
             depths = await queue_depths(self._nats, self._subjects, tuple(sorted({worker.model for worker in workers})))
         except BusBroken as exc:

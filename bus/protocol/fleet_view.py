@@ -34,11 +34,11 @@ class FleetSnapshot:
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """The models that some worker takes requests for, sorted."""
-        return tuple(sorted({worker.model for worker in self.workers if worker.state is WorkerState.SERVING}))
+        """The models that some worker takes requests for, now or soon, sorted: it may be paused or updating."""
+        return tuple(sorted({worker.model for worker in self.workers if worker.state.is_present}))
 
     def is_served(self, model: str | None) -> bool:
-        """Some worker takes requests for `model`, or for any."""
+        """Some worker takes requests for `model`, or for any, now or soon."""
         return bool(self.served) if model is None else model in self.served
 
     def resolve_model(self, model: str | None) -> str:
@@ -128,6 +128,11 @@ class FleetView:
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Those of them that take requests."""
         return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING)
+
+    def target_version(self, model: str) -> int | None:
+        """The newest weights that any live worker of `model` should have; None: none has said."""
+        announced = (p.target_version for p in self._seen.values() if p.model == model)
+        return max((version for version in announced if version is not None), default=None)
 
     def get(self, worker: str) -> WorkerPresence | None:
         """The latest announcement of a live worker."""

@@ -116,3 +116,35 @@ def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
 
     with pytest.raises(NoWorkers, match=r"no live worker serves m \(a is starting\)"):
         view.snapshot.resolve_model("m")
+
+
+@pytest.mark.parametrize("state", [WorkerState.PAUSED, WorkerState.UPDATING])
+def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -> None:
+    """Requests for its model may wait for it; it does not count as serving."""
+    view = FleetView()
+    view.update(replace(HERE, state=state), 0.0)
+
+    assert view.snapshot.resolve_model(None) == "m"
+    assert view.serving("m") == ()
+
+
+@pytest.mark.parametrize("state", [s for s in WorkerState if s.value not in {"serving", "paused", "updating"}])
+def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
+    """A worker that is drained, asleep, outdated, poisoned or the like is nobody to wait for."""
+    view = FleetView()
+    view.update(replace(HERE, state=state), 0.0)
+
+    assert not view.snapshot.is_served("m")
+
+
+def test_the_newest_target_counts() -> None:
+    """The version that a model's workers should have is the newest that any of them has read."""
+    view = FleetView()
+    assert view.target_version("m") is None
+    view.update(HERE, 0.0)
+    assert view.target_version("m") is None
+    view.update(replace(HERE, worker="b", target_version=3), 0.0)
+    view.update(replace(HERE, worker="c", target_version=4), 0.0)
+    view.update(replace(HERE, worker="d", model="n", target_version=9), 0.0)
+
+    assert view.target_version("m") == 4

@@ -1,0 +1,185 @@
+"""Who has answered a command, and how. Time is passed in; nothing here waits.
+
+*Each worker that must answer ends in exactly one column of the ledger; only if all of them are in `applied` is the
+command complete.* The first final answer counts. One that comes from another life of a worker is no answer: the life
+that was asked is gone.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bus.protocol.fleet_view import Gone
+from schemas.control import Ack, AckStatus
+from schemas.errors import RollbusError
+from schemas.presence import WorkerPresence
+
+__all__ = ["CommandIncomplete", "Ledger", "Roll"]
+
+MAX_NAMED = 8
+"""Workers that an error's message names; the ledger has them all."""
+MAX_REASON_CHARS = 300
+"""Of each of their reasons: the ledger has them whole."""
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one command. Each worker that had to answer stands in one of the maps."""
+
+    command: str
+    """Its name."""
+    id: str
+    """Of the command."""
+    epochs: dict[str, int] = {}
+    """By model: of the desired state that it is recorded in. Empty for commands that are not recorded."""
+    seconds: float = 0.0
+    """From the first word to the workers until all had answered, or the time was up."""
+    applied: dict[str, Ack] = {}
+    """Final answers by worker, here and in the next three."""
+    failed: dict[str, Ack] = {}
+    unsupported: dict[str, Ack] = {}
+    stale: dict[str, Ack] = {}
+    late: dict[str, Ack] = {}
+    """Those that answered, but not finally in time: their last word. They may still apply it."""
+    missing: dict[str, str] = {}
+    """Those that never answered, or are gone: why."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every worker that had to answer has applied it."""
+        return bool(self.applied) and not any(
+            (self.failed, self.unsupported, self.stale, self.late, self.missing),
+        )
+
+
+class CommandIncomplete(RollbusError):
+    """Not every worker applied a command. The message says who did not, and why.
+
+    Attributes:
+        ledger: of all of them.
+        note: what else there is to know, for people: whether anything was recorded; may be empty.
+    """
+
+    def __init__(self, ledger: Ledger, note: str = "") -> None:
+        self.ledger = ledger
+        self.note = note
+        super().__init__(_message(ledger, note))
+
+
+class Roll:
+    """The workers that must answer one command, and what they have said.
+
+    Args:
+        command: its name.
+        id: of the command.
+        workers: those that must answer, in the lives that they have now.
+        now: in seconds, as everywhere here.
+    """
+
+    def __init__(self, command: str, id: str, workers: Iterable[WorkerPresence], now: float) -> None:
+        self.command = command
+        self.id = id
+        self._since = now
+        self._lives = {worker.worker: worker.incarnation for worker in workers}
+        # By worker: the last word of each that has said one.
+        self._acks: dict[str, Ack] = {}
+        # Those that are gone and had not answered finally: why.
+        self._gone: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<Roll {self.command} {self.id} workers={len(self._lives)} owing={len(self.owing)}>"
+
+    @property
+    def owing(self) -> tuple[str, ...]:
+        """Workers that live and have given no final answer, by id."""
+        return tuple(sorted(w for w in self._lives if w not in self._gone and not self._is_final(w)))
+
+    @property
+    def gone(self) -> dict[str, str]:
+        """Workers that ended while they owed an answer: why."""
+        return dict(self._gone)
+
+    def take(self, ack: Ack) -> bool:
+        """Take an answer; whether it is news."""
+        worker = ack.worker
+        if worker not in self._lives or ack.id != self.id or self._is_final(worker):
+            return False
+        if ack.incarnation != self._lives[worker]:
+            self._gone.setdefault(worker, "it came back as a new incarnation")
+            return False
+        if ack.status.is_final:
+            # Also of one that we believed gone: its own word counts more.
+            self._gone.pop(worker, None)
+        else:
+            last = self._acks.get(worker)
+            if last is not None and (ack.status is AckStatus.ACCEPTED or _said(ack) == _said(last)):
+                return False
+        self._acks[worker] = ack
+        return True
+
+    def lose(self, gone: Gone) -> bool:
+        """Take note that a worker, or a life of one, is no more; whether that matters here."""
+        worker = gone.worker
+        if worker not in self._lives or worker in self._gone or self._is_final(worker):
+            return False
+        if not gone.is_final and gone.incarnation != self._lives[worker]:
+            return False
+        self._gone[worker] = gone.reason
+        return True
+
+    def ledger(self, now: float, epochs: dict[str, int] | None = None) -> Ledger:
+        """Sum up: who still owes an answer is late, or missing where it never gave one."""
+        by_status: dict[AckStatus, dict[str, Ack]] = {status: {} for status in AckStatus}
+        late: dict[str, Ack] = {}
+        missing: dict[str, str] = {}
+        seconds = now - self._since
+        for worker in sorted(self._lives):
+            if worker in self._gone:
+                missing[worker] = self._gone[worker]
+            elif worker not in self._acks:
+                missing[worker] = f"it did not answer within {seconds:.1f} s"
+            elif self._is_final(worker):
+                by_status[self._acks[worker].status][worker] = self._acks[worker]
+            else:
+                late[worker] = self._acks[worker]
+        return Ledger(
+            command=self.command,
+            id=self.id,
+            epochs=epochs or {},
+            seconds=seconds,
+            applied=by_status[AckStatus.APPLIED],
+            failed=by_status[AckStatus.FAILED],
+            unsupported=by_status[AckStatus.UNSUPPORTED],
+            stale=by_status[AckStatus.STALE],
+            late=late,
+            missing=missing,
+        )
+
+    def _is_final(self, worker: str) -> bool:
+        return worker in self._acks and self._acks[worker].status.is_final
+
+
+def _said(ack: Ack) -> tuple[AckStatus, str | None]:
+    return ack.status, ack.stage
+
+
+def _message(ledger: Ledger, note: str) -> str:
+    reasons = [
+        *(f"{worker} failed: {_why(ack)}" for worker, ack in ledger.failed.items()),
+        *(f"{worker} cannot do it: {_why(ack)}" for worker, ack in ledger.unsupported.items()),
+        *(f"{worker} is stale: {_why(ack)}" for worker, ack in ledger.stale.items()),
+        *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
+        *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
+    ]
+    shown = "; ".join(reasons[:MAX_NAMED])
+    if len(reasons) > MAX_NAMED:
+        shown += f"; and {len(reasons) - MAX_NAMED} more"
+    total = len(ledger.applied) + len(reasons)
+    text = f"{ledger.command} was applied by {len(ledger.applied)} of {total} workers: {shown}"
+    return f"{text}. {note}" if note else text
+
+
+def _why(ack: Ack) -> str:
+    if ack.error is None:
+        return "it did not say why"
+    return f"{ack.error.code}: {ack.error.message[:MAX_REASON_CHARS]}"
