@@ -1,4 +1,4 @@
-"""What an engine can do decides which requests it sees: everything else is refused here, before it could do harm."""
+"""What an engine can do, and of which weights, decides which requests it sees: the others are refused or wait."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,11 +9,20 @@ from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, Reque
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from workers.versions import Versions
 
-__all__ = ["check_reply_to", "check_request", "check_row_size"]
+__all__ = ["check_lag", "check_reply_to", "check_request", "check_row_size", "wait_for_weights_s"]
 
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
 """One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
+WEIGHTS_ARE_COMING_S = 0.25
+"""Between two looks at a request for weights that this worker is to have: soon it, or another, will have them."""
+MAX_TOO_NEW_S = 30.0
+"""Between two looks at a request for weights of which nobody has heard: it may wait long, and should not cost much."""
+MAX_DOUBLINGS = 5
+"""From one second to more than that."""
+MAX_SHOWN_LORAS = 8
+"""Names in an error message: enough to see a misspelt one."""
 
 
 def check_reply_to(reply_to: str, prefix: str) -> None:
@@ -26,20 +35,64 @@ def check_reply_to(reply_to: str, prefix: str) -> None:
         raise RemoteProtocolError(f"reply_to is no subject below {prefix}")
 
 
-def check_request(request: GenerateRequest, capabilities: Capabilities, weight_version: int) -> None:
+def check_request(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
     """Refuse what this engine cannot do, or should not with these weights.
 
     Raises:
         InvalidRequest: a value that is wrong for this model: names the field and the allowed range.
-        RequestRejected: something that this engine does not offer, or weights older than asked for.
+        RequestRejected: something that this engine does not offer, an adapter that is not loaded, or weights older than
+            asked for.
     """
     try:
         _check_prompt(request, capabilities)
         _check_sampling(request.sampling, capabilities)
-        _check_offers(request, capabilities, weight_version)
+        _check_offers(request, capabilities, versions)
     except RequestRejected as exc:
         exc.request_id = request.request_id
         raise
+
+
+def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_delivered: int) -> float:
+    """After how many seconds the queue should hand this request out again, as it is for later weights; 0: it is not.
+
+    Args:
+        num_delivered: how often the queue has handed it out, from 1: the wait grows with it.
+    """
+    wanted = request.min_weight_version
+    if wanted is None or wanted <= versions.weight_version:
+        return 0.0
+    if wanted <= versions.target_version:
+        return WEIGHTS_ARE_COMING_S
+    return min(MAX_TOO_NEW_S, 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS))
+
+
+def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int | None, versions: Versions) -> None:
+    """Refuse a request that has waited until weights came for which it is too old.
+
+    Args:
+        attempt: as its message says; only the first is looked at: what has begun to run is not dropped.
+        submitted_target: the weights that the fleet was to have when it was submitted, as its message says.
+
+    Raises:
+        InvalidRequest: `max_weight_lag` is set, and the message does not say where to count from.
+        RequestRejected: the weights have moved on by more than `max_weight_lag`.
+    """
+    if request.max_weight_lag is None or attempt > 0:
+        return
+    if submitted_target is None:
+        raise InvalidRequest(
+            field="max_weight_lag",
+            problem=f"is {request.max_weight_lag} in a message without target_version, from where it counts",
+            allowed="only with target_version in the request's message",
+        )
+    lag = versions.target_version - submitted_target
+    if lag > request.max_weight_lag:
+        raise RequestRejected(
+            code=ErrorCode.TOO_STALE,
+            message=f"the weights went from version {submitted_target} to {versions.target_version} while it waited, "
+            f"by more than max_weight_lag={request.max_weight_lag}",
+            request_id=request.request_id,
+        )
 
 
 def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
@@ -108,18 +161,23 @@ def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[i
         yield f"sampling.bad_words_token_ids[{index}]", word
 
 
-def _check_offers(request: GenerateRequest, capabilities: Capabilities, weight_version: int) -> None:
+def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
     if request.return_routed_experts and capabilities.routed_experts is None:
         raise RequestRejected(
             code=ErrorCode.UNSUPPORTED,
             message="return_routed_experts is true, and this model has no experts whose routing could be returned",
         )
-    if request.lora is not None:
-        raise RequestRejected(code=ErrorCode.UNSUPPORTED, message=f"lora {request.lora!r} is not loaded on this worker")
-    if request.min_weight_version is not None and weight_version < request.min_weight_version:
+    if request.lora is not None and request.lora not in versions.loras:
+        loaded = sorted(versions.loras)[:MAX_SHOWN_LORAS]
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message=f"lora {request.lora!r} is not loaded on this worker; it has {', '.join(loaded) or 'none'}",
+        )
+    wanted = request.min_weight_version
+    if wanted is not None and versions.weight_version < wanted:
         raise RequestRejected(
             code=ErrorCode.WEIGHTS_TOO_OLD,
-            message=f"weight version {weight_version} is older than min_weight_version={request.min_weight_version}",
+            message=f"weight version {versions.weight_version} is older than min_weight_version={wanted}",
         )
 
 

@@ -14,7 +14,7 @@ from schemas.limits import MAX_DELIVERIES
 from schemas.messages import RequestKey, decode_request, decode_request_message, request_id_of
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
-from workers.admission import check_reply_to, check_request, check_row_size
+from workers.admission import check_lag, check_reply_to, check_request, check_row_size, wait_for_weights_s
 from workers.config import WorkerConfig
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions, Origin
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_ARRIVALS = 4096
 """Requests that wait for their turn to enter the engine. No more come than it has free slots, and a few; of an engine
 with more slots than this, the others go back to the queue until there is room."""
-MAX_TOO_NEW_S = 30.0
-"""Between two looks at a request for weights of which nobody has heard: it may wait long, and should not cost much."""
-MAX_DOUBLINGS = 5
-"""From one second to more than that."""
 MAX_INDEX = 2**31 - 1
 """The largest attempt number of the wire."""
 
@@ -199,7 +195,7 @@ class Intake:
             self._carry_out(todo)
             return
         if arrival.message is not None and not arrival.is_refused and isinstance(given, GenerateRequest):
-            wait_s = self._too_new_s(given, arrival.message.num_delivered)
+            wait_s = wait_for_weights_s(given, self._links.versions, arrival.message.num_delivered)
             if wait_s > 0:
                 self.stats.too_new += 1
                 self._carry_out(Instructions(nak=[(arrival.message, wait_s)]))
@@ -234,6 +230,8 @@ class Intake:
         try:
             request = decode_request(envelope.request)
             request_id: str | None = request.request_id
+            versions, submitted_target = self._links.versions, envelope.target_version
+            check_lag(request, attempt=envelope.attempt, submitted_target=submitted_target, versions=versions)
         except RequestError as exc:
             request, request_id = exc, request_id_of(envelope.request)
         except RemoteProtocolError as exc:
@@ -243,15 +241,6 @@ class Intake:
             raise RemoteProtocolError(f"without a usable request_id: {request}")
         key = RequestKey(request_id, attempt, envelope.child)
         return Origin(arrival.client, envelope.incarnation, key, arrival.message, envelope.reply_to), request
-
-    def _too_new_s(self, request: GenerateRequest, num_delivered: int) -> float:
-        """After how long the queue should hand this request out again, as it is for later weights; 0: it is not."""
-        wanted, versions = request.min_weight_version, self._links.versions
-        if wanted is None or wanted <= versions.weight_version:
-            return 0.0
-        if wanted <= versions.target_version:
-            return GIVE_BACK_S
-        return min(MAX_TOO_NEW_S, 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS))
 
     def _checked(
         self, arrival: Arrival, request: GenerateRequest | RequestError, capabilities: Capabilities
@@ -272,7 +261,7 @@ class Intake:
             )
         if isinstance(request, RequestError):
             raise request
-        check_request(request, capabilities, self._links.versions.weight_version)
+        check_request(request, capabilities, self._links.versions)
         check_row_size(request, capabilities, self._links.routes.max_part_bytes)
         return request
 
@@ -297,7 +286,8 @@ def _is_poison(message: QueuedRequest | None, request: GenerateRequest | Request
     """Delivered too often, other than by waiting for later weights, which may take any number of deliveries."""
     if message is None or message.num_delivered <= MAX_DELIVERIES:
         return False
-    return isinstance(request, RequestError) or request.min_weight_version is None
+    # What is refused at once meets no engine, however often it comes.
+    return isinstance(request, GenerateRequest) and request.min_weight_version is None
 
 
 def _ack(message: QueuedRequest | None) -> Instructions:

@@ -179,7 +179,8 @@ class Links:
                 self.stats.late_steps += 1
                 continue
             try:
-                held.route.take(held.origin.key, step, self.versions.weight_version)
+                lora_version = None if held.lora is None else self.versions.loras.get(held.lora)
+                held.route.take(held.origin.key, step, self.versions.weight_version, lora_version)
             except LocalProtocolError as exc:
                 logger.error("request.broken name=%s error=%s", step.key, exc)
                 self._endings.fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))

@@ -60,9 +60,9 @@ class ClientLink:
         """Of what the client has not taken."""
         return self.sender.held_bytes
 
-    def take(self, key: RequestKey, step: RequestStep, weight_version: int) -> None:
-        """Take what an engine step added to an open request."""
-        self.sender.take(key, step, weight_version)
+    def take(self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None) -> None:
+        """Take what an engine step added to an open request; the versions are of what sampled it."""
+        self.sender.take(key, step, weight_version, lora_version)
 
     def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
         """End an open request with `error`."""
@@ -108,9 +108,9 @@ class PlainRoute:
         """Of what is not published yet."""
         return self._writer.unsent_bytes + sum(map(len, self._frames))
 
-    def take(self, _key: RequestKey, step: RequestStep, weight_version: int) -> None:
-        """Take what an engine step added to the request."""
-        self._sender.take(step, weight_version)
+    def take(self, _key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None) -> None:
+        """Take what an engine step added to the request; the versions are of what sampled it."""
+        self._sender.take(step, weight_version, lora_version)
 
     def fail(self, _key: RequestKey, error: ChunkError, weight_version: int) -> None:
         """End the request with `error`."""

@@ -1,0 +1,83 @@
+"""Which requests a worker's weights and adapters fit: others are refused, or wait in the queue."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import ErrorCode, InvalidRequest, RequestRejected
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from workers.admission import MAX_TOO_NEW_S, WEIGHTS_ARE_COMING_S, check_lag, check_request, wait_for_weights_s
+from workers.versions import Versions
+
+CAPABILITIES = Capabilities(
+    engine="synthetic", engine_version="1", max_model_len=64, vocab_size=100, max_num_seqs=1, max_logprobs=5, dtype="f"
+)
+
+
+def request(
+    *, min_weight_version: int | None = None, max_weight_lag: int | None = None, lora: str | None = None
+) -> GenerateRequest:
+    """One that asks for nothing but this."""
+    return GenerateRequest(
+        prompt_token_ids=[1], min_weight_version=min_weight_version, max_weight_lag=max_weight_lag, lora=lora
+    )
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 10_000))
+def test_a_request_waits_exactly_for_weights_that_are_not_there(
+    wanted: int, have: int, target: int, num_delivered: int
+) -> None:
+    """With the version or a later one it starts; otherwise it is looked at again within half a minute."""
+    wait_s = wait_for_weights_s(request(min_weight_version=wanted), Versions(have, target), num_delivered)
+
+    assert (wait_s == 0.0) == (have >= wanted)
+    assert wait_s <= MAX_TOO_NEW_S
+
+
+def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None:
+    """Weights that the worker is to have cost a quarter of a second; others one second, then twice as much."""
+    wanted = request(min_weight_version=5)
+
+    assert wait_for_weights_s(wanted, Versions(4, 5), 100) == WEIGHTS_ARE_COMING_S
+    assert [wait_for_weights_s(wanted, Versions(4, 4), count) for count in (1, 2, 3, 6, 99)] == [1, 2, 4, 30, 30]
+    assert wait_for_weights_s(request(), Versions(4, 5), 1) == 0
+
+
+@given(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
+def test_a_first_attempt_that_waited_too_long_is_dropped(lag: int, submitted: int, target: int, attempt: int) -> None:
+    """It is too stale when the target went on by more than the lag since it was submitted; later attempts never are."""
+    if attempt == 0 and target - submitted > lag:
+        with pytest.raises(RequestRejected, match=f"from version {submitted} to {target} .* max_weight_lag={lag}") as e:
+            check_lag(request(max_weight_lag=lag), attempt=0, submitted_target=submitted, versions=Versions(0, target))
+        assert (e.value.code, e.value.retryable) == (ErrorCode.TOO_STALE, False)
+    else:
+        check_lag(
+            request(max_weight_lag=lag), attempt=attempt, submitted_target=submitted, versions=Versions(0, target)
+        )
+
+
+def test_a_lag_needs_something_to_count_from() -> None:
+    """`max_weight_lag` in a message that does not say which weights there were is an invalid request."""
+    with pytest.raises(InvalidRequest, match="max_weight_lag is 2 in a message without target_version"):
+        check_lag(request(max_weight_lag=2), attempt=0, submitted_target=None, versions=Versions(0, 0))
+    check_lag(request(), attempt=0, submitted_target=None, versions=Versions(0, 99))
+
+
+def test_an_adapter_must_be_loaded() -> None:
+    """A request with an adapter is refused where it is not loaded, with the names of those that are."""
+    versions = Versions(0, 0, {"b": 1, "a": 7})
+    check_request(request(lora="a"), CAPABILITIES, versions)
+    with pytest.raises(RequestRejected, match=r"lora 'c' is not loaded on this worker; it has a, b$") as e:
+        check_request(request(lora="c"), CAPABILITIES, versions)
+    assert e.value.code is ErrorCode.UNSUPPORTED
+    with pytest.raises(RequestRejected, match="it has none"):
+        check_request(request(lora="c"), CAPABILITIES, Versions(0, 0))
+
+
+def test_older_weights_are_refused_where_nobody_else_can_be_asked() -> None:
+    """A request that was handed over directly for later weights goes back to its client."""
+    check_request(request(min_weight_version=3), CAPABILITIES, Versions(3, 3))
+    with pytest.raises(RequestRejected, match="weight version 2 is older than min_weight_version=3") as e:
+        check_request(request(min_weight_version=3), CAPABILITIES, Versions(2, 3))
+    assert (e.value.code, e.value.retryable) == (ErrorCode.WEIGHTS_TOO_OLD, True)
