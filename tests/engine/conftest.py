@@ -1,4 +1,4 @@
-"""The engines of these tests: three configurations, started together and shared."""
+"""The engines of these tests: four configurations, started together and shared."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,25 +21,38 @@ TIGHT = {
 }
 
 
+LORAS = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+RELOADED = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "weight_transfer_config": {"backend": "from-file"},
+    "worker_extension_cls": "tests.support.transfer_engine.UserExtension",
+}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return tiny checkpoints: `moe`, and `dense` without experts, both in float32."""
+    """Return tiny checkpoints in float32: `moe` and `moe2`; `dense` and `dense2` without experts."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "moe": make_tiny_moe(folder / "moe", dtype="float32"),
+        "moe2": make_tiny_moe(folder / "moe2", dtype="float32", seed=1),
         "dense": make_tiny_moe(folder / "dense", dtype="float32", dense=True),
+        "dense2": make_tiny_moe(folder / "dense2", dtype="float32", dense=True, seed=1),
     }
 
 
 @pytest.fixture(scope="session")
 def engines(models: dict[str, Path]) -> Iterator[list[RunningEngine]]:
-    """Three engines on one machine, started at the same time."""
+    """Four engines on one machine, started at the same time."""
 
     def make() -> list[VllmEngine]:
         return [
             VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
-            VllmEngine(models["dense"], engine_args={"dtype": "float32"}, read="core"),
+            VllmEngine(models["dense"], engine_args=LORAS, read="core"),
             VllmEngine(models["moe"], engine_args={"dtype": "float32"}, read="generate"),
+            VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
         ]
 
     with running_engines(make) as running:
@@ -54,7 +67,7 @@ def moe(engines: list[RunningEngine]) -> RunningEngine:
 
 @pytest.fixture(scope="session")
 def dense(engines: list[RunningEngine]) -> RunningEngine:
-    """Return an engine whose model has no experts."""
+    """Return an engine whose model has no experts, and which takes adapters."""
     return engines[1]
 
 
@@ -62,3 +75,9 @@ def dense(engines: list[RunningEngine]) -> RunningEngine:
 def fallback(engines: list[RunningEngine]) -> RunningEngine:
     """Return an engine that is read through `AsyncLLM.generate`."""
     return engines[2]
+
+
+@pytest.fixture(scope="session")
+def reloaded(engines: list[RunningEngine]) -> RunningEngine:
+    """Return an engine with the weights of `moe2`, for tests that replace them and put them back."""
+    return engines[3]

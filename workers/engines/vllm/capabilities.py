@@ -1,16 +1,30 @@
 """What a started vLLM engine can do, read from its own configuration."""
 
+import platform
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.limits import MAX_LOGPROBS
 from schemas.presence import Capabilities, RoutedExpertsInfo
 from schemas.rows import dtype_for
+from workers.engines.vllm.launch import OWN_SLOTS
 from workers.engines.vllm.params import extra_names
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 
-__all__ = ["describe_engine", "describe_routing"]
+__all__ = ["Refusals", "describe_engine", "describe_routing", "find_refusals"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """Why an engine cannot do what some can, for people; None: it can."""
+
+    weight_updates: str | None
+    weight_transfer: str | None
+    loras: str | None
+    sleep: str | None
 
 
 def describe_engine(config: "VllmConfig") -> Capabilities:
@@ -19,6 +33,8 @@ def describe_engine(config: "VllmConfig") -> Capabilities:
 
     model = config.model_config
     vocab_size = model.get_vocab_size()
+    refusals = find_refusals(config)
+    data_parallel_size = config.parallel_config.data_parallel_size
     return Capabilities(
         engine="vllm",
         engine_version=vllm.__version__,
@@ -26,14 +42,67 @@ def describe_engine(config: "VllmConfig") -> Capabilities:
         max_model_len=model.max_model_len,
         # Of the model: an id that only the tokenizer knows would index outside the embedding.
         vocab_size=vocab_size,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_seqs=(config.scheduler_config.max_num_seqs - OWN_SLOTS) * data_parallel_size,
         max_logprobs=min(vocab_size if model.max_logprobs == -1 else model.max_logprobs, MAX_LOGPROBS),
         dtype=str(model.dtype).removeprefix("torch."),
         routed_experts=describe_routing(model) if model.enable_return_routed_experts else None,
         logprobs_mode=str(model.logprobs_mode),
         priority=config.scheduler_config.policy == "priority",
         extra=extra_names(model),
+        signature=_signature(config, vllm.__version__),
+        weight_updates=refusals.weight_updates is None,
+        weight_transfer=refusals.weight_transfer is None,
+        max_loras=0 if refusals.loras is not None else _max_loras(config.lora_config),
+        sleep=refusals.sleep is None,
+        data_parallel_size=data_parallel_size,
     )
+
+
+def find_refusals(config: "VllmConfig") -> Refusals:
+    """What an engine with this configuration cannot do, and why."""
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.platforms import current_platform
+
+    weight_updates = weight_transfer = loras = sleep = None
+    if not Path(config.model_config.model).is_dir():
+        weight_updates = "weights can be loaded again only into a model that was started from a local folder"
+    elif not hasattr(get_model_loader(config.load_config), "get_all_weights"):
+        weight_updates = f"weights of the load format {config.load_config.load_format!r} cannot be loaded again"
+    elif not getattr(config.parallel_config, "worker_extension_cls", ""):
+        weight_updates = "this release of vLLM does not let its workers be extended"
+    if getattr(config, "weight_transfer_config", None) is None:
+        weight_transfer = "the engine has no transfer engine; engine argument 'weight_transfer_config' gives it one"
+    if config.lora_config is None:
+        loras = "the engine takes no adapters; engine argument 'enable_lora' lets it, except for experts on a CPU"
+    elif "load_inplace" not in LoRARequest.__struct_fields__:
+        loras = "this release of vLLM cannot replace an adapter in place"
+    if current_platform.is_cpu():
+        sleep = "on a CPU vLLM's sleep frees nothing"
+    elif not config.model_config.enable_sleep_mode:
+        sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
+    return Refusals(weight_updates=weight_updates, weight_transfer=weight_transfer, loras=loras, sleep=sleep)
+
+
+def _max_loras(lora: "LoRAConfig") -> int:
+    """As many as vLLM keeps at hand, some of them outside of the device; more, and it drops the oldest."""
+    return int(lora.max_cpu_loras or lora.max_loras)
+
+
+def _signature(config: "VllmConfig", version: str) -> str:
+    """What two engines must have in common to compute the same from the same weights, up to rounding."""
+    from vllm.platforms import current_platform
+
+    model, parallel = config.model_config, config.parallel_config
+    device = platform.machine() if current_platform.is_cpu() else current_platform.get_device_name()
+    parts = [
+        f"vllm-{version}",
+        f"{current_platform.device_type}-{device}".replace(" ", "-"),
+        f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}-dp{parallel.data_parallel_size}",
+        str(model.dtype).removeprefix("torch."),
+        f"kv-{config.cache_config.cache_dtype}",
+    ]
+    return " ".join([*parts, str(model.quantization)] if model.quantization else parts)
 
 
 def describe_routing(model: "ModelConfig") -> RoutedExpertsInfo | None:

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from schemas.chunk import FinishReason
-from schemas.errors import EngineDead
+from schemas.errors import ControlCode, ControlError, EngineDead
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from workers.engine import RequestStep
-from workers.engines.vllm.capabilities import describe_engine
+from workers.engines.vllm.adapters import Adapters
+from workers.engines.vllm.calls import Calls
+from workers.engines.vllm.capabilities import describe_engine, find_refusals
 from workers.engines.vllm.feeds import CoreFeed, Feed, RequestMaker
 from workers.engines.vllm.generate_feed import GenerateFeed
 from workers.engines.vllm.launch import Launch
+from workers.engines.vllm.loaded import Loaded
 from workers.engines.vllm.outputs import OpenRequests
 from workers.engines.vllm.params import to_vllm
+from workers.engines.vllm.weights import Weights
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -75,6 +79,9 @@ class VllmEngine:
         self._feeds = AsyncExitStack()
         self._requests = OpenRequests(None, rows_with_tokens=False)
         self._capabilities: Capabilities | None = None
+        self._loaded = Loaded()
+        self._controls: _Controls | None = None
+        self._is_paused = False
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -99,6 +106,7 @@ class VllmEngine:
         try:
             await _to_the_end(self._launch.run, on_cancel=self._launch.cancel)
             self._capabilities = describe_engine(self._launch.llm.vllm_config)
+            self._controls = _Controls(self._launch.llm, self._loaded, self._capabilities)
             await self._open(self._launch.llm)
         except BaseException:
             await self._shut_down()
@@ -144,18 +152,97 @@ class VllmEngine:
             if steps:
                 yield steps
 
+    async def pause(self) -> None:
+        """Freeze what is running, once all that was sampled is handed over; see `Engine.pause`.
+
+        Cancellation: the engine may be paused; `resume` is right in both cases.
+        """
+        feed, calls = self._running_feed(), self._running().calls
+        # Not `pause_generation`, which instead of waiting for what was sampled sleeps for a while.
+        await calls.call("engine_core.pause_scheduler_async", mode="keep", clear_cache=False)
+        self._is_paused = True
+        async with calls.until_death():
+            await feed.barrier()
+
+    async def resume(self) -> None:
+        """Go on where `pause` froze; harmless when not paused."""
+        await self._running().calls.call("engine_core.resume_scheduler_async")
+        self._is_paused = False
+
+    async def reset_cache(self, *, preempt: bool) -> bool:
+        """Forget the prefix cache; see `Engine.reset_cache`."""
+        try:
+            return bool(await self._running().calls.call("reset_prefix_cache", reset_running_requests=preempt))
+        except ControlError as exc:
+            if exc.code is ControlCode.UNSUPPORTED:
+                raise
+            # What vLLM raises where it should have succeeded, as it has taken the cache from all who used it.
+            logger.warning("engine.cache_not_reset reason=%s", exc.message)
+            return False
+
+    async def load_weights(self, path: Path) -> None:
+        """Replace all weights by those of a checkpoint; the adapters are gone then. See `Engine.load_weights`.
+
+        Cancellation: the engine goes on loading, and nobody hears how it ends.
+        """
+        await self._running().weights.load(path)
+
+    @property
+    def loras(self) -> Mapping[str, int]:
+        """The adapters that requests may name, with their versions."""
+        return {name: adapter.version for name, adapter in self._loaded.adapters.items()}
+
+    async def load_lora(self, name: str, path: Path, version: int) -> None:
+        """Load an adapter, or replace the one of this name in place; see `Engine.load_lora`."""
+        await self._running().adapters.load(name, path, version)
+
+    async def unload_lora(self, name: str) -> None:
+        """Unload an adapter that no request in flight uses; one that is not there is fine."""
+        await self._running().adapters.unload(name)
+
+    async def sleep(self, level: int) -> None:
+        """Give up memory; nothing is running."""
+        self._check_sleeps()
+        await self._running().calls.call("sleep", level)
+
+    async def wake(self) -> None:
+        """Undo `sleep`; after level 2 the weights have to be loaded again."""
+        self._check_sleeps()
+        await self._running().calls.call("wake_up")
+        if self._is_paused:
+            # vLLM's own wake resumes too.
+            await self.pause()
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Pass `info` to vLLM's own transfer engine."""
+        await self._running().weights.init_transfer(info)
+
+    async def start_weight_update(self) -> None:
+        """Begin to take weights; from here on they are half written."""
+        await self._running().weights.start_transfer()
+
+    async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
+        """Take some of them; after an error the update is over, and has to be started again."""
+        await self._running().weights.take_chunk(info)
+
+    async def finish_weight_update(self) -> None:
+        """All of them are there; the adapters are gone."""
+        await self._running().weights.finish_transfer()
+
     async def close(self) -> None:
         """Stop the engine and every process it started; safe to call twice and after a failed `start`.
 
         Cancellation: waits until the processes are gone nevertheless.
         """
         self._is_closed = True
+        if self._controls is not None:
+            self._controls.calls.end("the engine was closed")
         self._launch.cancel()
         await self._shut_down()
 
     async def _open(self, llm: "AsyncLLM") -> None:
         """Choose how to read from the engine, by trying."""
-        maker = RequestMaker(llm, await llm.get_supported_tasks())
+        maker = RequestMaker(llm, self._loaded, await llm.get_supported_tasks())
         if self._read != "generate":
             try:
                 if not CoreFeed.fits(llm):
@@ -202,9 +289,10 @@ class VllmEngine:
         feed = self._running_feed()
         try:
             outputs = await feed.next()
-        except EngineDead:
+        except EngineDead as exc:
             if self._is_closed:
                 return []
+            self._running().calls.end(str(exc))
             raise
         steps, broken = self._requests.read(outputs)
         if broken:
@@ -216,6 +304,32 @@ class VllmEngine:
         if self._feed is None or self._is_closed:
             raise EngineDead("the engine is not running")
         return self._feed
+
+    def _running(self) -> "_Controls":
+        if self._controls is None or self._is_closed:
+            raise EngineDead("the engine is not running")
+        return self._controls
+
+    def _check_sleeps(self) -> None:
+        refusal = self._running().refusals.sleep
+        if refusal is not None:
+            raise ControlError(ControlCode.UNSUPPORTED, refusal)
+
+
+class _Controls:
+    """What there is for a started engine besides its requests."""
+
+    def __init__(self, llm: "AsyncLLM", loaded: Loaded, capabilities: Capabilities) -> None:
+        self.refusals = find_refusals(llm.vllm_config)
+        self.calls = Calls(llm)
+        self.weights = Weights(
+            llm,
+            self.calls,
+            loaded,
+            load_refusal=self.refusals.weight_updates,
+            transfer_refusal=self.refusals.weight_transfer,
+        )
+        self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)
 
 
 async def _to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:

@@ -5,14 +5,16 @@ It relies on vLLM's inner interface, so it is used where a release is found to f
 `AsyncLLM.generate`, vLLM's own front door, which hands out routing at the end of a request only.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from schemas.chunk import FinishReason
-from schemas.errors import EngineDead
+from schemas.errors import EngineDead, InvalidRequest
 from schemas.request import GenerateRequest
+from workers.engines.vllm.loaded import Loaded
 from workers.engines.vllm.outputs import LogprobTable, Output
 from workers.engines.vllm.params import refusal
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CoreFeed", "Feed", "RequestMaker"]
+__all__ = ["CoreFeed", "Feed", "Passed", "RequestMaker"]
 
 
 class Feed(Protocol):
@@ -48,6 +50,12 @@ class Feed(Protocol):
             EngineDead: the engine is gone.
         """
 
+    async def barrier(self) -> None:
+        """Return when all that the engine has reported so far was returned by `next`, and `next` was called again.
+
+        It may wait for ever when the engine dies. Only for an engine that reports nothing new meanwhile.
+        """
+
     async def __aenter__(self) -> Self:
         """Start to read."""
 
@@ -55,15 +63,33 @@ class Feed(Protocol):
         """Stop to read; before the engine is shut down."""
 
 
+class Passed:
+    """Stands in line behind outputs: who comes to it has taken all before it."""
+
+    def __init__(self) -> None:
+        self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(self) -> None:
+        """It was come to."""
+        if not self._told.done():
+            self._told.set_result(None)
+
+    async def wait(self) -> None:
+        """Until it is come to."""
+        await self._told
+
+
 class RequestMaker:
     """Makes vLLM's requests, and so checks them the way vLLM does.
 
     Args:
+        loaded: which weights and adapters they meet.
         supported_tasks: what the engine says that the model can do.
     """
 
-    def __init__(self, llm: "AsyncLLM", supported_tasks: Sequence[str]) -> None:
+    def __init__(self, llm: "AsyncLLM", loaded: Loaded, supported_tasks: Sequence[str]) -> None:
         self._llm = llm
+        self._loaded = loaded
         self._supported_tasks = supported_tasks
         self._honours_priority = llm.vllm_config.scheduler_config.policy == "priority"
 
@@ -79,6 +105,8 @@ class RequestMaker:
             return self._llm.input_processor.process_inputs(
                 engine_id, self.prompt(request), params, self._supported_tasks, **self.options(request)
             )
+        except InvalidRequest:
+            raise
         except (VLLMClientError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
 
@@ -86,11 +114,17 @@ class RequestMaker:
         """The prompt as vLLM takes it: token ids, and the salt of its prefix-cache entries."""
         from vllm.inputs.engine import tokens_input
 
-        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=request.cache_salt)
+        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=self._loaded.salt_of(request))
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
-        """What else goes with a request."""
+        """What else goes with a request.
+
+        Raises:
+            InvalidRequest: it names an adapter that is not loaded.
+        """
+        adapter = self._loaded.adapter_of(request)
         return {
+            "lora_request": None if adapter is None else adapter.lora_request,
             "priority": request.priority if self._honours_priority else 0,
             "trace_headers": None if request.traceparent is None else {"traceparent": request.traceparent},
         }
@@ -151,10 +185,17 @@ class CoreFeed:
     async def next(self) -> list[Output]:
         """What one step of the engine core added to all requests."""
         # `get_output_async` is this and a conversion of exceptions, which ends here as well.
-        item = await self._core.outputs_queue.get()
+        while isinstance(item := await self._core.outputs_queue.get(), Passed):
+            item.tell()
         if isinstance(item, Exception):
             raise EngineDead(f"the engine core died: {type(item).__name__}: {item}") from item
         return [_output(output) for output in item.outputs]
+
+    async def barrier(self) -> None:
+        """The engine core's answer to a call comes behind what it has reported before, so all of that is in line."""
+        passed = Passed()
+        self._core.outputs_queue.put_nowait(passed)
+        await passed.wait()
 
     async def __aenter__(self) -> Self:
         """Nothing to do: vLLM's own task reads from the engine core."""

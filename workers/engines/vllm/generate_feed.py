@@ -1,7 +1,7 @@
 """The way through `AsyncLLM.generate`, for releases whose engine core cannot be read; see `feeds`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -9,13 +9,15 @@ import numpy as np
 from schemas.chunk import FinishReason
 from schemas.errors import EngineDead
 from schemas.request import GenerateRequest
-from workers.engines.vllm.feeds import RequestMaker
+from workers.engines.vllm.feeds import Passed, RequestMaker
 from workers.engines.vllm.outputs import LogprobTable, Output
+from workers.engines.vllm.params import refusal
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 __all__ = ["GenerateFeed"]
 
@@ -25,7 +27,7 @@ replaces what they have not taken by what comes after it."""
 
 
 class GenerateFeed:
-    """One task per request iterates over `AsyncLLM.generate`.
+    """One task per request reads what `AsyncLLM` collects for it, as `AsyncLLM.generate` does.
 
     Outputs are cumulative: when a reader is late, vLLM replaces an output by the next one, and nothing is lost. With
     deltas it merges the two, and 0.30 then loses the routing of the last one (outputs.py: RequestOutput.add).
@@ -36,14 +38,21 @@ class GenerateFeed:
     def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
         self._llm = llm
         self._maker = maker
-        self._queue: asyncio.Queue[Output | EngineDead] = asyncio.Queue(MAX_WAITING)
+        self._queue: asyncio.Queue[Output | EngineDead | Passed] = asyncio.Queue(MAX_WAITING)
+        self._held: Passed | None = None
+        """Came behind the outputs that `next` returned last."""
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._readers: set[_Reader] = set()
+        self._moved = asyncio.Event()
+        """A reader has handed something on."""
         self._watches_engine = False
 
     async def __aenter__(self) -> Self:
-        """Open the group that owns the readers."""
+        """Open the group that owns the readers, and stand between the engine core and vLLM's own task."""
         await self._group.__aenter__()
+        self._get_output = self._llm.engine_core.get_output_async
+        self._llm.engine_core.get_output_async = self._get_next_output
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -51,22 +60,33 @@ class GenerateFeed:
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(None, None, None)
+        del self._llm.engine_core.get_output_async
         if self._queue.empty():
             # Someone may wait for outputs that will not come.
             self._queue.put_nowait(EngineDead("the engine is closed"))
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
         """Hand a request to `AsyncLLM`; see `Feed.submit`."""
+        import zmq
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
 
-        if self._llm.errored:
-            raise EngineDead("the engine took no request: it is dead")
-        # Only for its checks: `generate` makes its own when its first output is asked for, too late to refuse.
-        self._maker.make(engine_id, request, params.clone())
         params.output_kind = RequestOutputKind.CUMULATIVE
         params.flat_logprobs = True
-        stream = self._llm.generate(self._maker.prompt(request), params, engine_id, **self._maker.options(request))
-        self._run(self._read(engine_id, stream), f"generate-{engine_id}")
+        prompt, options = self._maker.prompt(request), self._maker.options(request)
+        try:
+            collector = await self._llm.add_request(engine_id, prompt, params, **options)
+        except (EngineDeadError, zmq.ZMQError) as exc:
+            raise EngineDead(f"the engine took no request: {exc}") from exc
+        except (VLLMClientError, ValueError, TypeError) as exc:
+            raise refusal(exc, request.sampling) from exc
+        if not self._watches_engine:
+            self._watches_engine = True
+            self._run(self._watch(self._llm.output_handler), "generate-watch")
+        reader = _Reader(engine_id, collector)
+        self._readers.add(reader)
+        self._run(self._read(reader), f"generate-{engine_id}")
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
         """Stop requests; vLLM reports their end itself, with the routing so far."""
@@ -75,15 +95,41 @@ class GenerateFeed:
 
     async def next(self) -> list[Output]:
         """All that waits; at least one output."""
+        if self._held is not None:
+            self._held.tell()
+            self._held = None
         outputs: list[Output] = []
-        item = await self._queue.get()
-        while True:
+        while not outputs or not self._queue.empty():
+            item = await self._queue.get()
             if isinstance(item, EngineDead):
                 raise item
-            outputs.append(item)
-            if self._queue.empty():
-                return outputs
-            item = self._queue.get_nowait()
+            if isinstance(item, Output):
+                outputs.append(item)
+            elif outputs:
+                self._held = item
+                break
+            else:
+                item.tell()
+        return outputs
+
+    async def barrier(self) -> None:
+        """Follow what the engine core has reported: through vLLM's task, through the readers, through the queue."""
+        if self._llm.output_handler is not None:
+            handled = Passed()
+            self._llm.engine_core.outputs_queue.put_nowait(handled)
+            await handled.wait()
+        while any(reader.has_more for reader in self._readers):
+            self._moved.clear()
+            await self._moved.wait()
+        taken = Passed()
+        await self._queue.put(taken)
+        await taken.wait()
+
+    async def _get_next_output(self) -> Any:
+        """What vLLM's task asks for when it has handled all that it got before."""
+        while isinstance(item := await self._get_output(), Passed):
+            item.tell()
+        return item
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = self._group.create_task(work, name=name)
@@ -95,23 +141,48 @@ class GenerateFeed:
         await asyncio.wait({output_handler})
         await self._queue.put(EngineDead("the engine died"))
 
-    async def _read(self, engine_id: str, stream: "AsyncIterator[RequestOutput]") -> None:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        cursor = _Cursor(engine_id)
+    async def _read(self, reader: "_Reader") -> None:
         try:
-            async for request_output in stream:
-                if not self._watches_engine and self._llm.output_handler is not None:
-                    self._watches_engine = True
-                    self._run(self._watch(self._llm.output_handler), "generate-watch")
-                await self._queue.put(cursor.advance(request_output))
-        except EngineDeadError as exc:
-            await self._queue.put(EngineDead(f"the engine died: {exc}"))
-        except (EngineGenerateError, VLLMClientError) as exc:
-            cause = exc.__cause__ or exc
-            error = f"the engine failed this request: {type(cause).__name__}: {cause}"
-            await self._queue.put(Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error=error))
+            while not reader.is_finished:
+                await self._queue.put(await reader.next())
+                reader.is_handing_on = False
+                self._moved.set()
+        except EngineDead as exc:
+            await self._queue.put(exc)
+        finally:
+            self._readers.discard(reader)
+            self._moved.set()
+
+
+class _Reader:
+    """Reads one request's outputs from where vLLM collects them."""
+
+    def __init__(self, engine_id: str, collector: "RequestOutputCollector") -> None:
+        self.engine_id = engine_id
+        self.is_finished = False
+        self.is_handing_on = False
+        """It has taken an output that is not in the feed's queue yet."""
+        self._collector = collector
+        self._cursor = _Cursor(engine_id)
+
+    @property
+    def has_more(self) -> bool:
+        """Something that the engine has reported is on its way through this reader."""
+        return self.is_handing_on or self._collector.output is not None
+
+    async def next(self) -> Output:
+        """What comes next.
+
+        Raises:
+            EngineDead: vLLM's own task failed, whatever of; nothing comes any more.
+        """
+        try:
+            request_output = self._collector.get_nowait() or await self._collector.get()
+        except Exception as exc:
+            raise EngineDead(f"the engine died: {type(exc).__name__}: {exc}") from exc
+        self.is_handing_on = True
+        self.is_finished = request_output.finished
+        return self._cursor.advance(request_output)
 
 
 class _Cursor:

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import EngineDead
+from workers.engines.vllm.extension import extension_name
 from workers.engines.vllm.ownership import OwnedExecutor, kill
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Launch"]
+__all__ = ["OWN_SLOTS", "Launch"]
+
+OWN_SLOTS = 1
+"""Requests that the engine runs beyond `max_num_seqs`: the worker's own one finds room while the batch is full."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """vLLM's own default is a share of the whole machine, so that a second worker beside the first does not start
@@ -62,6 +66,7 @@ class Launch:
             self._check_wanted()
             args = engine_arguments(self._model, self._engine_args)
             config = args.create_engine_config()
+            config.scheduler_config.max_num_seqs += OWN_SLOTS
             self._check_wanted()
             executor = OwnedExecutor(Executor.get_class(config))
             self._other_children = frozenset(multiprocessing.active_children())
@@ -143,12 +148,20 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
         defaults |= {"enforce_eager": True, "max_model_len": LARGEST_THAT_FITS}
         if not any(name in given for name in KV_CACHE_ARGS) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    if "worker_extension_cls" in known:
+        defaults["worker_extension_cls"] = extension_name(None)
     chosen = {"model": model} | {name: value for name, value in defaults.items() if name in known} | dict(given)
+    if given.get("worker_extension_cls"):
+        chosen["worker_extension_cls"] = extension_name(given["worker_extension_cls"])
     args = AsyncEngineArgs(**chosen)
     # The model's configuration alone, before any weights are loaded.
     model_config = args.create_model_config()
+    has_experts = bool(model_config.get_num_experts())
     if "enable_return_routed_experts" not in given:
-        args.enable_return_routed_experts = bool(model_config.get_num_experts())
+        args.enable_return_routed_experts = has_experts
+    if current_platform.is_cpu() and has_experts and given.get("enable_lora"):
+        # vLLM starts, and dies of the first request.
+        raise EngineDead("engine argument 'enable_lora' is set; on a CPU vLLM has no adapters for models with experts")
     block_size = given.get("block_size")
     if current_platform.is_cpu() and isinstance(block_size, int) and block_size % 32 and not model_config.use_mla:
         raise EngineDead(f"engine argument 'block_size' is {block_size}; allowed on a CPU: multiples of 32")

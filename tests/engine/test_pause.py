@@ -1,0 +1,140 @@
+"""A pause is exact: what was sampled is handed over, then nothing comes until the resume, and nothing is lost."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from schemas.chunk import FinishReason
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.engine.support import TOLERANCE, expert_sets, prompt
+from tests.support.vllm_engine import Result, RunningEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NUM_STREAMS = 32
+STREAMS = [
+    GenerateRequest(
+        prompt_token_ids=prompt(20, seed=500 + number),
+        sampling=SamplingParams(max_tokens=40, temperature=0.0, logprobs=0, ignore_eos=True),
+    )
+    for number in range(NUM_STREAMS)
+]
+TURNS = 200
+"""Of the event loop: more than a step needs to get to its reader."""
+
+
+class Reading:
+    """Reads steps one by one, as long as `may_read`."""
+
+    def __init__(self, engine: RunningEngine, keys: list[str]) -> None:
+        self.results = {key: Result() for key in keys}
+        self.num_tokens = 0
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.has_begun = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._engine = engine
+
+    async def add(self, request: GenerateRequest) -> str:
+        """Submit `request`, to be read too."""
+        key = await self._engine.add(request)
+        self.results[key] = Result()
+        return key
+
+    def has_ended(self, *keys: str) -> bool:
+        """All of `keys` have."""
+        results = [self.results[key] for key in keys]
+        return all(result.steps and result.last.finish_reason for result in results)
+
+    async def until_ended(self, *keys: str) -> None:
+        """Wait for the ends of `keys`."""
+        while not self.has_ended(*keys):
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def read(self) -> None:
+        """Read until every request has ended."""
+        while not self.has_ended(*self.results):
+            await self.may_read.wait()
+            for step in await self._engine.next():
+                self.results[step.key].steps.append(step)
+                self.num_tokens += len(step.token_ids)
+            self._moved.set()
+            if all(len(result.steps) > 2 for result in self.results.values()):
+                self.has_begun.set()
+
+    async def see_rest(self) -> int:
+        """Give what is on its way the time to come; returns how many tokens came in all."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        return self.num_tokens
+
+
+@pytest.mark.parametrize("name", ["moe", "fallback"])
+def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.FixtureRequest) -> None:
+    """Nothing comes between pause and resume, not even what was sampled before; the streams equal undisturbed ones."""
+    engine: RunningEngine = request.getfixturevalue(name)
+    undisturbed = engine.generate(*(replace(stream, cache_salt="undisturbed") for stream in STREAMS))
+
+    async def scenario() -> tuple[list[Result], list[int]]:
+        keys = [await engine.add(replace(stream, cache_salt="disturbed")) for stream in STREAMS]
+        reading = Reading(engine, keys)
+        counts = []
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reading.read())
+            await reading.has_begun.wait()
+            reading.may_read.clear()
+            pause = group.create_task(engine.engine.pause())
+            # The engine is paused, and what it has sampled waits for a reader who is busy.
+            await reading.see_rest()
+            reading.may_read.set()
+            await pause
+            counts.append(reading.num_tokens)
+            counts.append(await reading.see_rest())
+            await engine.engine.pause()
+            assert not await engine.engine.reset_cache(preempt=False)
+            assert await engine.engine.reset_cache(preempt=True)
+            counts.append(await reading.see_rest())
+            await engine.engine.resume()
+            await engine.engine.resume()
+        return [reading.results[key] for key in keys], counts
+
+    results, counts = engine.call(scenario())
+
+    assert len(set(counts)) == 1
+    assert counts[0] < NUM_STREAMS * 40
+    for result, expected in zip(results, undisturbed, strict=True):
+        assert result.token_ids == expected.token_ids
+        assert np.abs(result.logprobs - expected.logprobs).max() < TOLERANCE
+        assert np.array_equal(expert_sets(result.rows), expert_sets(expected.rows))
+
+
+@pytest.mark.parametrize("name", ["moe", "fallback"])
+def test_abort_while_paused(name: str, request: pytest.FixtureRequest) -> None:
+    """Aborted while paused, requests end at once, begun or not; what was added meanwhile runs after the resume."""
+    engine: RunningEngine = request.getfixturevalue(name)
+
+    async def scenario() -> list[Result]:
+        begun = await engine.add(STREAMS[0])
+        reading = Reading(engine, [begun])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reading.read())
+            await reading.has_begun.wait()
+            await engine.engine.pause()
+            added, stays = await reading.add(STREAMS[1]), await reading.add(STREAMS[2])
+            await engine.engine.abort([begun, added])
+            await reading.until_ended(begun, added)
+            assert reading.results[stays].steps == []
+            await engine.engine.resume()
+        return [reading.results[key] for key in (begun, added, stays)]
+
+    begun, added, stayed = engine.call(scenario())
+
+    assert begun.last.finish_reason is added.last.finish_reason is FinishReason.ABORT
+    assert len(begun.token_ids) > 0
+    assert len(begun.rows) == 20 + len(begun.token_ids) - 1
+    assert added.token_ids == []
+    assert len(stayed.token_ids) == 40

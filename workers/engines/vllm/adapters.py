@@ -1,0 +1,70 @@
+"""LoRA adapters in a vLLM engine: load, swap in place, unload; each answer of the engine is checked."""
+
+import itertools
+from pathlib import Path
+
+from schemas.errors import ControlCode, ControlError
+from workers.engines.vllm.calls import Calls
+from workers.engines.vllm.loaded import Adapter, Loaded
+
+__all__ = ["Adapters"]
+
+
+class Adapters:
+    """Brings adapters into the engine and out of it; what requests may name is in `Loaded.adapters`.
+
+    An adapter keeps its number in vLLM for as long as its name is known here, also when the engine has lost it with
+    the weights that it was made for: requests in flight refer to the number.
+
+    Args:
+        max_loras: how many the engine holds; beyond it vLLM would drop the oldest without a word.
+        refusal: why there can be none; None: there can.
+    """
+
+    def __init__(self, calls: Calls, loaded: Loaded, *, max_loras: int, refusal: str | None) -> None:
+        self._calls = calls
+        self._loaded = loaded
+        self._max_loras = max_loras
+        self._refusal = refusal
+        self._next_number = itertools.count(1)
+        self._numbers: dict[str, int] = {}
+
+    async def load(self, name: str, path: Path, version: int) -> None:
+        """Load an adapter, or replace the one of this name; see `Engine.load_lora`."""
+        from vllm.lora.request import LoRARequest
+
+        self._check_supported()
+        adapters = self._loaded.adapters
+        if name not in adapters and len(adapters) >= self._max_loras:
+            problem = f"{len(adapters)} adapters are loaded, as many as the engine holds; unload one of them first"
+            raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not loaded: {problem}")
+        serial = self._loaded.new_serial()
+        number = self._numbers.setdefault(name, next(self._next_number))
+        try:
+            if not await self._calls.call("add_lora", LoRARequest(name, number, str(path), load_inplace=True)):
+                raise ControlError(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
+        except ControlError as exc:
+            if number not in await self._calls.call("list_loras"):
+                self._forget(name)
+            raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not loaded: {exc.message}") from exc
+        # Not in place any more: each request would load it again.
+        lora_request = LoRARequest(name, number, str(path))
+        adapters[name] = Adapter(version=version, serial=serial, lora_request=lora_request)
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter, if it is there; see `Engine.unload_lora`."""
+        number = self._numbers.get(name)
+        if number is None:
+            return
+        removed = await self._calls.call("remove_lora", number)
+        if not removed and number in await self._calls.call("list_loras"):
+            raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not unloaded: vLLM still has it")
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._loaded.adapters.pop(name, None)
+        self._numbers.pop(name, None)
+
+    def _check_supported(self) -> None:
+        if self._refusal is not None:
+            raise ControlError(ControlCode.UNSUPPORTED, self._refusal)

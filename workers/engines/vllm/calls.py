@@ -1,0 +1,101 @@
+"""Calls into the engine besides requests. Each ends at the latest when the engine does, and says what was refused."""
+
+import asyncio
+import contextlib
+import operator
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import ControlCode, ControlError, EngineDead
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["Calls"]
+
+WORKERS_TIMEOUT_S = 3600.0
+"""For what all of vLLM's worker processes do together: above any load of weights. Beyond it their answers would be
+taken for those to later calls (v1/executor/multiproc_executor.py: collective_rpc), and nothing can be relied on."""
+
+
+class Calls:
+    """Calls methods of a running engine; one object per engine."""
+
+    def __init__(self, llm: "AsyncLLM") -> None:
+        self._llm = llm
+        self._death: str | None = None
+        self._waits: set[asyncio.Timeout] = set()
+
+    def end(self, reason: str) -> None:
+        """The engine is gone: whoever waits for it hears so now. vLLM leaves callers waiting for ever."""
+        self._death = reason
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+
+    @contextlib.asynccontextmanager
+    async def until_death(self) -> AsyncIterator[None]:
+        """Run the block, but no longer than the engine lives.
+
+        Raises:
+            EngineDead: the engine was gone, or went under way.
+        """
+        if self._death is not None:
+            raise EngineDead(self._death)
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                yield
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            raise EngineDead(str(self._death)) from None
+        finally:
+            self._waits.discard(wait)
+
+    async def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's `AsyncLLM`, or with a dotted name of a part of it.
+
+        Cancellation: the engine goes on with what was asked of it.
+
+        Raises:
+            ControlError: `unsupported`, this release has no such method; `engine_error`, it raised something.
+            EngineDead: the engine is gone.
+        """
+        import zmq
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            method = operator.attrgetter(name)(self._llm)
+        except AttributeError:
+            raise ControlError(ControlCode.UNSUPPORTED, f"this release of vLLM has no {name}") from None
+        async with self.until_death():
+            try:
+                return await method(*args, **options)
+            except (EngineDeadError, zmq.ZMQError) as exc:
+                raise EngineDead(f"the engine is gone: {type(exc).__name__}: {exc}") from exc
+            except Exception as exc:
+                # What the engine core raised comes back as a bare Exception (core_client.py: _process_utility_output).
+                raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM says: {exc}") from exc
+
+    async def on_workers(self, method: str, **options: Any) -> list[Any]:
+        """Call a method of vLLM's worker class in every one of its processes; returns what each answered.
+
+        Raises:
+            ControlError: `engine_error`, one of them raised something.
+            EngineDead: the engine is gone.
+        """
+        core = self._llm.engine_core
+        engines = getattr(core, "core_engines", ())
+        if len(engines) <= 1:
+            answers: list[Any] = await self.call("collective_rpc", method, WORKERS_TIMEOUT_S, (), options)
+            return answers
+        # Of several engines vLLM would return the first one's answers only (core_client.py: DPLBAsyncMPClient).
+        arguments = ("collective_rpc", method, WORKERS_TIMEOUT_S, (), options)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.call("engine_core._call_utility_async", *arguments, engine=engine))
+                for engine in engines
+            ]
+        return [answer for task in tasks for answer in task.result()]

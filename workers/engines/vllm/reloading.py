@@ -1,0 +1,221 @@
+"""Replace a model's weights inside of one of vLLM's worker processes, and make sure that they are what was asked for.
+
+vLLM's own reload is not enough (measured with 0.30; v1/worker/gpu_model_runner.py: reload_weights): on a CPU it leaves
+experts in an order that their kernel misreads, it only logs what a checkpoint lacks, and when it fails half-way the
+next one mixes the leftovers in.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import ControlCode
+
+__all__ = ["Reload"]
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 3
+"""Tensors that a message names."""
+
+
+class Reload:
+    """Replaces the weights of one worker, again and again.
+
+    Args:
+        worker: vLLM's, with its model loaded.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._runner = worker.model_runner
+        self._experts: list[_CpuExperts] = []
+        self._copied: frozenset[str] | None = None
+        """Parameters that are tensors of the checkpoint, unchanged: those which were so when the engine had started."""
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Load the checkpoint in the folder `path`.
+
+        Returns:
+            `code`: None when it is loaded, else a `ControlCode`: `unsupported` and `engine_error` say that nothing was
+            touched. `error`: what went wrong. `compared`: how many parameters were compared with the files.
+        """
+        if not hasattr(self._worker, "reload_weights"):
+            return _failed(ControlCode.UNSUPPORTED, "this release of vLLM cannot load weights again")
+        unreadable = _find_unreadable(Path(path))
+        if unreadable is not None:
+            return _failed(ControlCode.ENGINE_ERROR, unreadable)
+        config = self._runner.model_config
+        before = config.model, config.revision
+        self.begin()
+        try:
+            self._worker.reload_weights(weights_path=path)
+            self.end()
+            problem = self._find_difference(Path(path))
+        except Exception as exc:
+            # Whatever is thrown under way means the same: some weights are new and some are not.
+            logger.exception("weights.load_failed path=%s", path)
+            problem = f"{type(exc).__name__}: {exc}"
+        if problem is not None:
+            # vLLM changes it before it loads anything.
+            config.model, config.revision = before
+            self.give_up()
+            return _failed(ControlCode.HALF_WRITTEN, problem)
+        return {"code": None, "error": None, "compared": len(self._copied or ())}
+
+    def begin(self) -> None:
+        """Weights are about to come: clear up what an earlier reload left, and watch the experts."""
+        if self._copied is None:
+            self._copied = frozenset(self._equal_in(Path(self._runner.model_config.model)))
+            if not self._copied:
+                logger.warning("weights.none_comparable model=%s", self._runner.model_config.model)
+        self.give_up()
+        self._experts = [_CpuExperts(layer) for layer in self._model().modules() if _CpuExperts.fits(layer)]
+
+    def end(self) -> None:
+        """All weights have come: pack those experts that vLLM has not packed."""
+        experts, self._experts = self._experts, []
+        for layer in experts:
+            layer.unwatch()
+            layer.pack()
+
+    def give_up(self) -> None:
+        """End a reload that has not come to its end: every layer has real, if mixed, weights and can be loaded anew."""
+        for layer in self._experts:
+            layer.unwatch()
+        self._experts = []
+        transfer = getattr(self._worker, "weight_transfer_engine", None)
+        if transfer is not None and getattr(self._worker, "_weight_update_active", False):
+            self._worker._weight_update_active = False
+            transfer.reset_weight_update_target()
+        _drop_leftovers(self._model())
+
+    def _model(self) -> Any:
+        return self._runner.get_model()
+
+    def _find_difference(self, folder: Path) -> str | None:
+        wrong = sorted((self._copied or frozenset()) - self._equal_in(folder))
+        if not wrong:
+            return None
+        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        return (
+            f"vLLM says that it has loaded them, but these differ from the files: {', '.join(wrong[:MAX_NAMED])}{more}"
+        )
+
+    def _equal_in(self, folder: Path) -> set[str]:
+        """Names of the parameters that are, bit for bit, tensors of the same name in `folder`."""
+        import torch
+        from safetensors import safe_open
+
+        parameters = {
+            # As a layer's weight is called while an adapter is wrapped around the layer.
+            name.replace(".base_layer.", "."): parameter.data
+            for name, parameter in self._model().named_parameters()
+        }
+        equal = set()
+        for file in _files(folder):
+            with safe_open(file, framework="pt") as tensors:
+                for name in parameters.keys() & set(tensors.keys()):
+                    parameter = parameters[name]
+                    if list(parameter.shape) != tensors.get_slice(name).get_shape():
+                        continue
+                    if torch.equal(parameter, tensors.get_tensor(name).to(parameter.device, parameter.dtype)):
+                        equal.add(name)
+        return equal
+
+
+class _CpuExperts:
+    """One layer's experts on a CPU, whose kernel wants them packed.
+
+    vLLM packs them when it has made the kernel, hence after the first load only
+    (layers/fused_moe/unquantized_fused_moe_method.py: _setup_kernel). A release that does it after each is noticed by
+    watching: they must not be packed twice.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._method = layer.quant_method
+        self._kernel = self._method.moe_kernel.fused_experts
+        self._is_loaded = False
+        self._is_packed = False
+        self._method.process_weights_after_loading = self._watched(
+            self._method.process_weights_after_loading, "_is_loaded"
+        )
+        self._kernel.process_weights_after_loading = self._watched(
+            self._kernel.process_weights_after_loading, "_is_packed"
+        )
+
+    @staticmethod
+    def fits(layer: Any) -> bool:
+        """`layer` holds experts for vLLM's CPU kernel."""
+        method = getattr(layer, "quant_method", None)
+        backend = getattr(method, "unquantized_backend", None)
+        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        is_packable = hasattr(layer, "w13_weight") and hasattr(kernel, "process_weights_after_loading")
+        return is_packable and getattr(backend, "name", None) == "CPU"
+
+    def unwatch(self) -> None:
+        """Take back what the constructor did."""
+        del self._method.process_weights_after_loading
+        del self._kernel.process_weights_after_loading
+
+    def pack(self) -> None:
+        """Pack the experts if they were loaded and are not packed."""
+        is_same = self._method.moe_kernel.fused_experts is self._kernel
+        if self._is_loaded and is_same and not self._is_packed:
+            self._kernel.process_weights_after_loading(self._layer)
+
+    def _watched(self, original: Callable[..., Any], mark: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            setattr(self, mark, True)
+            return original(*args, **kwargs)
+
+        return watched
+
+
+def _drop_leftovers(model: Any) -> None:
+    """Give each layer that waits for weights its tensors back (model_loader/reload/layerwise.py).
+
+    vLLM keeps what it got for such a layer, and a later reload would take that for its own.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    except ImportError:
+        # A release that loads in another way, with nothing to drop that is known here.
+        return
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of tensors in `folder`; with an index only those in it, as vLLM does."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _find_unreadable(folder: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        files = _files(folder)
+        for file in files:
+            # Reads the header, and compares it with the size of the file.
+            with safe_open(file, framework="pt"):
+                pass
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return None if files else f"there are no safetensors files in {folder}"
+
+
+def _failed(code: ControlCode, error: str) -> dict[str, Any]:
+    return {"code": str(code), "error": error, "compared": 0}
