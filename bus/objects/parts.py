@@ -229,7 +229,7 @@ class _Attempt:
             self._idle_heartbeats += 1
             if self._idle_heartbeats > MAX_IDLE_HEARTBEATS:
                 raise _AttemptLost("the server has no more parts")
-        elif status == "409" and "MaxBytes" in description and self._consumer_seq > self._asked_at.pop(message.subject):
+        elif status == "409" and "MaxBytes" in description and self._consumer_seq > self._asked_at.pop(message.subject, 0):
             await self.pull()
         else:
             raise _AttemptLost(f"the pull ended: {status} {description}")

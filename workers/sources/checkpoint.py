@@ -1,0 +1,174 @@
+"""Whether a folder is a complete checkpoint of the worker's own model: the same tensors, shapes and dtypes."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from schemas.errors import ControlCode, ControlError
+from workers.sources.headers import Tensor, read_header
+from workers.sources.roots import open_regular
+
+__all__ = ["check_model", "has_checkpoint", "read_checkpoint", "read_config", "read_json"]
+
+T = TypeVar("T")
+
+INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+MAX_JSON_BYTES: Final = 64 * 1024 * 1024
+"""Of an index: hundreds of thousands of tensors."""
+MAX_SHARDS: Final = 4096
+"""Far more than the largest checkpoints have."""
+_SAME: Final = (
+    "architectures",
+    "model_type",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_key_value_heads",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+"""What config.json says of how a model computes, which shapes do not show. An engine that reloads its weights keeps
+what it has read at its start, so a worker would differ from one that starts on the new checkpoint."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there are safetensors in `folder` at all; False too where it is no folder. Blocks."""
+    return folder.is_dir() and any(folder.glob("*.safetensors"))
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """Read the headers of a checkpoint: the one safetensors file of the folder, or all shards of its index. Blocks.
+
+    Raises:
+        ControlError: `bad_source`: there is none, or it is incomplete or damaged, naming file and tensor.
+    """
+    index_path = folder / INDEX
+    if index_path.exists():
+        return _read_shards(folder, _read_index(index_path))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        found = "no safetensors file" if not files else f"{len(files)} safetensors files and no {INDEX}"
+        raise _bad(f"{folder} has {found}; expected: one file, or an index and its shards")
+    return _checked(folder, read_header(files[0]))
+
+
+def check_model(
+    folder: Path, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor], own_config: Mapping[str, Any]
+) -> None:
+    """Compare a checkpoint with the worker's own. Blocks.
+
+    Raises:
+        ControlError: `bad_source`: tensors are missing, besides or different, or config.json differs in what counts.
+    """
+    missing = own_tensors.keys() - tensors.keys()
+    if missing:
+        raise _bad(f"{folder} lacks {_some(missing)}: it is of another model, or incomplete")
+    unknown = tensors.keys() - own_tensors.keys()
+    if unknown:
+        raise _bad(f"{folder} has {_some(unknown)}, which the worker's model does not have")
+    for name in sorted(tensors):
+        found, expected = tensors[name], own_tensors[name]
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            raise _bad(f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model")
+    config = read_config(folder)
+    for key in _SAME:
+        if key in config and key in own_config and config[key] != own_config[key]:
+            raise _bad(
+                f"{folder / CONFIG} has {key}={_shown(config[key])}; expected: {_shown(own_config[key])}, as the "
+                "worker's model"
+            )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json; empty where there is none. Blocks.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    path = folder / CONFIG
+    return read_json(path, dict[str, Any]) if path.exists() else {}
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of at most `MAX_JSON_BYTES` as `kind`. Blocks.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    fd = open_regular(path)
+    with os.fdopen(fd, "rb") as file:
+        try:
+            data = file.read(MAX_JSON_BYTES + 1)
+        except OSError as error:
+            raise _bad(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise _bad(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(f"{path} does not decode: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Read which file each tensor is in."""
+    files = read_json(path, _Index).weight_map
+    if len(set(files.values())) > MAX_SHARDS:
+        raise _bad(f"{path} names more than {MAX_SHARDS} files")
+    for name, file in files.items():
+        # A path could lead past what was checked of the folder.
+        if "/" in file or not file.endswith(".safetensors") or not file.isprintable():
+            raise _bad(f"{path} has {name[:200]!r} in {file[:200]!r}; expected: the name of a safetensors file")
+    return files
+
+
+def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read all shards; they must have what the index says, each tensor once."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        if not (folder / file).exists():
+            raise _bad(f"{folder / file} is missing: the index names it")
+        for name, tensor in read_header(folder / file).items():
+            if files.get(name) != file:
+                expected = f"in {files[name]}" if name in files else "nowhere"
+                raise _bad(f"{folder / file} has the tensor {name[:200]!r}; by the index it is {expected}")
+            tensors[name] = tensor
+    for name, file in files.items():
+        if name not in tensors:
+            raise _bad(f"{folder / file} lacks the tensor {name[:200]!r}, which the index says is in it")
+    return _checked(folder, tensors)
+
+
+def _checked(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not tensors:
+        raise _bad(f"{folder} has no tensors")
+    return tensors
+
+
+def _some(names: Iterable[str]) -> str:
+    """Show one of several tensors."""
+    first, *others = sorted(names)
+    return f"the tensor {first[:200]!r}" + (f" and {len(others)} others" if others else "")
+
+
+def _shown(value: object) -> str:
+    return msgspec.json.encode(value).decode()[:200]
+
+
+def _bad(problem: str) -> ControlError:
+    return ControlError(ControlCode.BAD_SOURCE, problem)
