@@ -1,0 +1,62 @@
+"""Small checkpoints and adapters, written by hand: safetensors need no torch."""
+
+import json
+import math
+from pathlib import Path
+
+__all__ = ["MODEL", "write_adapter", "write_checkpoint", "write_safetensors", "write_sharded"]
+
+Shapes = dict[str, tuple[int, ...]]
+
+MODEL: Shapes = {
+    "model.embed_tokens.weight": (16, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 8),
+    "model.layers.0.self_attn.q_proj.weight": (6, 4),
+    "model.norm.weight": (4,),
+}
+"""The tensors of a model that never was."""
+BYTES = {"F32": 4, "BF16": 2, "I8": 1}
+
+
+def write_safetensors(path: Path, shapes: Shapes, *, dtype: str = "F32", fill: int = 0) -> Path:
+    """Write tensors whose every byte is `fill`."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes([fill]) * end)
+    return path
+
+
+def write_checkpoint(folder: Path, shapes: Shapes = MODEL, *, dtype: str = "F32", fill: int = 0) -> Path:
+    """Write a checkpoint of one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "none", "rope_theta": 10000.0}))
+    write_safetensors(folder / "model.safetensors", shapes, dtype=dtype, fill=fill)
+    return folder
+
+
+def write_sharded(folder: Path, shapes: Shapes = MODEL) -> Path:
+    """Write a checkpoint of two shards and an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(shapes)
+    weight_map = {}
+    for i, half in enumerate((names[:2], names[2:])):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        write_safetensors(folder / file, {name: shapes[name] for name in half})
+        weight_map |= dict.fromkeys(half, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def write_adapter(folder: Path, *, rank: int = 2, shapes: Shapes | None = None, **config: object) -> Path:
+    """Write an adapter for `q_proj` of `MODEL`; `shapes` instead of its tensors, `config` over its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair: Shapes = {f"{module}.lora_A.weight": (rank, 4), f"{module}.lora_B.weight": (6, rank)}
+    write_safetensors(folder / "adapter_model.safetensors", pair if shapes is None else shapes)
+    return folder

@@ -1,0 +1,248 @@
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from schemas.control import WeightSource
+from schemas.errors import ControlCode, ControlError
+from tests.support.checkpoints import MODEL, write_checkpoint, write_safetensors, write_sharded
+from workers.sources import Sources
+
+NORM: Final = "model.norm.weight"
+
+
+def ignore(stage: str) -> None:
+    """Take a report."""
+
+
+def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] | None = None) -> Sources:
+    """Sources that allow `tmp_path / "root"`."""
+    allowed = (tmp_path / "root",) if roots is None else roots
+    return Sources(roots=allowed, own=own, cache=tmp_path / "cache", objects=None)
+
+
+async def refusal(checked: Sources, path: Path | str) -> ControlError:
+    """What is said about a checkpoint that must be refused."""
+    with pytest.raises(ControlError) as raised:
+        await checked.checkpoint(WeightSource(path=str(path)), ignore)
+    return raised.value
+
+
+async def test_a_good_checkpoint_is_given_by_its_real_path(tmp_path: Path) -> None:
+    """A folder with the own checkpoint's tensors is accepted, in one file or in shards, through symlinks and `..`."""
+    own = write_checkpoint(tmp_path / "own")
+    single = write_checkpoint(tmp_path / "root" / "step-1", fill=1)
+    sharded = write_sharded(tmp_path / "root" / "step-2")
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    checked = sources(tmp_path, own=own)
+    stages: list[str] = []
+
+    for given, real in (
+        (str(single), single),
+        (f"{tmp_path}/root/step-2/../step-1", single),
+        (f"{tmp_path}/link/step-2", sharded),
+    ):
+        assert await checked.checkpoint(WeightSource(path=given), stages.append) == real
+    assert stages == ["checking"] * 3
+
+
+async def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
+    """Roots are compared by their real paths too."""
+    real = write_checkpoint(tmp_path / "disk" / "step-1")
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+
+    assert await sources(tmp_path).checkpoint(WeightSource(path=f"{tmp_path}/root/step-1"), ignore) == real
+
+
+async def test_without_roots_every_path_is_refused(tmp_path: Path) -> None:
+    """The refusal says how to allow a path."""
+    error = await refusal(sources(tmp_path, roots=()), write_checkpoint(tmp_path / "step-1"))
+
+    assert error.code is ControlCode.PATH_REFUSED
+    assert "--weight-root DIR" in error.message
+
+
+@pytest.mark.parametrize("path", ["{tmp}/outside", "{tmp}/root/../outside", "{tmp}/root/link", "{tmp}/root-2", "/"])
+async def test_a_path_that_leads_out_of_the_roots_is_refused(tmp_path: Path, path: str) -> None:
+    """Symlinks, `..` and names that only begin like a root lead out; the refusal names roots and the way to allow."""
+    outside = write_checkpoint(tmp_path / "outside")
+    write_checkpoint(tmp_path / "root-2")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(outside)
+
+    error = await refusal(sources(tmp_path), path.format(tmp=tmp_path))
+
+    assert error.code is ControlCode.PATH_REFUSED
+    assert f"allowed: {tmp_path}/root" in error.message
+    assert "--weight-root" in error.message
+
+
+@pytest.mark.parametrize("path", ["root/step-1", "", "/tmp/\0"])
+async def test_a_path_must_be_absolute(tmp_path: Path, path: str) -> None:
+    """What a path means must not depend on where the worker was started."""
+    assert (await refusal(sources(tmp_path), path)).code is ControlCode.PATH_REFUSED
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "deep/er.txt"])
+async def test_a_file_that_leads_out_of_the_roots_is_refused(tmp_path: Path, name: str) -> None:
+    """Every file of the folder must really lie below a root: the engine follows symlinks."""
+    folder = write_checkpoint(tmp_path / "root" / "step-1")
+    secret = tmp_path / "secret"
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    write_safetensors(secret, MODEL)
+    (folder / name).symlink_to(secret)
+
+    error = await refusal(sources(tmp_path), folder)
+
+    assert error.code is ControlCode.PATH_REFUSED
+    assert f"{folder / name}, really {secret}," in error.message
+
+
+async def test_symlinks_within_the_roots_are_fine(tmp_path: Path) -> None:
+    """Checkpoints whose files are links to blobs beside them are common."""
+    folder = write_checkpoint(tmp_path / "root" / "snapshot")
+    blobs = tmp_path / "root" / "blobs"
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "abc")
+    (folder / "model.safetensors").symlink_to("../blobs/abc")
+
+    assert await sources(tmp_path, own=folder).checkpoint(WeightSource(path=str(folder)), ignore) == folder
+
+
+def delete(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
+
+
+SHARD = "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (delete(SHARD), f"{SHARD} is missing: the index names it"),
+        (cut(SHARD), f"{SHARD} is truncated: the tensor '{NORM}' ends at byte 112 of the data, and there are 111"),
+        (write(SHARD, b""), f"{SHARD} is truncated or no safetensors file: 0 bytes, with a header of 0"),
+        (write(SHARD, b"\x00" * 7), f"{SHARD} is truncated or no safetensors file: 7 bytes"),
+        (write(SHARD, b"\xff" * 64), f"{SHARD} is truncated or no safetensors file: 64 bytes, with a header of 184"),
+        (write(SHARD, b"\x08" + b"\0" * 7 + b"garbage!"), f"{SHARD} is no safetensors file: its header does not"),
+        (write(INDEX, b"{"), f"{INDEX} does not decode"),
+        (write(INDEX, b'{"weight_map": {"a": "../own/model.safetensors"}}'), "has 'a' in '../own/model.safetensors'"),
+        (write(INDEX, b'{"weight_map": {}}'), "has no tensors"),
+        (delete(INDEX), f"has 2 safetensors files and no {INDEX}"),
+        (replace(SHARD, os.mkfifo), f"{SHARD} is no regular file"),
+        (replace(SHARD, os.mkdir), f"{SHARD} is no regular file"),
+        (replace(SHARD, lambda path: path.symlink_to("gone")), f"{SHARD} cannot be read: No such file"),
+        (replace("config.json", os.mkfifo), "config.json is no regular file"),
+    ],
+)
+async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
+    """Whatever is missing, cut off or something else is named, with what was expected; nothing hangs."""
+    folder = write_sharded(write_checkpoint(tmp_path / "root" / "step-1"))
+    (folder / "model.safetensors").unlink()
+    change(folder)
+
+    error = await refusal(sources(tmp_path, own=write_checkpoint(tmp_path / "own")), folder)
+
+    assert error.code is ControlCode.BAD_SOURCE
+    assert said in error.message
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "said"),
+    [
+        ({name: MODEL[name] for name in list(MODEL)[:3]}, "F32", f"lacks the tensor '{NORM}': it is of another model"),
+        (MODEL | {"extra": (1,)}, "F32", "has the tensor 'extra', which the worker's model does not have"),
+        (MODEL | {NORM: (5,)}, "F32", f"model.safetensors has the tensor '{NORM}' as F32[5]; expected: F32[4]"),
+        (MODEL | {NORM: (4, 1)}, "F32", "as F32[4, 1]; expected: F32[4]"),
+        (MODEL, "BF16", "as BF16[16, 4]; expected: F32[16, 4], as the worker's model"),
+    ],
+)
+async def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, said: str
+) -> None:
+    """Every tensor of the own checkpoint must be there with its shape and dtype, and none besides."""
+    folder = write_checkpoint(tmp_path / "root" / "step-1", shapes, dtype=dtype)
+    own = write_checkpoint(tmp_path / "own")
+
+    error = await refusal(sources(tmp_path, own=own), folder)
+
+    assert error.code is ControlCode.BAD_SOURCE
+    assert said in error.message
+    # Without an own checkpoint it is only checked in itself.
+    assert await sources(tmp_path).checkpoint(WeightSource(path=str(folder)), ignore) == folder
+
+
+async def test_a_configuration_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    """What a reload would not bring, but a fresh start would, must be the same; what does not count may differ."""
+    own = write_checkpoint(tmp_path / "own")
+    folder = write_checkpoint(tmp_path / "root" / "step-1")
+    config = {"model_type": "none", "transformers_version": "5", "rope_theta": 10000}
+    (folder / "config.json").write_text(json.dumps(config))
+    checked = sources(tmp_path, own=own)
+    assert await checked.checkpoint(WeightSource(path=str(folder)), ignore) == folder
+
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1e6}))
+
+    assert "has rope_theta=1000000.0; expected: 10000.0" in (await refusal(checked, folder)).message
+
+
+async def test_the_own_checkpoint_is_read_once(tmp_path: Path) -> None:
+    """What the engine has does not change when its files are deleted or replaced."""
+    own = write_checkpoint(tmp_path / "own")
+    folder = write_checkpoint(tmp_path / "root" / "step-1")
+    checked = sources(tmp_path, own=own)
+    await checked.checkpoint(WeightSource(path=str(folder)), ignore)
+    write_checkpoint(own, {"other": (1,)})
+
+    assert await checked.checkpoint(WeightSource(path=str(folder)), ignore) == folder
+
+
+async def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system's word is passed on."""
+    folder = write_checkpoint(tmp_path / "root" / "step-1")
+
+    def refuse(path: Path, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    assert "model.safetensors cannot be read: Permission denied" in (await refusal(sources(tmp_path), folder)).message
+
+
+async def test_a_folder_must_be_one(tmp_path: Path) -> None:
+    """A file and nothing at all are refused by name."""
+    folder = write_checkpoint(tmp_path / "root" / "step-1")
+    checked = sources(tmp_path)
+
+    assert "is no folder" in (await refusal(checked, folder / "config.json")).message
+    assert "cannot be read: No such file" in (await refusal(checked, tmp_path / "root" / "step-9")).message
+    (folder / "model.safetensors").unlink()
+    assert "has no safetensors file" in (await refusal(checked, folder)).message
+
+
+async def test_a_worker_without_an_object_store_says_so(tmp_path: Path) -> None:
+    """Such sources are refused by name."""
+    with pytest.raises(ControlError, match="objects:bucket/step-1 is refused: this worker reads no object store"):
+        await sources(tmp_path).checkpoint(WeightSource(objects="bucket/step-1"), ignore)
