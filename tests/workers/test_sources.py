@@ -115,14 +115,18 @@ async def test_symlinks_within_the_roots_are_fine(tmp_path: Path) -> None:
 
 
 def delete(name: str) -> Callable[[Path], None]:
+    """A change that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def write(name: str, data: bytes) -> Callable[[Path], object]:
+    """A change that writes a file."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """A change that puts something else in a file's place."""
+
     def change(folder: Path) -> None:
         (folder / name).unlink()
         make(folder / name)
@@ -131,6 +135,7 @@ def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]
 
 
 def cut(name: str) -> Callable[[Path], None]:
+    """A change that cuts off a byte."""
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
 
 

@@ -110,7 +110,7 @@ def _check_entries(path: Path, header: bytes, file_bytes: int) -> dict[str, Tens
         if begin != previous_end or (end - begin) * 8 != bits:
             raise _bad(
                 path,
-                f"has {shown} at bytes {begin} to {end}; expected from {previous_end} on, and {bits / 8:g} bytes for "
+                f"has {shown} at bytes {begin} to {end}; expected: from {previous_end} on, and {bits / 8:g} bytes for "
                 f"{entry.dtype}{list(entry.shape)}",
             )
         if end > data_bytes:

@@ -1,0 +1,124 @@
+from pathlib import Path
+
+import pytest
+
+from schemas.control import WeightSource
+from schemas.errors import ControlCode, ControlError
+from tests.support.checkpoints import write_adapter, write_checkpoint
+from workers.sources import Sources
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def ignore(stage: str) -> None:
+    """Take a report."""
+
+
+def sources(tmp_path: Path, *, is_own_known: bool = True) -> Sources:
+    """Sources that allow `tmp_path / "root"`."""
+    own = write_checkpoint(tmp_path / "own") if is_own_known else None
+    return Sources(roots=[tmp_path / "root"], own=own, cache=tmp_path / "cache", objects=None)
+
+
+async def refusal(checked: Sources, path: Path) -> ControlError:
+    """What is said about an adapter that must be refused."""
+    with pytest.raises(ControlError) as raised:
+        await checked.adapter(WeightSource(path=str(path)), ignore)
+    return raised.value
+
+
+async def test_a_good_adapter_is_given_by_its_real_path(tmp_path: Path) -> None:
+    """Pairs that fit weights of the base are accepted."""
+    folder = write_adapter(tmp_path / "root" / "lora")
+
+    assert await sources(tmp_path).adapter(WeightSource(path=str(folder)), ignore) == folder
+
+
+async def test_an_adapter_outside_the_roots_is_refused(tmp_path: Path) -> None:
+    """Adapters come from the same roots as weights."""
+    (tmp_path / "root").mkdir()
+
+    error = await refusal(sources(tmp_path), write_adapter(tmp_path / "lora"))
+
+    assert error.code is ControlCode.PATH_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (
+            {f"{Q.replace('q_proj', 'x.q_proj')}.lora_{side}.weight": (2, 2) for side in "AB"},
+            "is for another base: it has 'model.layers.0.self_attn.x.q_proj', which the worker's model does not have",
+        ),
+        (
+            {f"{Q}.lora_A.weight": (2, 4), f"{Q}.lora_B.weight": (7, 2)},
+            "'model.layers.0.self_attn.q_proj' makes [7, 4]; expected: [6, 4], as the worker's model",
+        ),
+    ],
+)
+async def test_an_adapter_of_another_base_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str
+) -> None:
+    """Modules that the base does not have, or has in another shape, are named; without an own checkpoint they pass."""
+    folder = write_adapter(tmp_path / "root" / "lora", shapes=shapes)
+
+    error = await refusal(sources(tmp_path), folder)
+
+    assert error.code is ControlCode.BAD_SOURCE
+    assert said in error.message
+    unknown = sources(tmp_path, is_own_known=False)
+    assert await unknown.adapter(WeightSource(path=str(folder)), ignore) == folder
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({f"{Q}.lora_A.weight": (2, 4)}, "has only lora_A of 'model.layers.0.self_attn.q_proj'"),
+        ({f"{Q}.lora_A.weight": (2, 4), f"{Q}.lora_B.weight": (6, 1)}, "their ranks differ"),
+        ({f"{Q}.lora_A.weight": (3, 4), f"{Q}.lora_B.weight": (6, 3)}, "with the rank 3; expected: 2"),
+        ({f"{Q}.lora_A.weight": (2, 4, 1), f"{Q}.lora_B.weight": (6, 2)}, "expected: a matrix of floats"),
+        ({f"{Q}.weight": (2, 4)}, f"has the tensor '{Q}.weight'; expected: names that end in .lora_A.weight"),
+        (
+            {"base_model.model.model.norm.lora_A.weight": (2, 4), "base_model.model.model.norm.lora_B.weight": (4, 2)},
+            "has 'model.norm', which is none of the target_modules",
+        ),
+        ({}, "has no tensors"),
+    ],
+)
+async def test_an_adapter_that_contradicts_itself_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str
+) -> None:
+    """Halves of pairs, ranks that differ, and tensors that are no LoRA are named, also where the base is not known."""
+    folder = write_adapter(tmp_path / "root" / "lora", shapes=shapes)
+
+    assert said in (await refusal(sources(tmp_path, is_own_known=False), folder)).message
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type='IA3'; expected: 'LORA'"),
+        ({"r": 0}, "adapter_config.json does not decode"),
+        ({"r": 513}, "adapter_config.json does not decode"),
+        ({"r": "2"}, "adapter_config.json does not decode"),
+        ({"target_modules": []}, "has no target_modules"),
+        ({"target_modules": None}, "adapter_config.json does not decode"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save=['lm_head']"),
+        ({"use_dora": True}, "has use_dora=True"),
+        ({"bias": "all"}, "has bias='all'"),
+    ],
+)
+async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:
+    """What engines do not serve, or would serve wrongly, is refused by name."""
+    folder = write_adapter(tmp_path / "root" / "lora", **config)
+
+    assert said in (await refusal(sources(tmp_path), folder)).message
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+async def test_a_missing_file_of_an_adapter_is_named(tmp_path: Path, name: str) -> None:
+    """Both files must be there."""
+    folder = write_adapter(tmp_path / "root" / "lora")
+    (folder / name).unlink()
+
+    assert f"{name} is missing" in (await refusal(sources(tmp_path), folder)).message

@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import ControlCode, ControlError
+from tests.support.checkpoints import MODEL, write_safetensors
+from workers.sources.headers import Tensor, read_header
+
+
+def write(path: Path, header: object, data: bytes = b"") -> Path:
+    """Write a file with this header and data."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "F32", **more: object) -> dict[str, object]:
+    """What a header says of one tensor."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
+
+
+def test_a_header_gives_dtypes_and_shapes(tmp_path: Path) -> None:
+    """Names, dtypes and shapes are as written, in whichever order; metadata are no tensors."""
+    header = {"__metadata__": {"format": "pt"}, "b": entry(8, 12, [2], "BF16"), "a": entry(0, 8, [1, 2])}
+    path = write(tmp_path / "x", header | {"c": entry(12, 12, [0, 5])}, bytes(12))
+
+    assert read_header(path) == {
+        "a": Tensor("F32", (1, 2), path),
+        "b": Tensor("BF16", (2,), path),
+        "c": Tensor("F32", (0, 5), path),
+    }
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "said"),
+    [
+        ({"a": entry(0, 4, [1], "F33")}, 4, "of the unknown dtype 'F33'"),
+        ({"a": entry(0, 8, [1])}, 8, "has the tensor 'a' at bytes 0 to 8; expected: from 0 on, and 4 bytes for F32[1]"),
+        ({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, 12, "'b' at bytes 8 to 12; expected: from 4 on"),
+        ({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, 4, "expected: from 4 on"),
+        ({"a": entry(4, 0, [1])}, 4, "expected: from 0 on"),
+        ({"a": entry(0, 4, [1])}, 3, "is truncated: the tensor 'a' ends at byte 4 of the data, and there are 3"),
+        ({"a": entry(0, 4, [1])}, 5, "has 5 bytes of data; its tensors are 4"),
+        ({"a": entry(0, 2**70, [2**68])}, 4, "is truncated"),
+        ({"a": entry(0, 2**62, [2**31, 2**29])}, 4, "is truncated"),
+        ({"a": entry(-4, 0, [1])}, 4, "does not decode"),
+        ({"a": entry(0, 4, [1] * 17)}, 4, "does not decode"),
+        ({"a": entry(0, 4, [1], other=1)}, 4, "does not decode"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, 4, "does not decode"),
+        ({"a": 1}, 4, "does not decode"),
+        ([], 4, "does not decode"),
+        (b"[" * 100_000, 0, "does not decode"),
+        (b'{"\xff": 1}', 0, "does not decode"),
+        (b"", 0, "does not decode"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, header: Any, size: int, said: str) -> None:
+    """Holes, overlaps, sizes that do not fit, and whatever is no header."""
+    with pytest.raises(ControlError) as raised:
+        read_header(write(tmp_path / "x", header, bytes(size)))
+
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert said in raised.value.message
+    assert len(raised.value.message) < 1000
+
+
+def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
+    """The length is bounded before it is believed, also in a sparse file of that size."""
+    path = tmp_path / "x"
+    with path.open("wb") as file:
+        file.write((2**40).to_bytes(8, "little"))
+        file.truncate(2**41)
+
+    with pytest.raises(ControlError, match="with a header of 1099511627776"):
+        read_header(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever bytes are changed or cut off, the outcome is a header or a `ControlError`."""
+    content = bytearray(write_safetensors(tmp_path / "x", MODEL).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    is_cut = data.draw(st.booleans())
+    if is_cut:
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    (tmp_path / "x").write_bytes(content)
+
+    try:
+        header = read_header(tmp_path / "x")
+    except ControlError as error:
+        assert error.code is ControlCode.BAD_SOURCE
+    else:
+        assert not is_cut
+        assert len(header) <= len(MODEL) + 1
