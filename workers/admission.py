@@ -70,14 +70,15 @@ def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int |
     """Refuse a request that has waited until weights came for which it is too old.
 
     Args:
-        attempt: as its message says; only the first is looked at: what has begun to run is not dropped.
-        submitted_target: the weights that the fleet was to have when it was submitted, as its message says.
+        attempt: as its message says.
+        submitted_target: the weights that the fleet was to have when it was submitted, as its message says; None in
+            later attempts: what has begun to run is not dropped.
 
     Raises:
         InvalidRequest: `max_weight_lag` is set, and the message does not say where to count from.
         RequestRejected: the weights have moved on by more than `max_weight_lag`.
     """
-    if request.max_weight_lag is None or attempt > 0:
+    if request.max_weight_lag is None or (submitted_target is None and attempt > 0):
         return
     if submitted_target is None:
         raise InvalidRequest(

@@ -37,15 +37,12 @@ class LiveCall:
             Child(self, request, payload, index=index, attempt=attempt)
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
+        self.target_version: int | None = None
+        """Of the weights that the model's workers were to have when it was submitted; None until that is known."""
         self.has_ended = False
         """All children have their terminal chunk, or the call has failed as a whole."""
         self.timer: asyncio.TimerHandle | None = None
         """Ends the call at its deadline."""
-
-    @property
-    def is_unadmitted(self) -> bool:
-        """Some child has no worker."""
-        return any(child.is_open and child.worker is None for child in self.children)
 
     @property
     def next_attempt(self) -> int:

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from bus.client.children import Child
+from bus.client.children import Child, LiveCall
 from bus.client.fleet_watch import FleetWatch
 from bus.client.sessions import Sessions
 from bus.connection import Connection, publish
@@ -128,8 +128,13 @@ class Dispatch:
     def add(self, child: Child) -> None:
         """Publish the current attempt of `child` as soon as that is possible."""
         self._unadmitted[child] = None
+        self._note_target(child.live)
         self._line.append(child)
         self._line_wanted.set()
+
+    def _note_target(self, live: LiveCall) -> None:
+        if live.target_version is None:
+            live.target_version = self._watch.target_version(live.model)
 
     def admitted(self, child: Child) -> None:
         """A worker has it."""
@@ -144,6 +149,15 @@ class Dispatch:
         self._queued.pop(child, None)
         if self._published.pop(child.token, None) is not None:
             self._publisher.forget(child.token)
+
+    def hindrance(self, child: Child) -> str:
+        """What keeps it from being admitted, to follow a colon; empty where nothing is known of that."""
+        model, wanted = child.live.model, child.live.call.request.min_weight_version
+        newest = max((worker.weight_version for worker in self._watch.serving(model)), default=None)
+        if wanted is None or (newest is not None and newest >= wanted):
+            return ""
+        have = "none is there that serves" if newest is None else f"the newest that serves has {newest}"
+        return f"it waits for a worker with weight version {wanted}; {have}{self._watch.snapshot.others(model)}"
 
     def look_again(self) -> None:
         """What waits in the line may have become possible."""
@@ -177,12 +191,14 @@ class Dispatch:
             return False
         if child.state is RequestState.WAITING and not self._watch.snapshot.is_served(child.live.model):
             return False
+        self._note_target(child.live)
         data = encode(
             RequestMessage(
                 client=self._client,
                 incarnation=self._incarnation,
                 attempt=child.stream.attempt,
                 child=child.index,
+                target_version=child.live.target_version if child.is_first_attempt else None,
                 request=msgspec.Raw(child.payload()),
             )
         )
@@ -222,12 +238,13 @@ class Dispatch:
 
     def _direct_worker(self, child: Child) -> str | None:
         """The worker that this attempt should go to directly; None: anybody may take it."""
-        live = child.live
-        session_id = live.call.request.session_id
-        if session_id is None or child.stream.attempt != live.first_attempt:
+        live, request = child.live, child.live.call.request
+        if request.session_id is None or child.stream.attempt != live.first_attempt:
             return None
-        worker = self._sessions.choose(live.model, session_id, self._watch.serving(live.model))
-        return worker.worker if worker is not None and worker.free_slots > 0 else None
+        worker = self._sessions.choose(live.model, request.session_id, self._watch.serving(live.model))
+        if worker is None or worker.free_slots == 0 or worker.weight_version < (request.min_weight_version or 0):
+            return None
+        return worker.worker
 
     def _withdraw_in(self, delay_s: float, child: Child, error: RequestError) -> None:
         """Have another attempt published then, unless this one has been stored or admitted."""

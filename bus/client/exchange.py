@@ -62,6 +62,9 @@ class Outlet(Protocol):
     def remove(self, child: Child) -> None:
         """Its current attempt is not wanted any more."""
 
+    def hindrance(self, child: Child) -> str:
+        """What keeps it from being admitted; empty where nothing is known of that."""
+
 
 class Stopper(Protocol):
     """What reaches a worker that has a request."""
@@ -157,8 +160,11 @@ class Exchange:
         live.finish(error)
 
     def _expire(self, live: LiveCall) -> None:
-        stage = "admission" if live.is_unadmitted else "generation"
+        waiting = [child for child in live.children if child.is_open and child.worker is None]
+        stage = "admission" if waiting else "generation"
         message = f"not finished within {live.call.timeout_s:g} s"
+        if waiting and (hindrance := self._outlet.hindrance(waiting[0])):
+            message += f": {hindrance}"
         self._fail(live, RequestTimeout(stage=stage, message=message, request_id=live.request_id))
 
     # For the links.
@@ -239,7 +245,7 @@ class Exchange:
     def refuse(self, child: Child, error: RequestError) -> None:
         """An attempt came back with `error`: end the call, or go on with the next where that may fare better."""
         is_full = error.code is ErrorCode.QUEUE_FULL
-        if is_full and child.direct_to is not None:
+        if child.direct_to is not None and (is_full or error.code is ErrorCode.WEIGHTS_TOO_OLD):
             self.withdraw(child, error)
         elif error.code in RESUMED or (is_full and not child.is_first_attempt):
             self.lose(child, error)

@@ -147,7 +147,6 @@ async def test_a_refused_request_harms_no_other(nats_url: str, fleet: str) -> No
             "sampling.logprobs is 21; allowed: 0 to 20",
         ),
         "lora": (GenerateRequest(prompt_token_ids=[5], request_id="lora", lora="x"), "lora 'x' is not loaded"),
-        "old": (GenerateRequest(prompt_token_ids=[5], request_id="old", min_weight_version=1), "older than"),
     }
     good = [greedy(3, 4, request_id=f"good{i}") for i in range(10)]
     requests = [*good[:5], *(request for request, _ in bad.values()), *good[5:]]

@@ -1,0 +1,171 @@
+"""Which weights a request may be served with: those it asks for, and none that came too long after it was submitted."""
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+
+import bus
+from bus import Generation
+from bus.connection import publish
+from schemas.errors import ErrorCode, RequestError, RequestTimeout
+from schemas.limits import MAX_DELIVERIES
+from schemas.messages import encode_json
+from schemas.presence import WorkerPresence, WorkerState
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import hand_client
+from tests.support.hand_worker import MODEL, HandWorker, chunk, failure, hand_worker, request
+from tests.support.invariants import until
+from workers import admission
+
+pytestmark = pytest.mark.slow
+
+
+async def announce(worker: HandWorker, version: int, target: int | None) -> None:
+    """Say that this worker serves weights of `version`, and should have `target`."""
+    presence = WorkerPresence(
+        worker=worker.name,
+        incarnation=worker.incarnation,
+        model=MODEL,
+        state=WorkerState.SERVING,
+        weight_version=version,
+        target_version=target,
+        in_flight=0,
+        free_slots=1,
+        uptime_s=0,
+        lease_s=60,
+    )
+    await publish(worker.nats, worker.subjects.presence(worker.name), encode_json(presence))
+
+
+async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: str) -> None:
+    """Of two workers with versions 1 and 2, all requests for 2 or later end at the second, as first attempts."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="old", weight_version=1),
+        synthetic_worker(nats_url, fleet, worker_id="new", weight_version=2),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        wanted = [request(request_id=f"r{i}", min_weight_version=2) for i in range(20)]
+        results = [generation async for generation in rb.complete_many(wanted)]
+
+    assert {result.worker_ids for result in results} == {("new",)}
+    assert {result.attempts for result in results} == {1}
+    assert {int(version) for result in results for version in result.weight_versions} == {2}
+
+
+async def test_a_request_waits_for_weights_and_is_no_poison(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it was handed out for nothing, a request runs once a worker has the weights."""
+    monkeypatch.setattr(admission, "WEIGHTS_ARE_COMING_S", 0.01)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="w", weight_version=1) as (worker, _),
+    ):
+
+        async def has_come_often() -> bool:
+            return worker._intake.stats.too_new > MAX_DELIVERIES
+
+        await client.until_serving("w")
+        worker._links.versions.target_version = 2
+        await client.enqueue(request(request_id="r", min_weight_version=2))
+        await until(has_come_often, True)
+        assert not client.chunks["r"]
+        worker._links.versions.weight_version = 2
+        await client.until_ended("r")
+
+    assert client.error_of("r") is None
+    assert {chunk.weight_version for chunk in client.chunks["r"]} == {2}
+
+
+async def test_the_deadline_says_that_it_waited_for_weights(nats_url: str, fleet: str) -> None:
+    """Where no worker gets the weights in time, the error tells which were wanted and which there are."""
+    async with (
+        synthetic_worker(nats_url, fleet, weight_version=1),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        with pytest.raises(RequestTimeout, match=r"waits for a worker with weight version 2; the newest .* has 1") as e:
+            await rb.complete(request(min_weight_version=2, timeout_s=0.3))
+
+    assert e.value.stage == "admission"
+
+
+async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: str) -> None:
+    """A request that any worker may serve, or that its worker has, just took too long."""
+    async with hand_worker(nats_url, fleet) as (worker, rb):
+        for fields in ({}, {"min_weight_version": 0}):
+            with pytest.raises(RequestTimeout, match=r"not finished within 0\.05 s \(request"):
+                await rb.complete(request(timeout_s=0.05, **fields))
+            await worker.take()
+
+
+async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet: str) -> None:
+    """A worker refuses a request from the queue whose weights went on by more than its lag, and runs the others."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="w", weight_version=5),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(request(request_id="old", max_weight_lag=1), target_version=3)
+        await client.enqueue(request(request_id="fresh", max_weight_lag=2), target_version=3)
+        await client.enqueue(request(request_id="resumed", max_weight_lag=0), attempt=1)
+        await client.enqueue(request(request_id="unknown", max_weight_lag=1))
+        await client.until_ended("old", "fresh", "resumed", "unknown")
+
+    errors = {name: client.error_of(name) for name in ("old", "fresh", "resumed", "unknown")}
+    assert errors == {
+        "old": ErrorCode.TOO_STALE,
+        "fresh": None,
+        "resumed": None,
+        "unknown": ErrorCode.INVALID_REQUEST,
+    }
+
+
+async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: str) -> None:
+    """An attempt that nobody took says what the fleet's target was at submission; one that goes on says nothing."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        await announce(worker, 6, 7)
+        await rb.fleet.state()
+        completing = tasks.create_task(failed(rb.complete(request(1, session_id="s", max_weight_lag=1))))
+        direct = await worker.take()
+        await announce(worker, 8, 9)
+        await worker.frame(0, failure(direct.key, 0, ErrorCode.QUEUE_FULL))
+        queued = await worker.take()
+        await worker.frame(1, failure(queued.key, 0, ErrorCode.WORKER_STOPPED), admitted=(queued.key,))
+        resumed = await worker.take()
+        await worker.frame(2, failure(resumed.key, 0, ErrorCode.TOO_STALE), admitted=(resumed.key,))
+        error = await completing
+
+    assert [taken.message.target_version for taken in (direct, queued, resumed)] == [7, 7, None]
+    assert (error.code, error.retryable) == (ErrorCode.TOO_STALE, False)
+
+
+async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet: str) -> None:
+    """The worker of a session is not asked for weights that it lacks; if it says so itself, the queue is next."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        await announce(worker, 6, 6)
+        await rb.fleet.state()
+        tasks.create_task(finished(rb.complete(request(1, session_id="s", min_weight_version=7, timeout_s=5))))
+        passed = await worker.take()
+        await worker.frame(0, chunk(passed.key, 0, 1, total=1), admitted=(passed.key,))
+        tasks.create_task(finished(rb.complete(request(1, session_id="s", min_weight_version=6, timeout_s=5))))
+        direct = await worker.take()
+        await worker.frame(1, failure(direct.key, 0, ErrorCode.WEIGHTS_TOO_OLD))
+        queued = await worker.take()
+        await worker.frame(2, chunk(queued.key, 0, 1, total=1), admitted=(queued.key,))
+
+    assert [taken.queued is None for taken in (passed, direct, queued)] == [False, True, False]
+
+
+async def finished(awaitable: Awaitable[Generation]) -> None:
+    """Wait for what must end well."""
+    assert (await awaitable).finish_reason == "length"
+
+
+async def failed(awaitable: Awaitable[Generation]) -> RequestError:
+    """The error of what must fail."""
+    with pytest.raises(RequestError) as caught:
+        await awaitable
+    return caught.value
