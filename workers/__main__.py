@@ -19,7 +19,7 @@ import uvloop
 
 from bus.connection import default_url
 from schemas.errors import InvalidRequest, RollbusError
-from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_worker_id
+from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_cache_dir, default_worker_id
 from workers.engines import ENGINES, make_engine
 from workers.worker import Worker
 
@@ -44,6 +44,19 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_ENGINE_TIMEOUT_S,
         help="a busy engine that makes no step for so long is dead",
+    )
+    parser.add_argument(
+        "--weight-root",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="below which commands may name checkpoints and adapters; may be repeated",
+    )
+    parser.add_argument("--cache-dir", metavar="DIR", help="for what is fetched; default: ~/.cache/rollbus")
+    parser.add_argument(
+        "--no-prove-reload",
+        action="store_true",
+        help="do not load the checkpoint a second time to prove that weights can be replaced",
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
@@ -79,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             model_path=None if args.model is None else str(Path(args.model).resolve()),
             lease_s=args.lease_s,
             engine_timeout_s=args.engine_timeout_s,
+            weight_roots=tuple(str(Path(root).resolve()) for root in args.weight_root),
+            cache_dir=args.cache_dir or default_cache_dir(),
+            prove_reload=not args.no_prove_reload,
         )
         engine = make_engine(args.engine, args.model or "", args.engine_args)
     except InvalidRequest as exc:

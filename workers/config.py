@@ -3,13 +3,14 @@
 import os
 import socket
 import uuid
+from pathlib import Path
 
 import msgspec
 
 from schemas.checks import check_float, check_int, check_name, check_subject_token
 from schemas.limits import MAX_WEIGHT_VERSION
 
-__all__ = ["DEFAULT_ENGINE_TIMEOUT_S", "DEFAULT_LEASE_S", "LEASE_MARGIN_S", "WorkerConfig"]
+__all__ = ["DEFAULT_ENGINE_TIMEOUT_S", "DEFAULT_LEASE_S", "LEASE_MARGIN_S", "WorkerConfig", "default_cache_dir"]
 
 DEFAULT_LEASE_S = 5.0
 """Five heartbeats: a busy machine may delay a few of them, and a dead worker is still noticed soon."""
@@ -24,6 +25,12 @@ def default_worker_id() -> str:
     """A name that is unique in practice: host, process and four random characters."""
     host = "".join(c if c.isascii() and (c.isalnum() or c == "-") else "-" for c in socket.gethostname())[:32]
     return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+
+
+def default_cache_dir() -> str:
+    """Where this user's programs keep what they can fetch again."""
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(caches) / "rollbus")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +51,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that has requests and makes no step for so long counts as dead."""
     max_held_bytes: int = 512 * 1024**2
     """Results that clients have not taken: above it no more requests are taken, above twice that some are given up."""
+    weight_roots: tuple[str, ...] = ()
+    """Folders below which commands may name checkpoints and adapters; none: no paths are taken."""
+    cache_dir: str = msgspec.field(default_factory=default_cache_dir)
+    """Where fetched checkpoints and adapters go, each worker's into a folder of its own, which it empties at start and
+    end."""
+    prove_reload: bool = True
+    """At the start, load the checkpoint once more, and serve only if that changes nothing."""
 
     def __post_init__(self) -> None:
         """Check names and range."""

@@ -112,6 +112,11 @@ class Intake:
         return 0 if is_closed or self._links.routes.held_bytes > self._max_held_bytes else free
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that have come and not entered the engine."""
+        return len(self._arrivals)
+
+    @property
     def messages(self) -> list[QueuedRequest]:
         """Of requests from the queue that wait here."""
         return [arrival.message for arrival in self._arrivals if arrival.message is not None]

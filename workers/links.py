@@ -65,10 +65,6 @@ class Links:
         """Open requests."""
         return len(self._held)
 
-    def stamp(self, version: int) -> None:
-        """What comes from the engine from now on was sampled from weights of this version."""
-        self.versions.weight_version = version
-
     @property
     def names(self) -> list[str]:
         """Engine names of the open requests."""

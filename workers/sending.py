@@ -1,4 +1,4 @@
-"""Carries what a worker has to say: frames to clients, words to the queue. Nothing leaves without a lease."""
+"""Carries what a worker says: frames to clients, words to queue and controllers. Nothing leaves without a lease."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ class Sending:
         self._links = links
         self._on_broken = on_broken
         self._frames_wanted = asyncio.Event()
-        # Bounded by the requests in hand.
+        # Bounded by the requests in hand and the commands under way.
         self._words: deque[Callable[[], Awaitable[None]]] = deque()
         self._words_wanted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -59,7 +59,7 @@ class Sending:
             self._words_wanted.set()
 
     def settle(self, words: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Say `words` about messages of the queue: methods of `QueuedRequest`."""
+        """Say `words`: about messages of the queue, or about commands."""
         self._words.extend(words)
         self.wake()
 
@@ -67,6 +67,13 @@ class Sending:
         """Wait until nothing waits to be said, or to be acknowledged by a client that lives."""
         while self._words or not self._links.routes.is_settled:
             self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_sent(self) -> None:
+        """Wait until nothing can be sent: what is left lacks credit, a connection or a lease."""
+        while self._can_send() and self._links.routes.sendable():
+            self._changed.clear()
+            self._frames_wanted.set()
             await self._changed.wait()
 
     def clear(self) -> None:
@@ -118,7 +125,7 @@ class Sending:
             await self._nats.confirm(timeout_s=DRAIN_S)
 
     async def run_words(self) -> None:
-        """Speak to the queue until cancelled."""
+        """Speak to queue and controllers until cancelled."""
         while True:
             await self._words_wanted.wait()
             self._words_wanted.clear()
@@ -146,5 +153,5 @@ class Sending:
         try:
             await word()
         except BusBroken as exc:
-            # The queue hands the message out again, and whoever gets it finds out what it is.
-            logger.warning("queue.word_lost error=%s", exc)
+            # The queue hands a message out again, and whoever gets it finds out what it is; commands are repeated too.
+            logger.warning("word.lost error=%s", exc)

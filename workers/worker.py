@@ -12,33 +12,37 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, ConnectionStats, close_connection, open_connection, subscribe
+from bus.connection import Connection, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
-from bus.queue.puller import PullerStats, QueuePuller
+from bus.queue.puller import QueuePuller
 from bus.queue.streams import ensure_queue
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
 from schemas.limits import MAX_ERROR_CHARS
 from schemas.messages import decode_client_presence, decode_link_message
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import LoraInfo, WorkerPresence, WorkerState
 from workers.config import WorkerConfig
+from workers.control.assembly import make_control, make_sources
+from workers.control.control import Control
 from workers.control.flow import Flow
+from workers.control.parts import Parts
 from workers.engine import Engine
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions
-from workers.intake import Intake, IntakeStats
+from workers.intake import Intake
 from workers.life import HEARTBEAT_S, Life
-from workers.link_stats import LinkStats
 from workers.links import Links
 from workers.routes import ClientLink, Route
 from workers.sending import Sending
+from workers.sources import Sources
+from workers.worker_stats import WorkerStats
 
-__all__ = ["Worker", "WorkerStats"]
+__all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,24 +52,6 @@ QUEUE_RETRY_S = 1.0
 """Between attempts to make the queue, for a server that starts, or has no JetStream yet."""
 WIND_DOWN_S = 2.0
 """For clients to acknowledge the last frames of a worker that stops."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStats:
-    """Counters since the start: whatever is dropped anywhere in a worker is in one of them."""
-
-    intake: IntakeStats
-    links: LinkStats
-    puller: PullerStats
-    frames: int
-    """Frames published, those sent again included."""
-    frames_lost: int
-    """Frames that could not be published; on a link they are sent again."""
-    bad_messages: int
-    """Messages of clients that did not decode."""
-    times_fenced: int
-    connection: ConnectionStats
-    """Messages dropped before they were heard, and those over which this side stumbled."""
 
 
 class Worker:
@@ -92,6 +78,8 @@ class Worker:
         self._intake: Intake
         self._sending: Sending
         self._flow: Flow
+        self._sources: Sources
+        self._control: Control
         self._puller: QueuePuller
         self._max_payload = 0
         self._num_free = 0
@@ -99,7 +87,7 @@ class Worker:
 
     def __repr__(self) -> str:
         """One line with the parts."""
-        parts = [self.__dict__.get(f"_{name}") for name in ("life", "intake", "links", "sending", "runner")]
+        parts = [self.__dict__.get(f"_{name}") for name in ("life", "intake", "links", "sending", "runner", "control")]
         return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
 
     def stop(self) -> None:
@@ -121,8 +109,10 @@ class Worker:
         )
         try:
             self._assemble()
+            await self._sources.clear()
             await subscribe(self._nats, self._subjects.ping, self._on_ping)
             await subscribe(self._nats, self._subjects.clients, self._on_client_presence)
+            await self._control.listen()
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=f"worker.{name}") for name, work in self._work().items()]
                 await self._stopping.wait()
@@ -135,6 +125,7 @@ class Worker:
         finally:
             try:
                 await self._engine.close()
+                await self._sources.clear()
             finally:
                 await close_connection(self._nats)
         if self._death is not None:
@@ -154,6 +145,19 @@ class Worker:
             nats, self._subjects, config.model, room=self._intake.room, on_request=self._intake.take
         )
         self._flow = Flow(self._runner, self._links, self._intake, self._puller, carry_out=self._carry_out)
+        parts = Parts(
+            config=config,
+            nats=nats,
+            life=self._life,
+            links=self._links,
+            sending=self._sending,
+            flow=self._flow,
+            runner=self._runner,
+            describe=self.presence,
+            on_dead=self._die,
+        )
+        self._sources = make_sources(parts)
+        self._control = make_control(parts, self._sources)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
         """What runs side by side until the worker stops."""
@@ -166,6 +170,7 @@ class Worker:
             "frames": self._sending.run_frames(),
             "words": self._sending.run_words(),
             "keep": self._keep_house(),
+            **self._control.work(),
         }
 
     async def _run_engine(self) -> None:
@@ -176,11 +181,8 @@ class Worker:
             await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
             await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
             await self._ensure_queue()
-            # An engine that starts may hold up this whole process for longer than the lease.
-            await self._life.publish()
-            # The announcement follows the subscriptions on the same connection: who reads it is heard here.
-            self._life.advance(WorkerEvent.READY)
-            self._life.advance(WorkerEvent.CAUGHT_UP)
+            # What announces this worker follows the subscriptions on the same connection: who reads it is heard here.
+            self._control.start()
             await self._runner.run(self._flow.take)
         except EngineDead as exc:
             self._die(exc)
@@ -217,6 +219,7 @@ class Worker:
                 self._links.routes.beat()
                 if beats % round(KEEP_S / HEARTBEAT_S) == 0:
                     await self._sending.keep([*self._links.messages, *self._intake.messages])
+            self._control.look()
             self._sending.wake()
             self._puller.wake()
 
@@ -258,6 +261,7 @@ class Worker:
         if self._nats.max_payload < self._max_payload:
             self._life.fence("frames are too large for what the server takes now")
         self._life.announce()
+        self._control.reader.look()
         self._sending.wake()
         self._puller.wake()
 
@@ -287,6 +291,8 @@ class Worker:
         self._puller.wake()
 
     def _on_changed(self) -> None:
+        if not self._control.reader.is_fresh:
+            self._control.reader.look()
         self._sending.wake()
         self._puller.wake()
 
@@ -294,6 +300,7 @@ class Worker:
         """Give up all that is open, without a word to anyone."""
         self._intake.drop()
         self._sending.clear()
+        self._control.fence()
         self._max_payload = self._nats.max_payload
         todo = self._links.fence(self._life.incarnation, time.monotonic(), max_payload=self._max_payload)
         self._runner.abort(todo.abort)
@@ -335,6 +342,7 @@ class Worker:
             frames=self._sending.frames,
             frames_lost=self._sending.frames_lost,
             bad_messages=self._bad_messages,
+            bad_commands=self._control.bad_messages,
             times_fenced=self._life.times_fenced,
             connection=self._nats.counters(),
         )
@@ -343,19 +351,25 @@ class Worker:
         """What this worker says of itself now."""
         # First, as it looks at the lease, which may have run out just now.
         free_slots = max(self._intake.room(), 0)
-        is_serving = self._life.state is WorkerState.SERVING
+        versions, reconciler, state = self._links.versions, self._control.reconciler, self._life.state
         return WorkerPresence(
             worker=self._config.worker_id,
             incarnation=self._life.incarnation,
             model=self._config.model,
-            state=self._life.state,
-            weight_version=self._config.weight_version,
+            state=state,
+            weight_version=versions.weight_version,
             in_flight=len(self._links),
             free_slots=free_slots,
             uptime_s=round(time.monotonic() - self._started_at, 3),
             lease_s=self._config.lease_s,
-            capabilities=self._runner.capabilities if is_serving else None,
+            capabilities=None if state is WorkerState.STARTING else self._runner.capabilities,
             held_bytes=self._links.routes.held_bytes,
-            last_error=self._last_error,
+            last_error=self._last_error or self._control.problem,
             model_path=self._config.model_path,
+            pause_mode=reconciler.pause_mode if state is WorkerState.PAUSED else None,
+            queued=self._intake.num_waiting,
+            target_version=versions.target_version if self._control.reader.is_fresh else None,
+            epoch=reconciler.epoch,
+            loras=tuple(LoraInfo(name=name, version=version) for name, version in versions.loras.items()),
+            lease_age_s=round(self._life.lease_age_s, 3),
         )

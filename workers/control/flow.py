@@ -196,11 +196,25 @@ class Flow:
         """End requests with ABORT, by their engine names; what was made of them is delivered."""
         if self._runner.is_frozen:
             # The engine would say so with its next step, which may be long in coming.
-            self.take([RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in names])
+            meant, kept = set(names), self._kept or []
+            ends = [RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in names]
+            self._carry_out(self._links.take([*(step for step in kept if step.key in meant), *ends]))
+            if self._kept is not None:
+                self._kept = [step for step in kept if step.key not in meant]
         self._carry_out(Instructions(abort=list(names)))
 
+    async def end(self, names: Sequence[str]) -> None:
+        """End requests with ABORT; unless it is frozen, the engine has let go of them on return.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        self.abort(names)
+        if not self._runner.is_frozen:
+            await self._until(lambda: not self._runner.has_any(names))
+
     async def end_where(self, is_meant: Callable[[str | None], bool]) -> None:
-        """End requests with ABORT by the adapter that they use; unless frozen, the engine has let go of them then.
+        """End requests, as `end` does, by the adapter that they use.
 
         Args:
             is_meant: called with the name of each one's adapter, None where it has none.
@@ -208,16 +222,14 @@ class Flow:
         Raises:
             EngineDead: the engine is gone.
         """
-        names = self._links.using(is_meant)
-        self.abort(names)
-        if not self._runner.is_frozen:
-            await self._until(lambda: not self._runner.has_any(names))
+        await self.end(self._links.using(is_meant))
 
     def give_up(self, reason: str) -> None:
         """Let other workers go on with all that is in flight: it ends as `worker_fenced`."""
         if len(self._links):
             logger.warning("flow.given_up requests=%s reason=%s", len(self._links), reason)
         self._carry_out(self._links.fail_all(ErrorCode.WORKER_FENCED, reason))
+        self.release_steps()
 
     def give_up_where(self, is_meant: Callable[[str | None], bool], reason: str) -> None:
         """Let other workers go on with requests that use an adapter which this one does not have any more.

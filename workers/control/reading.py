@@ -1,0 +1,89 @@
+"""Reads what is desired of a worker: when something may have changed, and every few seconds."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+
+from bus.control.store import DesiredStore
+from bus.protocol.desired import effective, target_version
+from schemas.desired import DesiredState, Recorded
+from schemas.errors import BusBroken, BusClosed, RemoteProtocolError
+
+__all__ = ["DesiredReader"]
+
+logger = logging.getLogger(__name__)
+
+READ_S = 5.0
+"""Between two looks when nothing is heard: for what was missed. It costs a fleet of hundreds next to nothing."""
+RETRY_S = 1.0
+"""After a look that failed: a server that starts, or has no JetStream for a while."""
+
+
+class DesiredReader:
+    """What is desired of one worker, as far as it has read.
+
+    Args:
+        on_read: called after each look that brought something.
+    """
+
+    def __init__(self, store: DesiredStore, *, model: str, worker: str, on_read: Callable[[], None]) -> None:
+        self._store = store
+        self._model = model
+        self._worker = worker
+        self._on_read = on_read
+        self._wanted = asyncio.Event()
+        self._num_asked = 0
+        self._num_needed = 0
+        self.effective: Mapping[str, Recorded] = {}
+        """What counts for this worker, by register."""
+        self.epoch = 0
+        """Of the state that was read."""
+        self.target_version: int | None = None
+        """Of the weights that it should have; None: nothing is recorded about that."""
+        self.is_fresh = False
+        """It was read, and since it last had to be."""
+        self.problem: str | None = None
+        """Why the last look failed; None: it did not."""
+
+    def __repr__(self) -> str:
+        """One line with the epoch."""
+        return f"<DesiredReader epoch={self.epoch} fresh={self.is_fresh} problem={self.problem}>"
+
+    def look(self) -> None:
+        """Something may have changed."""
+        self._num_asked += 1
+        self._wanted.set()
+
+    def forget(self) -> None:
+        """What was read does not count any more: this worker was not there for a while."""
+        self.is_fresh = False
+        self._num_needed = self._num_asked + 1
+        self.look()
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            self._wanted.clear()
+            num_asked = self._num_asked
+            wait_s = READ_S
+            try:
+                state = await self._store.read(self._model)
+            except (BusBroken, BusClosed, RemoteProtocolError) as exc:
+                wait_s = RETRY_S
+                if self.problem is None:
+                    logger.warning("desired.unread model=%s error=%s", self._model, exc)
+                self.problem = str(exc)
+            else:
+                self.problem = None
+                self._take(state)
+                self.is_fresh = num_asked >= self._num_needed
+                self._on_read()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wanted.wait()
+
+    def _take(self, state: DesiredState | None) -> None:
+        self.effective = {} if state is None else effective(state, self._worker)
+        self.epoch = 0 if state is None else state.epoch
+        self.target_version = target_version(state, self._worker)

@@ -1,0 +1,288 @@
+"""Brings a worker to what is desired of it: one register at a time, in the order in which commands were recorded.
+
+A command is only a hint to read the desired state. What became of each register is remembered, so that a command gets
+its answer whenever it asks.
+
+Invariant: a worker serves only once the desired state was read in its present life and nothing of it is due.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from bus.protocol.desired import WEIGHTS
+from bus.protocol.states import SPEAKING, WorkerEvent
+from schemas.control import AckError, AckStatus, Canary, Drain, Pause, PauseMode, Resume, Sleep
+from schemas.errors import ControlCode, ControlError, EngineDead
+from schemas.limits import MAX_ERROR_CHARS
+from schemas.presence import WorkerState
+from workers.control.desire import PAUSE, SLEEP, Dealt, Due, Outcome, failure, next_due, standing
+from workers.control.parts import Parts
+from workers.control.reading import DesiredReader
+from workers.control.registers import Registers
+
+__all__ = ["Listeners", "Reconciler"]
+
+logger = logging.getLogger(__name__)
+
+CUT_S = 1.0
+"""For frames with what was sampled before a cut to leave, before the cut is called done: clients without credit, and a
+slow network, must not hold it up."""
+MARGIN_S = 5.0
+"""Beyond a command's own `timeout_s`, which its parts keep by themselves: nothing here may hang for ever."""
+RESET_S = 60.0
+"""For undoing what is no longer desired."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who hears what a reconciler does."""
+
+    on_progress: Callable[[str, int, str], None]
+    """Called with a register, the epoch that it is brought to, and what is being done."""
+    on_change: Callable[[], None]
+    """Called when there may be new outcomes."""
+
+
+class Reconciler:
+    """Does what is due, in one task.
+
+    Args:
+        parts: the worker.
+        registers: what is brought.
+    """
+
+    def __init__(self, parts: Parts, registers: Registers) -> None:
+        self._life = parts.life
+        self._links = parts.links
+        self._sending = parts.sending
+        self._flow = parts.flow
+        self._engine_timeout_s = parts.config.engine_timeout_s
+        self._registers = registers
+        self._reader: DesiredReader
+        self._listeners: Listeners
+        # As many as the desired state has, and those of which it has none any more for as long as that takes.
+        self._dealt: dict[str, Dealt] = {}
+        self._epoch_read = 0
+        self._has_started = asyncio.Event()
+        self._is_due = asyncio.Event()
+        # Registers are brought one at a time, and some events must not come in between.
+        self._lock = asyncio.Lock()
+        self._waiting: tuple[int, asyncio.Timeout] | None = None
+        self.epoch = 0
+        """Of the desired state that was dealt with last."""
+        self.problem: str | None = None
+        """Why this worker serves nothing; None where that is as desired."""
+
+    def __repr__(self) -> str:
+        """One line with what was dealt with."""
+        dealt = {register: dealt.epoch for register, dealt in self._dealt.items()}
+        return f"<Reconciler epoch={self.epoch} dealt={dealt} {self._registers!r}>"
+
+    def connect(self, reader: DesiredReader, listeners: Listeners) -> None:
+        """Say where to look, and whom to tell; once, before `run`."""
+        self._reader = reader
+        self._listeners = listeners
+
+    def start(self) -> None:
+        """The engine runs."""
+        self._has_started.set()
+
+    def on_read(self) -> None:
+        """Look at what was read."""
+        if self._reader.epoch < self._epoch_read:
+            # Epochs never begin anew, unless the bucket was lost: nothing that was done says anything about this one.
+            logger.warning("desired.lost epoch=%s was=%s", self._reader.epoch, self._epoch_read)
+            self._dealt = {register: Dealt(-1, dealt.outcome) for register, dealt in self._dealt.items()}
+        self._epoch_read = self._reader.epoch
+        versions = self._links.versions
+        wanted = self._reader.target_version
+        versions.target_version = versions.weight_version if wanted is None else wanted
+        if self._waiting is not None and self._epoch_of(PAUSE) != self._waiting[0]:
+            self._waiting[1].reschedule(asyncio.get_running_loop().time())
+        self._is_due.set()
+        self._listeners.on_change()
+
+    def _epoch_of(self, register: str) -> int | None:
+        recorded = self._reader.effective.get(register)
+        return None if recorded is None else recorded.epoch
+
+    def outcome_of(self, register: str, epoch: int) -> Outcome | None:
+        """What became of the command that was recorded in `epoch`; None: it is not known yet."""
+        dealt = self._dealt.get(register)
+        if dealt is not None and dealt.epoch == epoch:
+            return dealt.outcome
+        if self._epoch_read < epoch or self._epoch_of(register) == epoch:
+            return None
+        message = f"a later command has set {register}"
+        return Outcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
+
+    def has_newer_weights(self, epoch: int | None) -> bool:
+        """Other weights were recorded after `epoch`; None: since nobody knows when."""
+        return epoch is not None and (self._epoch_of(WEIGHTS) or 0) > epoch
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """How this worker is to be paused; None where it is not."""
+        recorded = self._reader.effective.get(PAUSE)
+        return recorded.command.mode if recorded is not None and isinstance(recorded.command, Pause) else None
+
+    async def run(self) -> None:
+        """Once started, prove the engine; then do what is due, until cancelled.
+
+        Raises:
+            EngineDead: the engine is gone, or failed its proof.
+        """
+        await self._has_started.wait()
+        await self._registers.weights.prove()
+        # Proving may have held up this process for longer than the lease.
+        await self._life.publish()
+        self._life.advance(WorkerEvent.READY)
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            while (due := self._next()) is not None:
+                async with self._lock:
+                    await self._bring(due)
+            async with self._lock:
+                self._registers.transfer.expire(time.monotonic())
+                await self._settle()
+
+    def _may_act(self) -> bool:
+        return self._reader.is_fresh and self._life.may_speak()
+
+    def _next(self) -> Due | None:
+        return next_due(self._reader.effective, self._dealt) if self._may_act() else None
+
+    def _begin(self) -> None:
+        """Take no more requests until the worker has settled."""
+        if self._life.state in SPEAKING and self._life.state is not WorkerState.UPDATING:
+            self._life.advance(WorkerEvent.CHANGED)
+        self._flow.close()
+
+    async def _bring(self, due: Due) -> None:
+        self._begin()
+        if due.recorded is None:
+            await self._attempt(due, self._registers.reset(due.register, lambda _stage: None, RESET_S), RESET_S)
+            self._dealt.pop(due.register)
+            return
+        command, epoch = due.recorded.command, due.recorded.epoch
+        logger.info("command.begun command=%s epoch=%s", command.command, epoch)
+        work = self._registers.bring(command, lambda stage: self._listeners.on_progress(due.register, epoch, stage))
+        outcome = await self._attempt(due, work, command.timeout_s)
+        logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
+        is_shown_later = isinstance(command, Resume | Drain) and outcome.is_applied
+        self._dealt[due.register] = Dealt(epoch, None if is_shown_later else outcome)
+        self._keep_asleep()
+        self._listeners.on_change()
+
+    def _keep_asleep(self) -> None:
+        """What woke the engine up for a while lets it sleep again."""
+        recorded, dealt = self._reader.effective.get(SLEEP), self._dealt.get(SLEEP)
+        wants_sleep = recorded is not None and isinstance(recorded.command, Sleep)
+        was_asleep = dealt is not None and dealt.outcome is not None and dealt.outcome.is_applied
+        if wants_sleep and was_asleep and not self._registers.is_asleep:
+            self._dealt[SLEEP] = Dealt(-1, Outcome())
+
+    async def _attempt(self, due: Due, work: Awaitable[Canary | None], timeout_s: float) -> Outcome:
+        """Carry `work` out; whatever it trips over, the worker goes on."""
+        try:
+            async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
+                if due.register == PAUSE and due.recorded is not None:
+                    self._waiting = due.recorded.epoch, limit
+                canary = await work
+            await self._cut()
+        except ControlError as exc:
+            return self._failed(due, exc)
+        except TimeoutError:
+            if due.recorded is not None and self._epoch_of(due.register) != due.recorded.epoch:
+                return self.outcome_of(due.register, due.recorded.epoch) or Outcome(status=AckStatus.STALE)
+            return self._failed(due, ControlError(ControlCode.TIMEOUT, f"not done within {timeout_s:g} s"))
+        except EngineDead:
+            raise
+        except Exception as exc:
+            # The boundary of one command: an engine or a source may stumble over anything.
+            logger.exception("command.failed register=%s", due.register)
+            if due.register == WEIGHTS:
+                self._registers.weights.distrust(f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARS])
+            return self._failed(due, ControlError(ControlCode.ENGINE_ERROR, f"{type(exc).__name__}: {exc}"))
+        finally:
+            self._waiting = None
+        return Outcome(canary=canary, frames=self._links.routes.frame_counts())
+
+    def _failed(self, due: Due, error: ControlError) -> Outcome:
+        logger.error("command.not_applied register=%s error=%s", due.register, error)
+        return failure(error)
+
+    async def _cut(self) -> None:
+        """See off what was sampled so far."""
+        try:
+            async with asyncio.timeout(CUT_S):
+                await self._sending.wait_sent()
+        except TimeoutError:
+            logger.warning("command.frames_wait links=%r", self._links)
+
+    async def exclusive(self, work: Callable[[], Awaitable[None]], *, halts: bool) -> None:
+        """Do something between two registers.
+
+        Args:
+            halts: no requests are taken meanwhile, nor afterwards where the worker's standing has changed.
+
+        Raises:
+            Exception: what `work` raises.
+        """
+        async with self._lock:
+            if halts:
+                self._begin()
+            # Also where `work` fails or is cancelled, the worker settles; then later, in its own task.
+            self._is_due.set()
+            await work()
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Become what nothing is due for; does nothing while something is, or the worker may not act."""
+        is_open = self._registers.transfer.is_open
+        if self._life.state is not WorkerState.UPDATING or not self._may_act() or self._next() is not None or is_open:
+            return
+        effective, epoch = self._reader.effective, self._reader.epoch
+        event = standing(effective, self._dealt, is_poisoned=self._registers.weights.is_poisoned)
+        self.problem = self._problem_of(event)
+        try:
+            async with asyncio.timeout(self._engine_timeout_s):
+                await self._arrange(event)
+        except TimeoutError:
+            raise EngineDead(f"it neither froze nor went on for {self._engine_timeout_s:g} s") from None
+        if not self._may_act():
+            return  # fenced meanwhile
+        self.epoch = epoch
+        self._life.advance(event)
+        for register, dealt in self._dealt.items():
+            if dealt.outcome is None:
+                self._dealt[register] = Dealt(dealt.epoch, Outcome())
+        self._listeners.on_change()
+
+    async def _arrange(self, event: WorkerEvent) -> None:
+        match event:
+            case WorkerEvent.CAUGHT_UP:
+                await self._flow.go()
+            case WorkerEvent.PAUSED if self.pause_mode == "keep":
+                await self._flow.freeze()
+            case WorkerEvent.PAUSED:
+                self._flow.release_steps()
+                await self._flow.thaw()
+            case WorkerEvent.SLEPT:
+                pass
+            case _:
+                self._flow.give_up(self.problem or "this worker is drained")
+                await self._flow.thaw()
+                await self._cut()
+
+    def _problem_of(self, event: WorkerEvent) -> str | None:
+        if event is WorkerEvent.SPOILT:
+            return self._registers.weights.problem or "its weights are not to be trusted"
+        if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
+            outcome = self._dealt[WEIGHTS].outcome
+            return None if outcome is None or outcome.error is None else outcome.error.message
+        return None
