@@ -15,6 +15,7 @@ from msgspec import Meta
 from schemas import limits
 from schemas.checks import check_float, check_int, check_name, check_request_id, check_subject_token
 from schemas.errors import ControlCode, InvalidRequest
+from schemas.weights import Canary, WeightSource
 
 __all__ = [
     "LORA_REGISTER",
@@ -57,40 +58,6 @@ LORA_REGISTER = "lora:"
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 
 
-class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's weights make of a fixed prompt, sampled greedily: two workers of the same weights agree."""
-
-    token_ids: tuple[int, ...]
-    """Generated tokens."""
-    logprobs: tuple[float, ...]
-    """Of these tokens."""
-    routed_experts: str | None = None
-    """Rows of prompt and generated tokens, each row's experts sorted, u1 or <u2 in C order, as base64; None without
-    experts."""
-    shape: tuple[int, int, int] | None = None
-    """Of `routed_experts`: [num_rows, num_layers, top_k]; the number of bytes says which dtype it has."""
-
-
-class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint or an adapter is: exactly one of the two."""
-
-    path: str | None = None
-    """A folder on the worker's machine, below one of its allowed roots."""
-    objects: str | None = None
-    """`<bucket>/<prefix>` in NATS's object store: the files of the folder are the objects below the prefix."""
-
-    def __post_init__(self) -> None:
-        """Refuse none and both."""
-        if (self.path is None) == (self.objects is None):
-            raise InvalidRequest(
-                field="source", problem="has both or none of path and objects", allowed="exactly one of them"
-            )
-
-    def __str__(self) -> str:
-        """As people write it."""
-        return self.path if self.path is not None else f"objects:{self.objects}"
-
-
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What all commands have."""
 
@@ -120,6 +87,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 raise InvalidRequest(field="workers", problem="is empty", allowed="worker ids, or none at all")
             for worker in self.workers:
                 check_subject_token("workers", worker)
+        if self.epoch is not None:
+            check_int("epoch", self.epoch, 0, 2**53)
         check_float("timeout_s", self.timeout_s, 0, limits.MAX_TIMEOUT_S, above=True)
 
     @property

@@ -1,0 +1,41 @@
+"""Where weights come from, and how they are told apart."""
+
+import msgspec
+
+from schemas.errors import InvalidRequest
+
+__all__ = ["Canary", "WeightSource"]
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's weights make of a fixed prompt, sampled greedily: two workers of the same weights agree."""
+
+    token_ids: tuple[int, ...]
+    """Generated tokens."""
+    logprobs: tuple[float, ...]
+    """Of these tokens."""
+    routed_experts: str | None = None
+    """Rows of prompt and generated tokens, each row's experts sorted, u1 or <u2 in C order, as base64; None without
+    experts."""
+    shape: tuple[int, int, int] | None = None
+    """Of `routed_experts`: [num_rows, num_layers, top_k]; the number of bytes says which dtype it has."""
+
+
+class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint or an adapter is: exactly one of the two."""
+
+    path: str | None = None
+    """A folder on the worker's machine, below one of its allowed roots."""
+    objects: str | None = None
+    """`<bucket>/<prefix>` in NATS's object store: the files of the folder are the objects below the prefix."""
+
+    def __post_init__(self) -> None:
+        """Refuse none and both."""
+        if (self.path is None) == (self.objects is None):
+            raise InvalidRequest(
+                field="source", problem="has both or none of path and objects", allowed="exactly one of them"
+            )
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return self.path if self.path is not None else f"objects:{self.objects}"
