@@ -11,11 +11,14 @@ If this docstring is not what `help(bus)` shows, another package called `bus` co
 from bus.client.client import Client, ClientStats, connect
 from bus.client.fleet import Fleet, FleetState
 from bus.client.generation import Generation
+from bus.protocol.ledger import CommandIncomplete, Ledger
 from bus.queue.streams import QueueDepth
 from schemas.chunk import Chunk, FinishReason, RoutedExperts
 from schemas.errors import (
     BusBroken,
     BusClosed,
+    ControlCode,
+    ControlError,
     ErrorCode,
     InvalidRequest,
     NoWorkers,
@@ -34,6 +37,9 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientStats",
+    "CommandIncomplete",
+    "ControlCode",
+    "ControlError",
     "ErrorCode",
     "FinishReason",
     "Fleet",
@@ -41,6 +47,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "InvalidRequest",
+    "Ledger",
     "NoWorkers",
     "QueueDepth",
     "RequestError",

@@ -56,7 +56,7 @@ class Desk:
             BusBroken: no server answers.
         """
         self._traffic = await self._thread.start()
-        self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._traffic.watch)
+        self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._traffic)
 
     async def close(self) -> None:
         """Fail what is open, have it aborted in the engines, and end the thread.

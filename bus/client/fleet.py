@@ -1,15 +1,69 @@
-"""The fleet as a trainer sees it: who lives, what they serve, what waits for them."""
+"""The fleet as a trainer sees it: who lives, what they serve, what waits for them, and commands to them."""
 
-from typing import Any
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
-from bus.client.fleet_watch import FleetWatch
 from bus.client.loop_thread import LoopThread
+from bus.client.traffic import Traffic
+from bus.control.collector import OnAck
+from bus.protocol.ledger import Ledger
 from bus.queue.streams import QueueDepth
+from schemas import control
+from schemas.checks import check_name
+from schemas.control import AnyCommand, Canary, PauseMode, WeightSource
+from schemas.desired import DesiredState
+from schemas.errors import BusBroken, InvalidRequest
 from schemas.presence import WorkerPresence
 
-__all__ = ["Fleet", "FleetState"]
+__all__ = ["DrainOptions", "Fleet", "FleetState", "SendOptions", "SourceOptions", "UpdateOptions"]
+
+logger = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
+class DrainOptions(TypedDict, total=False):
+    """What every command takes."""
+
+    model: str | None
+    """Whose workers it concerns; None, the default: those of every model, of which some commands allow only one."""
+    timeout_s: float
+    """For each worker to carry it out; the default is 60, or 600 for what loads weights."""
+    on_ack: OnAck | None
+    """Called with each answer that is news, on the client's own thread; must return at once."""
+
+
+class SendOptions(DrainOptions, total=False):
+    """What every command takes but `drain`, which has no default for it."""
+
+    workers: Iterable[str] | None
+    """Which of them, by id; each must be there. None, the default: all, also those that start later."""
+
+
+class SourceOptions(SendOptions, total=False):
+    """What commands take that load something."""
+
+    objects: str | None
+    """`<bucket>/<prefix>` in NATS's object store, instead of a path."""
+    upload: bool
+    """The path is on this machine: the workers get the folder through the object store. Default: it is on theirs."""
+
+
+class UpdateOptions(SourceOptions, total=False):
+    """What `update_weights` takes."""
+
+    mode: PauseMode
+    """What becomes of the requests in flight meanwhile; the default, `keep`: they go on with the new weights."""
+    clear_cache: bool | None
+    """Forget the prefix cache; None, the default: unless `mode` is `keep`."""
+    allow_rollback: bool
+    """The version may be older than the present one, or the same with another source. Default: False."""
+    expected_canary: Canary | None
+    """What the trainer's own copy of the weights gives; workers compare theirs with it."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,20 +74,35 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """Live workers by id; empty when there are none."""
     queues: tuple[QueueDepth, ...] = ()
     """How much waits for them, by model and lane; empty where the server has no queue for their models."""
+    desired: dict[str, DesiredState] = {}
+    """What the workers of each model should be doing; without models for which nothing was ever recorded."""
 
 
 class Fleet:
     """The workers of one fleet. Got from a client that is connected; use it from the client's event loop.
 
+    Commands return a ledger in which all workers that had to answer have applied them. They raise
+
+    - `CommandIncomplete`: not all did; its `ledger` says who, and the message why;
+    - `NoWorkers`: nobody is there to carry it out;
+    - `InvalidRequest`: a field is wrong, or a worker that was named is not there;
+    - `ControlError`: the desired state refuses it, for example an older version of the weights;
+    - `RemoteProtocolError`: the desired state cannot be read; `reset` clears it;
+    - `BusBroken`: JetStream or the connection failed; `BusClosed`: the client was closed.
+
+    In all cases but the first and the last nothing was changed. Cancelling one leaves what is recorded: the workers
+    carry it out all the same.
+
     Args:
         name: of the fleet.
-        thread: where `watch` lives.
+        thread: where `traffic` lives.
     """
 
-    def __init__(self, name: str, thread: LoopThread[Any], watch: FleetWatch) -> None:
+    def __init__(self, name: str, thread: LoopThread[Any], traffic: Traffic) -> None:
         self._name = name
         self._thread = thread
-        self._watch = watch
+        self._traffic = traffic
+        self._watch = traffic.watch
 
     def __repr__(self) -> str:
         """One line with each worker and its state."""
@@ -42,8 +111,8 @@ class Fleet:
 
     @property
     def bad_messages(self) -> int:
-        """Announcements that did not decode."""
-        return self._watch.bad_messages
+        """Announcements and answers of workers that did not decode."""
+        return self._watch.bad_messages + self._traffic.commander.bad_messages
 
     async def state(self) -> FleetState:
         """Ask all workers for their state and return what was heard within half a second.
@@ -52,11 +121,39 @@ class Fleet:
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
-        workers, queues = await self._thread.run(self._watch.announced())
-        return FleetState(fleet=self._name, workers=workers, queues=queues)
+        return await self._thread.run(self._state())
+
+    async def _state(self) -> FleetState:
+        workers, queues = await self._watch.announced()
+        try:
+            desired = await self._traffic.commander.store.read_all()
+        except BusBroken as exc:
+            # What workers say of themselves counts all the same.
+            logger.warning("fleet.no_desired_states error=%s", exc)
+            desired = {}
+        return FleetState(fleet=self._name, workers=workers, queues=queues, desired=desired)
+
+    async def reset(self, model: str | None = None) -> tuple[str, ...]:
+        """Clear what is desired of the workers of `model`, or of all models of the fleet, also where it is unreadable.
+
+        Workers that start afterwards serve what they are started with. Of those that live, none changes its weights.
+
+        Returns:
+            The models that something was recorded for, sorted.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._reset(model))
+
+    async def _reset(self, model: str | None) -> tuple[str, ...]:
+        store = self._traffic.commander.store
+        models = await store.models() if model is None else (check_name("model", model),)
+        return tuple([name for name in models if await store.reset(name)])
 
     async def wait_for_workers(self, count: int = 1, *, model: str | None = None, timeout_s: float = 300.0) -> None:
-        """Wait until at least `count` workers serve `model` (or any).
+        """Wait until at least `count` workers serve `model` (or any); those that are paused or updating don't count.
 
         Raises:
             NoWorkers: fewer did within `timeout_s` seconds; the message says what they were doing.
@@ -64,3 +161,162 @@ class Fleet:
             BusClosed: the client was closed.
         """
         await self._thread.run(self._watch.wait_for_workers(count, model, timeout_s))
+
+    async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> Ledger:
+        """Carry out any command of `schemas.control`; nothing is uploaded, checked before or compared afterwards."""
+        return await self._thread.run(self._traffic.commander.send(command, on_ack))
+
+    async def pause(
+        self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]
+    ) -> Ledger:
+        """Have workers take no more requests.
+
+        Args:
+            mode: what becomes of those in flight. `keep`: they stand still until the resume; `wait`: they are
+                finished first, a worker that cannot within the time stays paused and fails; `abort`: they end.
+            clear_cache: forget the prefix cache too.
+        """
+        fields, on_ack = _split(options)
+        return await self.send(control.Pause(mode=mode, clear_cache=clear_cache, **fields), on_ack=on_ack)
+
+    async def resume(self, **options: Unpack[SendOptions]) -> Ledger:
+        """Undo `pause` and `drain`."""
+        fields, on_ack = _split(options)
+        return await self.send(control.Resume(**fields), on_ack=on_ack)
+
+    async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> Ledger:
+        """Have these workers hand their requests to others and take no more, until `resume`."""
+        fields, on_ack = _split({**options, "workers": workers})
+        return await self.send(control.Drain(**fields), on_ack=on_ack)
+
+    async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> Ledger:
+        """Forget the prefix cache.
+
+        Args:
+            preempt: also what requests in flight have cached, which are then computed anew; else those make it fail.
+        """
+        fields, on_ack = _split(options)
+        return await self.send(control.FlushCache(preempt=preempt, **fields), on_ack=on_ack)
+
+    async def sleep(self, level: Literal[1, 2] = 1, **options: Unpack[SendOptions]) -> Ledger:
+        """Have idle engines give up their memory; level 1 keeps the weights in the machine's, level 2 drops them."""
+        fields, on_ack = _split(options)
+        return await self.send(control.Sleep(level=level, **fields), on_ack=on_ack)
+
+    async def wake(self, **options: Unpack[SendOptions]) -> Ledger:
+        """Undo `sleep`."""
+        fields, on_ack = _split(options)
+        return await self.send(control.Wake(**fields), on_ack=on_ack)
+
+    async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> Ledger:
+        """End requests in flight, of whichever client; `Ack.request_ids` says which of them a worker had."""
+        fields, on_ack = _split(options)
+        return await self.send(control.Abort(request_ids=_names("request_ids", request_ids), **fields), on_ack=on_ack)
+
+    async def check_weights(
+        self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]
+    ) -> Ledger:
+        """Have workers say whether `update_weights` with this source could be carried out; nothing is touched."""
+        fields, on_ack = _split(options)
+        return await self.send(control.CheckWeights(source=_source(path, objects), **fields), on_ack=on_ack)
+
+    async def update_weights(
+        self, path: Path | None = None, *, version: int, **options: Unpack[UpdateOptions]
+    ) -> Ledger:
+        """Replace the weights of all workers of a model, as one: checked by all before any changes, proven after it.
+
+        A worker that fails serves nothing until a later good update or a restart. If all fail, what is desired is set
+        back to what it was before.
+
+        Args:
+            path: of a folder with a whole checkpoint; the workers must have it below one of their weight roots.
+            version: of the new weights, which every token sampled from them bears; higher than the present one.
+
+        Raises:
+            ControlError: also where the folder could not be uploaded. Nothing was changed.
+        """
+        fields, on_ack = _split(options)
+        source, upload = _take_source(path, fields)
+        command = control.UpdateWeights(version=version, source=source, **fields)
+        updates = self._traffic.updates
+        return await self._thread.run(updates.update_weights(command, upload=upload, on_ack=on_ack))
+
+    async def load_lora(
+        self, name: str, path: Path | None = None, *, version: int | None = None, **options: Unpack[SourceOptions]
+    ) -> Ledger:
+        """Load a LoRA adapter into all workers of a model, or replace the one of the same name.
+
+        Args:
+            name: what requests call it.
+            path: of its folder; the workers must have it below one of their weight roots.
+            version: of the adapter, which every token sampled with it bears; None: one more than what is recorded.
+
+        Raises:
+            ControlError: also where the folder could not be uploaded. Nothing was changed.
+        """
+        fields, on_ack = _split(options)
+        source, upload = _take_source(path, fields)
+        command = control.LoadLora(name=name, source=source, version=version or 0, **fields)
+        loading = self._traffic.updates.load_lora(
+            command, is_next_version=version is None, upload=upload, on_ack=on_ack
+        )
+        return await self._thread.run(loading)
+
+    async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> Ledger:
+        """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended."""
+        fields, on_ack = _split(options)
+        return await self.send(control.UnloadLora(name=name, **fields), on_ack=on_ack)
+
+    async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> Ledger:
+        """Pass `info` to the engines' `init_weight_transfer_engine`."""
+        fields, on_ack = _split(options)
+        return await self.send(control.InitWeightTransfer(info=info, **fields), on_ack=on_ack)
+
+    async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> Ledger:
+        """Hold the requests in flight and begin to take weights from the engines' transfer engine."""
+        fields, on_ack = _split(options)
+        return await self.send(control.StartWeightUpdate(mode=mode, **fields), on_ack=on_ack)
+
+    async def update_weight_chunk(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> Ledger:
+        """Pass `info` to the engines' `update_weights`."""
+        fields, on_ack = _split(options)
+        return await self.send(control.UpdateWeightChunk(info=info, **fields), on_ack=on_ack)
+
+    async def finish_weight_update(self, version: int, **options: Unpack[SendOptions]) -> Ledger:
+        """End an update by the transfer engine: verified, compared and stamped as after `update_weights`.
+
+        A worker that starts later cannot get these weights, and serves nothing until the next update.
+        """
+        fields, on_ack = _split(options)
+        command = control.FinishWeightUpdate(version=version, **fields)
+        return await self._thread.run(self._traffic.updates.finish_weight_update(command, on_ack))
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
+    """The fields of a command among `options`, and who hears of answers."""
+    fields = dict(options)
+    on_ack = fields.pop("on_ack", None)
+    if fields.get("workers") is not None:
+        fields["workers"] = _names("workers", fields["workers"])
+    return fields, on_ack
+
+
+def _take_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
+    """The source, and whether it is to be uploaded; what says so is taken out of `fields`."""
+    objects = fields.pop("objects", None)
+    upload = fields.pop("upload", False)
+    source = _source(path, objects)
+    if upload and source.path is None:
+        raise InvalidRequest(field="upload", problem="is set, and there is no path", allowed="a path, or no upload")
+    return source, upload
+
+
+def _source(path: Path | None, objects: str | None) -> WeightSource:
+    return WeightSource(path=None if path is None else os.fspath(path), objects=objects)
+
+
+def _names(field: str, names: Iterable[str]) -> tuple[str, ...]:
+    """These names once each; one string would be taken for its letters."""
+    if isinstance(names, str):
+        raise InvalidRequest(field=field, problem="is a string", allowed="a list of ids")
+    return tuple(dict.fromkeys(names))

@@ -16,6 +16,10 @@ from bus.client.exchange import Exchange
 from bus.client.fleet_watch import FleetWatch
 from bus.client.links import ClientLinks
 from bus.connection import CLOSE_TIMEOUT_S, Connection, close_connection, open_connection, publish, subscribe
+from bus.control.commander import Commander
+from bus.control.updates import Updates
+from bus.control.uploads import Uploads
+from bus.protocol.fleet_view import Gone
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, RemoteProtocolError
 from schemas.messages import decode_client_presence, encode_json
@@ -90,7 +94,9 @@ class Traffic:
         self._started_at = time.monotonic()
         self.nats = nats
         self.exchange = Exchange()
-        self.watch = FleetWatch(nats, config.subjects, self.exchange.worker_gone, self._fleet_changed)
+        self.watch = FleetWatch(nats, config.subjects, self._worker_gone, self._fleet_changed)
+        self.commander = Commander(nats, config.subjects, config.client, self.watch)
+        self.updates = Updates(self.commander, Uploads(config.url, config.subjects))
         self.links = ClientLinks(nats, config.subjects, identity, self.exchange)
         self.dispatch = Dispatch(
             nats, config.subjects, identity, self.watch, self.exchange, worker_grace_s=config.worker_grace_s
@@ -99,11 +105,15 @@ class Traffic:
 
     def __repr__(self) -> str:
         """One line with the parts."""
-        return f"<Traffic {self.exchange} {self.dispatch} {self.links} {self.watch}>"
+        return f"<Traffic {self.exchange} {self.dispatch} {self.links} {self.watch} {self.commander}>"
 
     @property
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_at
+
+    def _worker_gone(self, gone: Gone) -> None:
+        self.exchange.worker_gone(gone)
+        self.commander.worker_gone(gone)
 
     def _fleet_changed(self) -> None:
         self.dispatch.look_again()
@@ -117,6 +127,7 @@ class Traffic:
         await subscribe(self.nats, self._config.subjects.presences, self.watch.receive)
         await subscribe(self.nats, self._config.subjects.frames_to(self._config.client), self.links.receive)
         await subscribe(self.nats, self._config.subjects.client(self._config.client), self._hear_namesake)
+        await self.commander.start()
         await self.dispatch.start()
         # In order on one connection: the server knows the subscriptions before any request can cause an answer.
         await self._announce(ClientState.LIVE)

@@ -12,7 +12,7 @@ from typing import Final
 from bus.connection import Connection
 from bus.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, put
 from bus.protocol import desired
-from bus.subjects import Subjects, encode_token
+from bus.subjects import Subjects, decode_token, encode_token
 from schemas.control import AnyCommand
 from schemas.desired import DesiredState
 from schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
@@ -69,8 +69,8 @@ class DesiredStore:
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
             BusBroken: JetStream is not there or does not answer.
         """
-        _, data = await self._read(model)
-        return self._decode(model, data) if data else None
+        sequence, data = await self._read(model)
+        return self._decode(model, sequence, data) if data else None
 
     async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
         """Record `command`: the state with it, and its epoch. See `bus.protocol.desired.record`.
@@ -103,14 +103,14 @@ class DesiredStore:
         """
         for _ in range(MAX_TRIES):
             sequence, data = await self._read(model)
-            before = self._decode(model, data) if data else DesiredState(model=model)
+            before = self._decode(model, sequence, data)
             after = change(before)
             if after is before or await self._write(model, after, sequence):
                 return after
-        raise BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
+        raise _contended(model)
 
     async def reset(self, model: str) -> bool:
-        """Clear the desired state of `model`, also one that does not decode; False where nothing is recorded.
+        """Clear the desired state of `model`, also one that cannot be read; False where nothing is recorded.
 
         Epochs go on, so that later commands do not look old to workers.
 
@@ -119,20 +119,55 @@ class DesiredStore:
         """
         for _ in range(MAX_TRIES):
             sequence, data = await self._read(model)
-            if not data:
-                return False
             try:
-                state = self._decode(model, data)
+                before = self._decode(model, sequence, data)
             except RemoteProtocolError as exc:
-                logger.warning("desired.cleared model=%s error=%s", model, exc)
-                # No epoch can be above the sequence number: each was one message.
-                state = DesiredState(model=model, epoch=sequence)
+                logger.warning("desired.unreadable model=%s error=%s", model, exc)
+                before = _empty(model, sequence)
             else:
-                if not state.registers and not state.workers:
+                if not before.registers and not before.workers:
                     return False
-            if await self._write(model, desired.cleared(state), sequence):
+            if await self._write(model, desired.cleared(before), sequence):
                 return True
-        raise BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
+        raise _contended(model)
+
+    async def models(self) -> tuple[str, ...]:
+        """The models of the fleet that anything was ever recorded for, sorted.
+
+        Raises:
+            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
+        """
+        prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
+        try:
+            answer = await ask(self._nats, f"STREAM.INFO.{_STREAM}", {"subjects_filter": f"{prefix}*"})
+        except ApiError as error:
+            if error.code == NO_STREAM:
+                return ()
+            raise BusBroken(f"the desired states cannot be listed: {error}") from error
+        found = []
+        for subject in answer["state"].get("subjects") or ():
+            try:
+                found.append(decode_token(subject.removeprefix(prefix)))
+            except ValueError:
+                logger.warning("desired.strange_key subject=%s", subject)
+        return tuple(sorted(found))
+
+    async def read_all(self) -> dict[str, DesiredState]:
+        """The desired state of each model that has one that can be read.
+
+        Raises:
+            BusBroken: JetStream is not there or does not answer.
+        """
+        states = {}
+        for model in await self.models():
+            try:
+                state = await self.read(model)
+            except RemoteProtocolError as exc:
+                logger.warning("desired.unreadable model=%s error=%s", model, exc)
+                continue
+            if state is not None:
+                states[model] = state
+        return states
 
     async def _read(self, model: str) -> tuple[int, bytes]:
         """The key's last sequence number, 0 where it has none, and its value, empty where it was deleted."""
@@ -146,7 +181,9 @@ class DesiredStore:
         message = answer["message"]
         return message["seq"], base64.b64decode(message.get("data", ""))
 
-    def _decode(self, model: str, data: bytes) -> DesiredState:
+    def _decode(self, model: str, sequence: int, data: bytes) -> DesiredState:
+        if not data:
+            return _empty(model, sequence)
         try:
             state = decode_desired(data)
             if state.model != model:
@@ -160,6 +197,7 @@ class DesiredStore:
     async def _write(self, model: str, state: DesiredState, sequence: int) -> bool:
         """Write `state` if the key's last sequence number is still `sequence`; False: it is not."""
         data = encode_json(state)
+        # Half: it is read back as base64 in JSON.
         allowed = min(MAX_STATE_BYTES, self._nats.max_payload // 2)
         if len(data) > allowed:
             raise ControlError(
@@ -180,6 +218,15 @@ class DesiredStore:
                 return False
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
         return True
+
+
+def _empty(model: str, sequence: int) -> DesiredState:
+    """A state without anything, after one that is lost: no epoch was above the sequence number of its message."""
+    return DesiredState(model=model, epoch=sequence)
+
+
+def _contended(model: str) -> BusBroken:
+    return BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
 
 
 def _stream_config() -> dict[str, object]:

@@ -12,7 +12,7 @@ from schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora
 from schemas.desired import DesiredState, Recorded, Seen
 from schemas.errors import ControlCode, ControlError
 
-__all__ = ["WEIGHTS", "cleared", "effective", "record", "set_back", "target_version"]
+__all__ = ["WEIGHTS", "cleared", "effective", "next_lora_version", "record", "set_back", "target_version"]
 
 WEIGHTS = "weights"
 """The register that says which weights a worker should have."""
@@ -77,6 +77,21 @@ def target_version(state: DesiredState | None, worker: str) -> int | None:
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
     return recorded.command.version
+
+
+def next_lora_version(state: DesiredState, register: str) -> int:
+    """The version after those recorded in an adapter's register, for all workers or single ones; 1 for a new one.
+
+    After an unload its version is forgotten. The epoch stands in for it, so that versions that were counted up before
+    do not come again: what was cached with those adapters must not be taken for the new one's.
+    """
+    recorded = [
+        registers[register].command for registers in (state.registers, *state.workers.values()) if register in registers
+    ]
+    versions = [command.version for command in recorded if isinstance(command, LoadLora)]
+    if len(versions) < len(recorded):
+        versions.append(state.epoch)
+    return max(versions, default=0) + 1
 
 
 def set_back(state: DesiredState, before: DesiredState, register: str, epoch: int) -> DesiredState:

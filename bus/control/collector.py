@@ -1,0 +1,180 @@
+"""Publishes commands and collects the answers, on the bus thread.
+
+Either may be lost on its way, so that a command is repeated to those that owe an answer: under its id it has no second
+effect, and gets the same answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+from nats.aio.msg import Msg
+
+from bus.connection import Connection, publish, subscribe
+from bus.protocol.fleet_view import Gone
+from bus.protocol.ledger import Roll
+from bus.subjects import Subjects
+from schemas.control import Ack, AnyCommand
+from schemas.errors import BusBroken, InvalidRequest, RemoteProtocolError
+from schemas.messages import decode_ack, encode_json
+
+__all__ = ["Collector", "Nudge", "OnAck"]
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""Between repeats: long enough for the first answer of a busy worker, short for somebody who waits."""
+MARGIN_S: Final = 5.0
+"""Beyond the command's own time: for the way, for a worker to say that its time is up, and for what it does before."""
+MAX_NEWS: Final = 4096
+"""Answers on their way to the caller's `OnAck`: two of each worker of a large fleet. The oldest are left out of that
+above it; the ledger has them all."""
+
+OnAck = Callable[[Ack], None]
+"""Called on the bus thread with each answer that is news, to show progress. Must return at once; what it raises ends
+the waiting for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """A command as it is published, and those that must answer it."""
+
+    command: AnyCommand
+    workers: frozenset[str]
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A command whose answers are awaited."""
+
+    roll: Roll
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    news: deque[Ack] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+
+
+class Collector:
+    """What one controller has asked of the workers. Lives on the bus thread; `start` it before use.
+
+    Args:
+        nats: connected.
+        subjects: of the fleet.
+        controller: its name in subjects.
+
+    Attributes:
+        bad_messages: answers that did not decode, or bore another worker's name.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects, controller: str) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._controller = controller
+        self._under_way: dict[str, _UnderWay] = {}
+        self.bad_messages = 0
+
+    def __repr__(self) -> str:
+        """One line with the commands under way."""
+        return f"<Collector {self._controller} {[each.roll for each in self._under_way.values()]}>"
+
+    async def start(self) -> None:
+        """Listen for answers."""
+        await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
+
+    async def receive(self, message: Msg) -> None:
+        """Take a worker's answer."""
+        try:
+            ack = decode_ack(message.data)
+            if message.subject != self._subjects.ack(self._controller, ack.worker):
+                raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
+        except RemoteProtocolError as exc:
+            self.bad_messages += 1
+            logger.warning("ack.bad subject=%s error=%s", message.subject, exc)
+            return
+        under_way = self._under_way.get(ack.id)
+        if under_way is None:
+            logger.debug("ack.late id=%s worker=%s status=%s", ack.id, ack.worker, ack.status)
+            return
+        if under_way.roll.take(ack):
+            under_way.news.append(ack)
+        under_way.changed.set()
+
+    def worker_gone(self, gone: Gone) -> None:
+        """Expect nothing more of a worker, or of a life of one."""
+        for under_way in self._under_way.values():
+            if under_way.roll.lose(gone):
+                under_way.changed.set()
+
+    @contextmanager
+    def expecting(self, roll: Roll) -> Iterator[None]:
+        """Take answers to `roll`, and note who goes, from here to the end of the block.
+
+        Raises:
+            InvalidRequest: a command of this id is under way.
+        """
+        if roll.id in self._under_way:
+            raise InvalidRequest(field="id", problem=f"is {roll.id}, which is under way", allowed="a new id")
+        self._under_way[roll.id] = _UnderWay(roll)
+        try:
+            yield
+        finally:
+            del self._under_way[roll.id]
+
+    async def collect(self, roll: Roll, nudges: Sequence[Nudge], timeout_s: float, on_ack: OnAck | None) -> None:
+        """Publish, and wait until nobody owes an answer or `timeout_s` and a margin are over; inside `expecting`.
+
+        Raises:
+            BusBroken: the connection was lost for good.
+            LocalProtocolError: the command is over the server's `max_payload`.
+        """
+        under_way = self._under_way[roll.id]
+        deadline = time.monotonic() + timeout_s + MARGIN_S
+        await self._publish(nudge.command for nudge in nudges)
+        repeat_at = time.monotonic() + REPEAT_S
+        while roll.owing and time.monotonic() < deadline:
+            await _wait(under_way.changed, min(repeat_at, deadline))
+            _hand_over(under_way.news, on_ack)
+            if time.monotonic() >= repeat_at:
+                await self._repeat(roll, nudges)
+                repeat_at = time.monotonic() + REPEAT_S
+
+    async def _repeat(self, roll: Roll, nudges: Sequence[Nudge]) -> None:
+        if not self._nats.is_connected:
+            # It would only wait in the buffer, together with those that follow.
+            return
+        owing = set(roll.owing)
+        await self._publish(
+            replace(nudge.command, workers=tuple(sorted(nudge.workers & owing)))
+            for nudge in nudges
+            if nudge.workers & owing
+        )
+
+    async def _publish(self, commands: Iterator[AnyCommand]) -> None:
+        for command in commands:
+            try:
+                await publish(self._nats, self._subjects.control(self._controller), encode_json(command))
+            except BusBroken as exc:
+                if self._nats.lost is not None:
+                    raise
+                # It is repeated when the connection is back.
+                logger.warning("command.waits id=%s error=%s", command.id, exc)
+
+
+async def _wait(changed: asyncio.Event, until: float) -> None:
+    try:
+        async with asyncio.timeout_at(until - time.monotonic() + asyncio.get_running_loop().time()):
+            await changed.wait()
+    except TimeoutError:
+        return
+    changed.clear()
+
+
+def _hand_over(news: deque[Ack], on_ack: OnAck | None) -> None:
+    while news:
+        ack = news.popleft()
+        if on_ack is not None:
+            on_ack(ack)

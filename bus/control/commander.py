@@ -1,0 +1,249 @@
+"""Gives commands to a fleet: who must answer, what is recorded, and what became of it.
+
+What sets something is recorded first. From then on the workers see to it by themselves, also those that start later,
+and what is published is a nudge: a controller that dies leaves nothing half decided.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from bus.connection import Connection
+from bus.control.collector import Collector, Nudge, OnAck
+from bus.control.store import DesiredStore
+from bus.protocol import desired
+from bus.protocol.fleet_view import Gone
+from bus.protocol.ledger import CommandIncomplete, Ledger, Roll
+from bus.protocol.roster import Roster, muster
+from bus.subjects import Subjects
+from schemas.control import AnyCommand
+from schemas.desired import DesiredState
+from schemas.errors import InvalidRequest, NoWorkers, RollbusError
+from schemas.messages import decode_command, encode_json
+from schemas.presence import WorkerPresence
+
+__all__ = ["Commander", "Outcome", "Recording", "Revise", "Watch", "check_command"]
+
+logger = logging.getLogger(__name__)
+
+HELD: Final = frozenset({"pause", "flush"})
+"""Registers that are not set back: a pause that failed holds all the same, until a resume; a flush is over."""
+
+Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
+"""Completes a command by what is recorded before it; what it raises refuses the command."""
+
+
+class Watch(Protocol):
+    """Knows who lives."""
+
+    async def known(self) -> tuple[WorkerPresence, ...]:
+        """What live workers announced last."""
+
+    async def asked(self) -> tuple[WorkerPresence, ...]:
+        """The same, after asking all for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A command in the desired state of one model."""
+
+    model: str
+    command: AnyCommand
+    """As recorded: with its epoch."""
+    epoch: int
+    before: DesiredState
+    """What it was recorded over."""
+    workers: frozenset[str]
+    """Those that must answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a command."""
+
+    ledger: Ledger
+    recordings: tuple[Recording, ...]
+    """One for each model; none for an event."""
+    gone: dict[str, str]
+    """Workers that ended while they owed an answer: why."""
+
+
+class Commander:
+    """One controller of a fleet. Lives on the bus thread; `start` it before use.
+
+    Args:
+        nats: connected.
+        subjects: of the fleet.
+        controller: its name in subjects.
+        watch: knows who lives.
+
+    Attributes:
+        store: the desired states.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
+        self.store = DesiredStore(nats, subjects)
+        self._watch = watch
+        self._collector = Collector(nats, subjects, controller)
+
+    def __repr__(self) -> str:
+        """One line with the commands under way."""
+        return f"<Commander {self._collector!r}>"
+
+    @property
+    def bad_messages(self) -> int:
+        """Answers that did not decode, or bore another worker's name."""
+        return self._collector.bad_messages
+
+    async def start(self) -> None:
+        """Listen for answers."""
+        await self._collector.start()
+
+    def worker_gone(self, gone: Gone) -> None:
+        """Expect nothing more of a worker, or of a life of one."""
+        self._collector.worker_gone(gone)
+
+    async def send(self, command: AnyCommand, on_ack: OnAck | None = None, *, revise: Revise | None = None) -> Ledger:
+        """Carry out `command`: the ledger, in which all that had to answer have applied it.
+
+        Cancellation: what is recorded stays, and the workers see to it.
+
+        Raises:
+            CommandIncomplete: not all applied it. Where none did and it was recorded, that was set back, but for
+                `pause`, which holds, and `flush_cache`, which is over.
+            NoWorkers: nobody is there to carry it out. Nothing is recorded.
+            InvalidRequest: a field is wrong, or a worker that it names is not there. Nothing is recorded.
+            ControlError: the desired state refuses it. Nothing is recorded.
+            RemoteProtocolError: the desired state cannot be read; a reset clears it.
+            BusBroken: JetStream or the connection failed; what was recorded before stays.
+        """
+        check_command(command)
+        roster = await self.roster(command)
+        return await self.conclude(await self.carry_out(command, roster, on_ack, revise=revise))
+
+    async def roster(self, command: AnyCommand) -> Roster:
+        """Say who must answer `command`, after asking who is there where somebody seems not to be.
+
+        Raises:
+            NoWorkers, InvalidRequest: as in `bus.protocol.roster.muster`.
+            BusBroken: the connection is gone.
+        """
+        try:
+            return muster(await self._watch.known(), command)
+        except (NoWorkers, InvalidRequest):
+            return muster(await self._watch.asked(), command)
+
+    async def carry_out(
+        self,
+        command: AnyCommand,
+        roster: Roster,
+        on_ack: OnAck | None,
+        *,
+        revise: Revise | None = None,
+        gone: dict[str, str] | None = None,
+    ) -> Outcome:
+        """Record `command` where it sets something, tell the workers, and wait for their answers.
+
+        Args:
+            gone: workers of `roster` that have ended since, and why.
+        """
+        everyone = [worker for workers in roster.values() for worker in workers]
+        roll = Roll(command.command, command.id, everyone, time.monotonic())
+        for worker in everyone:
+            if gone and worker.worker in gone:
+                roll.lose(Gone(worker.worker, worker.incarnation, worker.model, gone[worker.worker]))
+        with self._collector.expecting(roll):
+            recordings: tuple[Recording, ...] = ()
+            nudges = [Nudge(command, frozenset(worker.worker for worker in everyone))]
+            if command.register is not None:
+                recordings = await self._record(command, roster, revise)
+                nudges = [Nudge(recording.command, recording.workers) for recording in recordings]
+            await self._collector.collect(roll, nudges, command.timeout_s, on_ack)
+        epochs = {recording.model: recording.epoch for recording in recordings}
+        return Outcome(roll.ledger(time.monotonic(), epochs), recordings, roll.gone)
+
+    async def conclude(self, outcome: Outcome) -> Ledger:
+        """Return the ledger if it is complete; set back what every worker of a model failed at.
+
+        Raises:
+            CommandIncomplete: it is not.
+        """
+        ledger = outcome.ledger
+        columns = ("applied", "failed", "unsupported", "stale", "late", "missing")
+        counts = " ".join(f"{column}={len(getattr(ledger, column))}" for column in columns)
+        what = (ledger.command, ledger.id, ledger.epochs, ledger.seconds)
+        logger.info("command.ended command=%s id=%s epochs=%s seconds=%.3f %s", *what, counts)
+        if ledger.is_complete:
+            return ledger
+        notes = [
+            await self._set_back(recording)
+            for recording in outcome.recordings
+            if recording.command.register not in HELD and _is_failed_by_all(outcome, recording.workers)
+        ]
+        raise CommandIncomplete(ledger, " ".join(notes))
+
+    async def _record(self, command: AnyCommand, roster: Roster, revise: Revise | None) -> tuple[Recording, ...]:
+        own = {model: _for_model(command, workers) for model, workers in roster.items()}
+        if len(own) > 1:
+            # What one model refuses is recorded for none.
+            for model, wanted in own.items():
+                desired.record(await self.store.read(model) or DesiredState(model=model), wanted)
+        return tuple([await self._record_one(model, wanted, roster, revise) for model, wanted in own.items()])
+
+    async def _record_one(self, model: str, wanted: AnyCommand, roster: Roster, revise: Revise | None) -> Recording:
+        recorded, before, epoch = wanted, DesiredState(model=model), 0
+
+        def change(state: DesiredState) -> DesiredState:
+            nonlocal recorded, before, epoch
+            before = state
+            recorded = wanted if revise is None else revise(state, wanted)
+            state, epoch = desired.record(state, recorded)
+            return state
+
+        await self.store.change(model, change)
+        names = frozenset(worker.worker for worker in roster[model])
+        return Recording(model, replace(recorded, epoch=epoch, model=model), epoch, before, names)
+
+    async def _set_back(self, recording: Recording) -> str:
+        """Undo a recording, unless it was recorded before or something later took its place; says what was done."""
+        register = recording.command.register
+        if register is None or recording.epoch <= recording.before.epoch:
+            return ""
+        try:
+            state = await self.store.change(
+                recording.model, lambda state: desired.set_back(state, recording.before, register, recording.epoch)
+            )
+        except RollbusError as exc:
+            logger.error("desired.not_set_back model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
+            return f"All workers of {recording.model} failed, and what is desired could not be set back: {exc}."
+        logger.warning("desired.set_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
+        return f"All workers of {recording.model} failed: what is desired of them was set back."
+
+
+def check_command(command: AnyCommand) -> None:
+    """Read a command as workers will, so that none of them finds what is wrong with it.
+
+    Raises:
+        InvalidRequest: a field is wrong.
+    """
+    try:
+        decode_command(encode_json(command))
+    except TypeError as exc:
+        raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="docs/wire.md") from exc
+
+
+def _for_model(command: AnyCommand, workers: tuple[WorkerPresence, ...]) -> AnyCommand:
+    """The part of `command` that concerns these workers of one model."""
+    if command.workers is None:
+        return command
+    return replace(command, workers=tuple(worker.worker for worker in workers))
+
+
+def _is_failed_by_all(outcome: Outcome, workers: frozenset[str]) -> bool:
+    """Some of these failed, and nobody has applied it or still may."""
+    failed = (outcome.ledger.failed.keys() | outcome.ledger.unsupported.keys()) & workers
+    return bool(failed) and workers <= failed | outcome.gone.keys()

@@ -1,0 +1,232 @@
+"""Loading weights and adapters into a fleet: uploaded, checked, recorded, applied, compared."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from msgspec import structs
+
+from bus.control.collector import OnAck
+from bus.control.commander import Commander, Outcome, Revise, check_command
+from bus.control.uploads import Uploads, sources_in
+from bus.protocol import desired
+from bus.protocol.ledger import CommandIncomplete, Ledger
+from bus.protocol.roster import Roster
+from bus.protocol.verify import dissenters
+from schemas.control import (
+    AckError,
+    AckStatus,
+    AnyCommand,
+    CheckWeights,
+    Fence,
+    FinishWeightUpdate,
+    LoadLora,
+    UpdateWeights,
+    WeightSource,
+)
+from schemas.desired import DesiredState
+from schemas.errors import ControlCode, ControlError, RollbusError
+from schemas.limits import MAX_ERROR_CHARS
+
+__all__ = ["Updates"]
+
+logger = logging.getLogger(__name__)
+
+FENCE_TIMEOUT_S: Final = 10.0
+"""For a worker to stop serving; it needs nothing for that but to hear of it."""
+
+Load = TypeVar("Load", UpdateWeights, LoadLora)
+
+
+class Updates:
+    """Changes of what a fleet's workers compute with.
+
+    Args:
+        commander: of the fleet.
+        uploads: of the fleet.
+    """
+
+    def __init__(self, commander: Commander, uploads: Uploads) -> None:
+        self._commander = commander
+        self._uploads = uploads
+
+    def __repr__(self) -> str:
+        """One line with the commands under way."""
+        return f"<Updates {self._commander!r}>"
+
+    async def update_weights(self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None) -> Ledger:
+        """Replace the weights of all workers of a model, or of those that `command` names.
+
+        Every worker first checks the source; if one refuses it, nothing changes. After it was applied the canaries
+        are compared: workers that differ from the majority of their kind are fenced, and count as failed.
+
+        Args:
+            upload: the source's path is on this machine; the workers get it through the object store.
+
+        Cancellation: before it is recorded nothing changes; afterwards the workers go on.
+
+        Raises:
+            CommandIncomplete: not all workers have the new weights; its note says what holds.
+            NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: as in `Commander.send`.
+        """
+        check_command(command)
+        roster = await self._commander.roster(command)
+        [model] = roster
+        await self._refuse_old(model, command, roster)
+        async with self._source(model, command, upload) as ready:
+            gone = await self._check(ready, roster, on_ack)
+            outcome = await self._commander.carry_out(ready, roster, on_ack, gone=gone)
+            ledger = await self._conclude(outcome, roster)
+        if upload:
+            await self._prune(model, command, outcome)
+        return ledger
+
+    async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> Ledger:
+        """End an update by the engines' own transfer, and compare the canaries as after `update_weights`.
+
+        Raises:
+            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
+        """
+        check_command(command)
+        roster = await self._commander.roster(command)
+        return await self._conclude(await self._commander.carry_out(command, roster, on_ack), roster)
+
+    async def load_lora(
+        self, command: LoadLora, *, is_next_version: bool, upload: bool, on_ack: OnAck | None
+    ) -> Ledger:
+        """Load an adapter, or replace the one of the same name.
+
+        Args:
+            is_next_version: `command.version` does not count: it is the one after what is recorded.
+            upload: as in `update_weights`.
+
+        Raises:
+            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
+        """
+        check_command(command)
+        roster = await self._commander.roster(command)
+        [model] = roster
+        revise: Revise | None = None
+        if is_next_version:
+            # For the upload's name. What is recorded is decided where two controllers cannot decide the same.
+            command = _at_next_version(await self._state(model), command)
+            revise = _revise_version
+        async with self._source(model, command, upload) as ready:
+            outcome = await self._commander.carry_out(ready, roster, on_ack, revise=revise)
+            ledger = await self._commander.conclude(outcome)
+        if upload:
+            await self._prune(model, command, outcome)
+        return ledger
+
+    async def _state(self, model: str) -> DesiredState:
+        return await self._commander.store.read(model) or DesiredState(model=model)
+
+    async def _refuse_old(self, model: str, command: UpdateWeights, roster: Roster) -> None:
+        """Raise what recording would raise, before anything is uploaded or asked."""
+        state = await self._state(model)
+        desired.record(state, command)
+        # Nothing is recorded for these: what they were started with counts.
+        started = {
+            worker.weight_version for worker in roster[model] if desired.target_version(state, worker.worker) is None
+        }
+        if not started or command.allow_rollback:
+            return
+        if command.version < max(started) or started == {command.version}:
+            raise ControlError(
+                ControlCode.OLD_VERSION,
+                f"version {command.version} is not newer than {max(started)}, which workers were started with; "
+                "allow_rollback permits it all the same",
+            )
+
+    @asynccontextmanager
+    async def _source(self, model: str, command: Load, upload: bool) -> AsyncIterator[Load]:
+        """Upload the source if asked to; an upload that is not recorded at the end of the block is deleted."""
+        if not upload:
+            yield command
+            return
+        objects = await self._uploads.put(model, command, Path(command.source.path or ""))
+        try:
+            yield structs.replace(command, source=WeightSource(objects=objects))
+        finally:
+            await self._drop_unrecorded(model, objects)
+
+    async def _drop_unrecorded(self, model: str, objects: str) -> None:
+        try:
+            is_recorded = objects in sources_in(await self._state(model))
+        except RollbusError as exc:
+            logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
+            return
+        if not is_recorded:
+            await self._uploads.drop(objects)
+
+    async def _prune(self, model: str, command: UpdateWeights | LoadLora, outcome: Outcome) -> None:
+        """Delete older uploads than that of `command`, but what is recorded, or was before it, stays."""
+        befores = [recording.before for recording in outcome.recordings]
+        try:
+            keep = sources_in(await self._state(model), *befores)
+        except RollbusError as exc:
+            logger.warning("upload.not_pruned model=%s error=%s", model, exc)
+            return
+        await self._uploads.prune(model, command, keep)
+
+    async def _check(self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None) -> dict[str, str]:
+        """Ask all workers whether they could; returns those that ended meanwhile, and why.
+
+        Raises:
+            CommandIncomplete: one cannot, or did not say in time, or none is left.
+        """
+        check = CheckWeights(
+            source=command.source, model=command.model, workers=command.workers, timeout_s=command.timeout_s
+        )
+        outcome = await self._commander.carry_out(check, roster, on_ack)
+        ledger = outcome.ledger
+        is_refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late
+        if is_refused or not ledger.applied or ledger.missing.keys() - outcome.gone.keys():
+            raise CommandIncomplete(ledger, "Nothing was changed.")
+        return outcome.gone
+
+    async def _conclude(self, outcome: Outcome, roster: Roster) -> Ledger:
+        """Compare the canaries, fence those that differ, and sum up."""
+        everyone = {worker.worker: worker for workers in roster.values() for worker in workers}
+        dtypes = {
+            name: worker.capabilities.dtype for name, worker in everyone.items() if worker.capabilities is not None
+        }
+        differing = dissenters(outcome.ledger.applied, dtypes)
+        if differing:
+            fenced = await self._fence(tuple(differing), roster)
+            outcome = replace(outcome, ledger=_not_verified(outcome.ledger, differing, fenced))
+        return await self._commander.conclude(outcome)
+
+    async def _fence(self, workers: tuple[str, ...], roster: Roster) -> frozenset[str]:
+        """Have these workers serve nothing; returns those that confirmed it."""
+        logger.error("weights.not_verified workers=%s", ",".join(workers))
+        fence = Fence(
+            workers=workers,
+            reason="its canary differs from those of the other workers",
+            timeout_s=FENCE_TIMEOUT_S,
+        )
+        concerned = {model: tuple(p for p in present if p.worker in workers) for model, present in roster.items()}
+        outcome = await self._commander.carry_out(fence, concerned, None)
+        return frozenset(outcome.ledger.applied)
+
+
+def _not_verified(ledger: Ledger, differing: dict[str, str], fenced: frozenset[str]) -> Ledger:
+    """The ledger with `differing` workers, and why, among those that failed."""
+    failed = dict(ledger.failed)
+    for worker, why in differing.items():
+        state = "it serves nothing" if worker in fenced else "it did not confirm that it serves nothing"
+        error = AckError(code=ControlCode.NOT_VERIFIED, message=f"{why}; {state}"[:MAX_ERROR_CHARS])
+        failed[worker] = structs.replace(ledger.applied[worker], status=AckStatus.FAILED, error=error)
+    applied = {worker: ack for worker, ack in ledger.applied.items() if worker not in differing}
+    return structs.replace(ledger, applied=applied, failed=dict(sorted(failed.items())))
+
+
+def _at_next_version(state: DesiredState, command: LoadLora) -> LoadLora:
+    return structs.replace(command, version=desired.next_lora_version(state, command.register))
+
+
+def _revise_version(state: DesiredState, command: AnyCommand) -> AnyCommand:
+    return _at_next_version(state, command) if isinstance(command, LoadLora) else command

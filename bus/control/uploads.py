@@ -1,0 +1,107 @@
+"""Checkpoints and adapters that a controller sends to the workers through NATS's object store."""
+
+import logging
+import uuid
+from collections.abc import AsyncIterator, Set
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bus.connection import Connection, close_connection, open_connection
+from bus.objects import delete_prefix, list_objects, put_folder
+from bus.subjects import Subjects, encode_token
+from schemas.control import LoadLora, UpdateWeights
+from schemas.desired import DesiredState
+from schemas.errors import RollbusError
+
+__all__ = ["Uploads", "sources_in"]
+
+logger = logging.getLogger(__name__)
+
+
+class Uploads:
+    """What was uploaded for the models of one fleet: folders in a bucket of the fleet's own.
+
+    Each upload has a prefix of its own, so that what workers have begun to read never changes.
+
+    Args:
+        url: of the NATS server. Uploads go through connections of their own, past which everything else moves.
+        subjects: of the fleet.
+    """
+
+    def __init__(self, url: str, subjects: Subjects) -> None:
+        self._url = url
+        self._bucket = f"rollbus-{subjects.fleet}"
+
+    def __repr__(self) -> str:
+        """One line with the bucket."""
+        return f"<Uploads {self._bucket}>"
+
+    async def put(self, model: str, command: UpdateWeights | LoadLora, folder: Path) -> str:
+        """Store `folder` for `command`: its source, `<bucket>/<prefix>`.
+
+        Cancellation: nothing of it stays stored.
+
+        Raises:
+            ControlError: the folder or the bucket is not as needed.
+            BusBroken: JetStream or the connection failed.
+        """
+        prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"
+        async with self._connected() as nats:
+            return await put_folder(nats, self._bucket, prefix, folder)
+
+    async def drop(self, objects: str) -> None:
+        """Delete one upload; what fails is logged."""
+        try:
+            async with self._connected() as nats:
+                await delete_prefix(nats, objects)
+        except RollbusError as exc:
+            logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
+
+    async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
+        """Delete uploads of older versions of the same weights or adapter, but for those in `keep`.
+
+        Others stay: another controller may be about to record them. What fails is logged.
+        """
+        home = _home(model, command)
+        try:
+            async with self._connected() as nats:
+                stored = await list_objects(nats, self._bucket, home)
+                names = {info.name.removeprefix(f"{home}/").partition("/")[0] for info in stored}
+                older = {f"{self._bucket}/{home}/{name}" for name in names if _is_older(name, command.version)}
+                for objects in sorted(older - keep):
+                    await delete_prefix(nats, objects)
+        except RollbusError as exc:
+            logger.warning("upload.not_pruned bucket=%s home=%s error=%s", self._bucket, home, exc)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Connection]:
+        nats = await open_connection(self._url, name=f"rollbus uploads {self._bucket}")
+        try:
+            yield nats
+        finally:
+            await close_connection(nats)
+
+
+def sources_in(*states: DesiredState) -> set[str]:
+    """Everything in the object store that some register of these states refers to."""
+    found = set()
+    for state in states:
+        for registers in (state.registers, *state.workers.values()):
+            for recorded in registers.values():
+                command = recorded.command
+                if isinstance(command, UpdateWeights | LoadLora) and command.source.objects is not None:
+                    found.add(command.source.objects)
+    return found
+
+
+def _home(model: str, command: UpdateWeights | LoadLora) -> str:
+    """What the prefixes of all uploads for the same thing begin with."""
+    if isinstance(command, LoadLora):
+        return f"{encode_token(model)}/loras/{encode_token(command.name)}"
+    return f"{encode_token(model)}/weights"
+
+
+def _is_older(name: str, version: int) -> bool:
+    """Whether an upload, named `<version>-<random>`, is of an older version."""
+    digits, _, _ = name.partition("-")
+    return digits.isascii() and digits.isdigit() and int(digits) < version
