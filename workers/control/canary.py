@@ -1,0 +1,155 @@
+"""A fixed prompt, sampled greedily, by which a worker's weights are known."""
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bus.protocol.canary import agrees
+from bus.protocol.step import RequestStep
+from schemas.control import Canary
+from schemas.errors import ControlCode, ControlError
+from schemas.limits import MAX_PRIORITY
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from schemas.rows import DTYPES, expected_rows
+from schemas.sampling import SamplingParams
+from workers.control.deadline import Deadline
+from workers.control.flow import Flow
+from workers.engine_runner import EngineRunner
+
+__all__ = ["Canaries", "Fingerprint", "canary_request", "fingerprint_of", "read_canary"]
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+"""Of a checkpoint: paths, sizes and times of change (ns) of its weight files."""
+MAX_KNOWN: Final = 8
+"""Canaries that are remembered: a fleet goes back by a few checkpoints, if at all."""
+
+PROMPT_TOKENS: Final = 24
+"""With the generated ones, rows enough that a few wrong experts among hundreds are met."""
+NUM_TOKENS: Final = 8
+"""Generated: decoding runs through other kernels than the prompt does."""
+STRIDE: Final = 7919
+"""A prime: the prompt is spread over any vocabulary."""
+
+
+def canary_request(capabilities: Capabilities) -> GenerateRequest:
+    """The request that every worker of this model makes; nothing cached is used for it, and it waits for no other."""
+    num_tokens = min(NUM_TOKENS, capabilities.max_model_len // 2)
+    prompt_len = min(PROMPT_TOKENS, capabilities.max_model_len - num_tokens)
+    return GenerateRequest(
+        request_id="canary",
+        prompt_token_ids=[(number + 1) * STRIDE % capabilities.vocab_size for number in range(prompt_len)],
+        sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0),
+        cache_salt=f"canary {uuid.uuid4().hex}",
+        priority=-MAX_PRIORITY,
+    )
+
+
+def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabilities: Capabilities) -> Canary:
+    """What the engine made of `request`.
+
+    Raises:
+        ControlError: `not_verified`, a sound model cannot have made this.
+    """
+    token_ids = np.concatenate([step.token_ids for step in steps])
+    logprobs = np.concatenate(
+        [step.logprobs for step in steps if step.logprobs is not None] or [np.empty(0, np.float32)]
+    )
+    if len(token_ids) != request.sampling.max_tokens or len(logprobs) != len(token_ids):
+        raise _not_sound(f"has {len(token_ids)} tokens and {len(logprobs)} logprobs of {request.sampling.max_tokens}")
+    if not np.isfinite(logprobs).all():
+        raise _not_sound("has logprobs that are not finite")
+    canary = Canary(
+        token_ids=tuple(int(token) for token in token_ids),
+        # Readable, and a thousand times finer than what is compared.
+        logprobs=tuple(round(float(logprob), 6) for logprob in logprobs),
+    )
+    if capabilities.routed_experts is None:
+        return canary
+    routing = capabilities.routed_experts
+    parts = [step.routed_experts for step in steps if step.routed_experts is not None]
+    num_rows = sum(map(len, parts))
+    if num_rows != expected_rows(request.prompt_len, 0, len(token_ids)):
+        raise _not_sound(f"has {num_rows} rows of routed experts")
+    rows = np.sort(np.concatenate(parts), axis=-1).astype(DTYPES[routing.dtype])
+    if not rows.any():
+        raise _not_sound("has routed experts that are all zero, as if nothing had captured them")
+    return Canary(
+        token_ids=canary.token_ids,
+        logprobs=canary.logprobs,
+        routed_experts=base64.b64encode(rows.tobytes()).decode(),
+        shape=(num_rows, routing.num_layers, routing.top_k),
+    )
+
+
+def _not_sound(problem: str) -> ControlError:
+    return ControlError(ControlCode.NOT_VERIFIED, f"the canary {problem}")
+
+
+class Canaries:
+    """Makes a worker's canaries, and knows what the checkpoints gave that it had before."""
+
+    def __init__(self, runner: EngineRunner, flow: Flow) -> None:
+        self._runner = runner
+        self._flow = flow
+        self._known: dict[Fingerprint, Canary] = {}
+
+    async def make(self, deadline: Deadline) -> Canary:
+        """Have the engine, which is not frozen, answer the fixed prompt.
+
+        Raises:
+            ControlError: `not_verified`, no sound model answers so; `timeout`.
+            EngineDead: the engine is gone.
+        """
+        capabilities = self._runner.engine.capabilities
+        request = canary_request(capabilities)
+        try:
+            steps = await self._flow.run_alone(request, deadline.left_s)
+        except ControlError as exc:
+            if exc.code is ControlCode.ENGINE_ERROR:
+                raise ControlError(ControlCode.NOT_VERIFIED, exc.message) from exc
+            raise
+        return read_canary(steps, request, capabilities)
+
+    def judge(self, canary: Canary, expected: Canary, whose: str) -> None:
+        """Refuse weights that give something else than they should.
+
+        Args:
+            whose: `expected` is, for people.
+
+        Raises:
+            ControlError: `not_verified`, with how they differ.
+        """
+        why = agrees(canary, expected, dtype=self._runner.engine.capabilities.dtype)
+        if why is not None:
+            raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
+
+    def known(self, fingerprint: Fingerprint) -> Canary | None:
+        """What a checkpoint gave, where it was loaded before and has not changed."""
+        return self._known.get(fingerprint)
+
+    def remember(self, fingerprint: Fingerprint, canary: Canary) -> None:
+        """Keep what a checkpoint gave; the oldest is forgotten for it."""
+        self._known.pop(fingerprint, None)
+        self._known[fingerprint] = canary
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def forget(self, fingerprint: Fingerprint) -> None:
+        """What this checkpoint gave was wrong."""
+        self._known.pop(fingerprint, None)
+
+
+async def fingerprint_of(folder: Path) -> Fingerprint:
+    """What changes with the weights in `folder`; empty where there are none."""
+    return await asyncio.to_thread(_fingerprint, folder)
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
+    stats = [(str(path), path.stat()) for path in sorted(folder.resolve().glob("*.safetensors"))]
+    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)

@@ -1,0 +1,138 @@
+"""Weights that come through the engine's own transfer engine: passed through, held up around, verified like others."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from schemas.control import Canary, FinishWeightUpdate, InitWeightTransfer, StartWeightUpdate, UpdateWeightChunk
+from schemas.errors import ControlCode, ControlError
+from workers.control.deadline import Deadline
+from workers.control.flow import Flow
+from workers.control.weights import Weights
+from workers.engine_runner import EngineRunner
+
+__all__ = ["Transfer"]
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S: Final = 600.0
+"""Between two commands of a transfer: whoever sends it is dead then, and the requests held up for it must not wait."""
+
+
+class Transfer:
+    """The transfer of weights into one worker; it never calls `Flow.go`.
+
+    From a start until the finish the weights are half written, and requests in flight are held up.
+    """
+
+    def __init__(self, runner: EngineRunner, flow: Flow, weights: Weights) -> None:
+        self._runner = runner
+        self._flow = flow
+        self._weights = weights
+        self._heard_at = 0.0
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<Transfer open={self.is_open}>"
+
+    @property
+    def is_open(self) -> bool:
+        """It was started, and has not ended."""
+        return self._weights.is_transferring
+
+    async def init(self, command: InitWeightTransfer) -> None:
+        """Set up the engine's transfer engine.
+
+        Raises:
+            ControlError: `unsupported`, `engine_error`, `timeout`.
+            EngineDead: the engine is gone.
+        """
+        self._check_supported()
+        async with Deadline(command.timeout_s).bound("setting up the transfer"):
+            await self._runner.engine.init_weight_transfer(command.info)
+
+    async def start(self, command: StartWeightUpdate) -> None:
+        """Hold up the requests in flight and let weights come; one that was started before begins anew.
+
+        Cancellation: as after a failure.
+
+        Raises:
+            ControlError: `unsupported`, `timeout` of holding up: nothing has happened. Any other: the weights are
+                poisoned, and what was in flight was given up.
+            EngineDead: the engine is gone.
+        """
+        self._check_supported()
+        deadline = Deadline(command.timeout_s)
+        await self._weights.stop(command.mode, deadline)
+        self._weights.is_transferring = True
+        await self._pass_on(self._runner.engine.start_weight_update, deadline, "starting the transfer")
+
+    async def chunk(self, command: UpdateWeightChunk) -> None:
+        """Take some of the weights.
+
+        Cancellation: as after a failure.
+
+        Raises:
+            ControlError: none was started, or the weights are poisoned and what was in flight was given up.
+            EngineDead: the engine is gone.
+        """
+        self._check_open()
+        engine = self._runner.engine
+        deadline = Deadline(command.timeout_s)
+        await self._pass_on(lambda: engine.update_weight_chunk(command.info), deadline, "taking weights")
+
+    async def finish(self, command: FinishWeightUpdate, report: Callable[[str], None]) -> Canary | None:
+        """Use the weights that came, once they are verified; where they are in use already, nothing happens.
+
+        Returns:
+            What they give; None: they are those of the start, which nobody has looked at.
+        Cancellation: the weights are poisoned.
+
+        Raises:
+            ControlError: none was started, or the weights are poisoned and what was in flight was given up.
+            EngineDead: the engine is gone.
+        """
+        if self._weights.is_current(command):
+            return self._weights.canary
+        self._check_open()
+        deadline = Deadline(command.timeout_s)
+        self._weights.distrust("the transfer was not finished")
+        canary = await self._weights.replace(self._runner.engine.finish_weight_update, deadline, report)
+        self._weights.stamp(command.version, None)
+        return canary
+
+    def expire(self, now: float) -> bool:
+        """Give up a transfer of which nothing is heard any more: the weights are poisoned.
+
+        Args:
+            now: on the monotonic clock.
+
+        Returns:
+            It was given up now; the caller ends what is in flight.
+        """
+        if not self.is_open or now - self._heard_at <= SILENCE_S:
+            return False
+        self._weights.distrust(f"the transfer of weights went silent for {SILENCE_S:g} s")
+        return True
+
+    async def _pass_on(self, call: Callable[[], Awaitable[None]], deadline: Deadline, what: str) -> None:
+        """Have the engine do a part; unless it does, the transfer is over."""
+        is_good = False
+        try:
+            async with deadline.bound(what):
+                await call()
+            is_good = True
+        finally:
+            self._heard_at = time.monotonic()
+            if not is_good:
+                self._weights.distrust(f"{what} failed in the engine")
+                self._flow.give_up("the weights of this worker are half written")
+
+    def _check_supported(self) -> None:
+        if not self._runner.engine.capabilities.weight_transfer:
+            raise ControlError(ControlCode.UNSUPPORTED, "this engine has no weight transfer")
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise ControlError(ControlCode.ENGINE_ERROR, "no transfer of weights was started here")
