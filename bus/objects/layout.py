@@ -12,6 +12,7 @@ from schemas.errors import ControlCode, ControlError
 __all__ = [
     "MAX_FILES",
     "ObjectInfo",
+    "ObjectLink",
     "ObjectOptions",
     "check_bucket",
     "check_path",
@@ -35,12 +36,19 @@ _DIGEST: Final = "SHA-256="
 _BUCKET: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
 
+class ObjectLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where an object points that has no content of its own."""
+
+    bucket: str = ""
+    name: str = ""
+
+
 class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an object is stored."""
 
     max_chunk_size: int = 0
     """Bytes of each of its parts but the last; NATS calls parts chunks."""
-    link: msgspec.Raw | None = None
+    link: ObjectLink | None = None
     """Set where the object only points at another one."""
 
 

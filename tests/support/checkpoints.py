@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 __all__ = ["MODEL", "write_adapter", "write_checkpoint", "write_safetensors", "write_sharded"]
 
@@ -42,7 +43,7 @@ def write_sharded(folder: Path, shapes: Shapes = MODEL) -> Path:
     """Write a checkpoint of two shards and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(shapes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, half in enumerate((names[:2], names[2:])):
         file = f"model-0000{i + 1}-of-00002.safetensors"
         write_safetensors(folder / file, {name: shapes[name] for name in half})
@@ -51,7 +52,7 @@ def write_sharded(folder: Path, shapes: Shapes = MODEL) -> Path:
     return folder
 
 
-def write_adapter(folder: Path, *, rank: int = 2, shapes: Shapes | None = None, **config: object) -> Path:
+def write_adapter(folder: Path, *, rank: int = 2, shapes: Shapes | None = None, **config: Any) -> Path:
     """Write an adapter for `q_proj` of `MODEL`; `shapes` instead of its tensors, `config` over its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ async def test_an_adapter_that_contradicts_itself_is_refused(
         ({"bias": "all"}, "has bias='all'"),
     ],
 )
-async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:
+async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     """What engines do not serve, or would serve wrongly, is refused by name."""
     folder = write_adapter(tmp_path / "root" / "lora", **config)
 

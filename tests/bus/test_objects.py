@@ -1,0 +1,270 @@
+import asyncio
+import base64
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+from bus.connection import Connection, subscribe
+from bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
+from bus.objects.catalog import ensure_bucket
+from schemas.errors import ControlCode, ControlError
+from tests.support.connections import count_tasks, opened
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
+
+MEGABYTE = 1024 * 1024
+
+
+def ignore(stage: str) -> None:
+    """Take a report."""
+
+
+async def put(nats: Connection, bucket: str, prefix: str, folder: Path) -> str:
+    """Put a folder into a bucket of a size for tests."""
+    return await put_folder(nats, bucket, prefix, folder, max_bytes=BUCKET_BYTES)
+
+
+async def test_a_folder_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> None:
+    """Files of many parts, of one, and empty ones, also in folders, arrive as they were, and are fetched once."""
+    source = write_folder(tmp_path / "source", a=3 * MEGABYTE + 1, empty=0, deep__er__b=10)
+    stages: list[str] = []
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put(nats, bucket, "model/step-1", source)
+        reader = ObjectReader(nats_url, name="test")
+
+        first = await reader.fetch_folder(objects, tmp_path / "cache", stages.append)
+        again = await reader.fetch_folder(objects, tmp_path / "cache", stages.append)
+
+    assert objects == f"{bucket}/model/step-1"
+    assert files_in(first) == files_in(source)
+    assert (again, stages) == (first, ["fetching"])
+    assert [*(tmp_path / "cache").iterdir()] == [first]
+
+
+async def test_a_fetched_folder_that_lost_a_file_is_fetched_again(nats_url: str, tmp_path: Path) -> None:
+    """What is there is only used when it is whole."""
+    source = write_folder(tmp_path / "source", a=100, b=100)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put(nats, bucket, "p", source)
+        reader = ObjectReader(nats_url, name="test")
+        folder = await reader.fetch_folder(objects, tmp_path / "cache", ignore)
+        (folder / "a").unlink()
+
+        assert files_in(await reader.fetch_folder(objects, tmp_path / "cache", ignore)) == files_in(source)
+
+
+@pytest.mark.slow
+async def test_other_clients_read_what_we_put(nats_url: str, tmp_path: Path) -> None:
+    """nats-py's object store finds our objects, with size and digest, and reads them."""
+    source = write_folder(tmp_path / "source", a=2 * MEGABYTE + 1, b=10)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put(nats, bucket, "step-1", source)
+        store = await nats.jetstream().object_store(bucket)
+
+        for name, content in files_in(source).items():
+            result = await store.get(f"step-1/{name}")
+            assert (result.data, result.info.size) == (content, len(content))
+        assert sorted(info.name for info in await store.list()) == ["step-1/a", "step-1/b"]
+        await store.delete("step-1/a")
+        assert [info.name for info in await list_objects(nats, bucket)] == ["step-1/b"]
+
+
+async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> None:
+    """Objects that nats-py has put, replaced and deleted are fetched as they are now."""
+    contents = {"a": os.urandom(MEGABYTE + 1), "b": b"new", "empty": b""}
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+        store = await nats.jetstream().object_store(bucket)
+        for name, content in {"b": b"old", "gone": b"x", **contents}.items():
+            await store.put(f"p/{name}", content)
+        await store.delete("p/gone")
+
+        folder = await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+
+    assert files_in(folder) == contents
+
+
+async def test_deleting_leaves_no_trace(nats_url: str, tmp_path: Path) -> None:
+    """A folder is deleted with all parts and descriptions; one whose name only begins like it stays."""
+    source = write_folder(tmp_path / "source", a=MEGABYTE, b=10)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put(nats, bucket, "step-10", source)
+        before = await stored_messages(nats, bucket)
+        await put(nats, bucket, "step-1", source)
+
+        assert await delete_prefix(nats, f"{bucket}/step-1") == 2
+        assert await stored_messages(nats, bucket) == before
+        assert await delete_prefix(nats, f"{bucket}/step-1") == 0
+        assert await delete_prefix(nats, "no-such-bucket/step-1") == 0
+
+
+async def test_what_is_stored_is_not_replaced(nats_url: str, tmp_path: Path) -> None:
+    """Putting below a prefix that has objects is refused, and changes nothing."""
+    source = write_folder(tmp_path / "source", a=10)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put(nats, bucket, "p", source)
+        before = await list_objects(nats, bucket)
+
+        with pytest.raises(ControlError, match=f"objects:{bucket}/p exists; delete it first") as raised:
+            await put(nats, bucket, "p", write_folder(tmp_path / "other", b=10))
+
+        assert raised.value.code is ControlCode.STORAGE
+        assert await list_objects(nats, bucket) == before
+
+
+async def test_hidden_files_are_left_out(nats_url: str, tmp_path: Path) -> None:
+    """What version control and editors leave in a folder is not uploaded; files behind symlinks are."""
+    source = write_folder(tmp_path / "source", a=10, **{".git__x": 1, ".swp": 1})
+    (source / "link").symlink_to(source / "a")
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put(nats, bucket, "p", source)
+
+        assert [info.name for info in await list_objects(nats, bucket, "p")] == ["p/a", "p/link"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: os.mkfifo(folder / "b"), "/b is no regular file"),
+        (lambda folder: (folder / "b").symlink_to("gone"), "/b cannot be read: No such file"),
+        (lambda folder: (folder / "b\n").touch(), "allowed: a relative path"),
+        (lambda folder: (folder / "a").unlink(), "has no files"),
+        (lambda folder: ((folder / "a").unlink(), folder.rmdir()), "source cannot be read: No such file"),
+    ],
+)
+async def test_a_folder_that_cannot_be_read_leaves_nothing(
+    nats_url: str, tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    """A file that is none, or has a name that no folder should have, is named; what was stored before is taken back."""
+    spoil(write_folder(tmp_path / "source", a=MEGABYTE))
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+
+        with pytest.raises(ControlError) as raised:
+            await put(nats, bucket, "p", tmp_path / "source")
+
+        assert raised.value.code is ControlCode.BAD_SOURCE
+        assert said in raised.value.message
+        assert await stored_messages(nats, bucket) == 0
+
+
+async def test_a_full_bucket_is_an_error_and_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
+    """A put that does not fit takes back what did, and says why; what was there before stays."""
+    source = write_folder(tmp_path / "source", a=3 * MEGABYTE)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put_folder(nats, bucket, "small", write_folder(tmp_path / "small", a=10), max_bytes=2 * MEGABYTE)
+
+        with pytest.raises(ControlError, match="the bucket takes no more: maximum bytes exceeded") as raised:
+            await put(nats, bucket, "large", source)
+
+        assert raised.value.code is ControlCode.STORAGE
+        assert [info.name for info in await list_objects(nats, bucket)] == ["small/a"]
+        assert await stored_messages(nats, bucket) == 2
+
+
+async def test_a_cancelled_put_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
+    """Wherever it was, what was stored is taken back."""
+    source = write_folder(tmp_path / "source", a=30 * MEGABYTE)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+        tasks_before = await count_tasks()
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(put(nats, bucket, "p", source))
+
+            async def cancel(message: Msg) -> None:
+                if not task.cancelling():
+                    task.cancel()
+
+            heard = await subscribe(nats, f"$O.{bucket}.C.>", cancel)
+        await heard.unsubscribe()
+
+        assert task.cancelled()
+        assert await stored_messages(nats, bucket) == 0
+        assert await count_tasks() == tasks_before
+
+
+@pytest.mark.parametrize(
+    "objects", ["bucket", "bucket/", "/p", "b.b/p", "bucket/../p", "bucket//p", "bucket/p/", "*/p"]
+)
+async def test_a_source_must_be_bucket_and_prefix(nats_url: str, tmp_path: Path, objects: str) -> None:
+    """Anything else is refused before the server is asked."""
+    with pytest.raises(ControlError) as raised:
+        await ObjectReader("nats://127.0.0.1:1", name="test").fetch_folder(objects, tmp_path, ignore)
+
+    assert raised.value.code is ControlCode.BAD_SOURCE
+
+
+async def test_a_source_without_objects_is_refused(nats_url: str, tmp_path: Path) -> None:
+    """A bucket that is not there, and a prefix with nothing below it, are named."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        for _ in range(2):
+            with pytest.raises(ControlError, match=f"the bucket '{bucket}' has no objects below 'p'") as raised:
+                await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+            assert raised.value.code is ControlCode.BAD_SOURCE
+            await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "a//b", "a\\..\\b", "a/."])
+async def test_a_name_that_leads_out_of_the_folder_is_refused(nats_url: str, tmp_path: Path, name: str) -> None:
+    """An object is never written elsewhere, whatever it is called; nothing of the folder is written."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+        store = await nats.jetstream().object_store(bucket)
+        await store.put("p/good", b"good")
+        await store.put(f"p/{name}", b"evil")
+
+        with pytest.raises(ControlError, match="allowed: a relative path") as raised:
+            await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert files_in(tmp_path) == {}
+
+
+async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object]) -> str:
+    """What is said about an object whose parts or description were replaced; nothing may be left of it."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await put(nats, bucket, "p", write_folder(tmp_path / "source", a=100))
+        (stored,) = await list_objects(nats, bucket)
+        jetstream = nats.jetstream()
+        if parts is not None:
+            await jetstream.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.{stored.nuid}")
+            if parts:
+                await jetstream.publish(f"$O.{bucket}.C.{stored.nuid}", parts)
+        subject = f"$O.{bucket}.M.{base64.urlsafe_b64encode(b'p/a').decode()}"
+        described = {name: getattr(stored, name) for name in ("name", "bucket", "nuid", "size", "chunks", "digest")}
+        await jetstream.publish(subject, json.dumps(described | info).encode(), headers={"Nats-Rollup": "sub"})
+
+        with pytest.raises(ControlError) as raised:
+            await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
+    return raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("parts", "info", "said"),
+    [
+        (bytes(100), {}, "p/a is damaged: its SHA-256 is"),
+        (bytes(99), {}, "has 99 bytes in 1 of 1 parts; its description says 100"),
+        (bytes(101), {}, "has 101 bytes"),
+        (b"", {}, "has 0 parts where 1 are missing"),
+        (None, {"chunks": 2}, "has 1 parts where 2 are missing"),
+        (None, {"digest": "MD5=abc"}, "has no SHA-256, but the digest 'MD5=abc'"),
+        (None, {"digest": "SHA-256=abc"}, "has no SHA-256"),
+        (None, {"size": -1}, "contradicts itself"),
+        (None, {"chunks": 101}, "contradicts itself"),
+        (None, {"nuid": "a.>"}, "contradicts itself"),
+        (None, {"name": "p/b"}, "describes itself as"),
+        (None, {"size": "x"}, "does not decode"),
+        (None, {"options": {"link": {"bucket": "other"}}}, "is a link"),
+    ],
+)
+async def test_a_spoilt_object_is_refused(
+    nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object], said: str
+) -> None:
+    """Content that is not what the description says, and descriptions that are none, are named; nothing is left."""
+    assert said in await spoilt(nats_url, tmp_path, parts, info)

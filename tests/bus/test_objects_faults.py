@@ -1,0 +1,269 @@
+"""The object store when the disk is full, the server or this process ends, and messages are lost."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+from nats.js.api import ObjectMeta, ObjectMetaOptions
+
+from bus.connection import subscribe
+from bus.embedded import EmbeddedServer
+from bus.objects import ObjectReader, list_objects, parts, put_folder, reader, writer
+from bus.objects.catalog import ensure_bucket
+from schemas.errors import BusBroken, ControlCode, ControlError
+from tests.support.connections import opened
+from tests.support.nats_noise import NatsNoise
+from tests.support.nats_server import require_binary
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
+from tests.support.tcp_proxy import TcpProxy, tcp_proxy
+
+pytestmark = pytest.mark.slow
+
+MEGABYTE = 1024 * 1024
+
+
+def ignore(stage: str) -> None:
+    """Take a report."""
+
+
+@contextlib.asynccontextmanager
+async def stored(size: int, tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, TcpProxy, Path]]:
+    """A server of the test's own with the folder `bucket/p`, one file of `size` bytes, and a proxy before it."""
+    require_binary()
+    source = write_folder(tmp_path / "source", a=size)
+    async with EmbeddedServer() as server, tcp_proxy(server.url) as proxy:
+        async with opened(server.url) as nats:
+            await put_folder(nats, "bucket", "p", source, max_bytes=BUCKET_BYTES)
+        yield server, proxy, source
+
+
+def after(proxy: TcpProxy, size: int, event: asyncio.Event) -> None:
+    """Set `event` when clients have been sent so much; at 40 MB/s, so that there is a rest."""
+
+    def watch() -> Callable[[bytes], bytes]:
+        passed = 0
+
+        def count(data: bytes) -> bytes:
+            nonlocal passed
+            passed += len(data)
+            if passed > size:
+                event.set()
+            return data
+
+        return count
+
+    proxy.make_filter = watch
+    proxy.bytes_per_s = 40 * MEGABYTE
+
+
+async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) -> None:
+    """A fetch goes on where it was when the server is back, and what it fetched is whole."""
+    event = asyncio.Event()
+    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source), asyncio.TaskGroup() as tasks:
+        after(proxy, 8 * MEGABYTE, event)
+        fetch = ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+        task = tasks.create_task(fetch)
+        await event.wait()
+        await server.kill()
+        assert not task.done()
+        await server.restart()
+
+        assert files_in(await task) == files_in(source)
+
+
+async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while without a part the fetch fails, says how far it was, and leaves nothing."""
+    monkeypatch.setattr(parts, "STALL_S", 0.1)
+    event = asyncio.Event()
+    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _), asyncio.TaskGroup() as tasks:
+        after(proxy, 8 * MEGABYTE, event)
+
+        async def fetch() -> ControlError:
+            with pytest.raises(ControlError) as raised:
+                await ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+            return raised.value
+
+        task = tasks.create_task(fetch())
+        await event.wait()
+        await server.kill()
+        error = await task
+
+    assert error.code is ControlCode.STORAGE
+    assert "objects:bucket/p/a stopped for" in error.message
+    assert "of 48 parts" in error.message
+    assert not any((tmp_path / "cache").iterdir())
+
+
+async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
+    """The address that does not answer is named."""
+    with pytest.raises(ControlError, match="objects:bucket/p cannot be fetched: no NATS server") as raised:
+        await ObjectReader("nats://127.0.0.1:1", name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+
+    assert raised.value.code is ControlCode.STORAGE
+
+
+async def test_lost_messages_are_fetched_again(nats_url: str, tmp_path: Path) -> None:
+    """Messages that are lost, doubled or late on the way change nothing of what arrives."""
+    content = os.urandom(2 * MEGABYTE)
+    noise = NatsNoise(r"^\$O\.", seed=1, drop=0.02, double=0.01, delay=0.01)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket, tcp_proxy(nats_url) as proxy:
+        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
+        store = await nats.jetstream().object_store(bucket)
+        for start in range(0, len(content), MEGABYTE // 2):
+            await store.put(f"p/{start}", content[start : start + MEGABYTE // 2], meta=small_parts(f"p/{start}"))
+        proxy.make_filter = noise.filter
+
+        folder = await ObjectReader(proxy.url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+
+    assert noise.counts["dropped"] > 0
+    assert (
+        b"".join(fetched for _, fetched in sorted(files_in(folder).items(), key=lambda file: int(file[0]))) == content
+    )
+
+
+def small_parts(name: str) -> ObjectMeta:
+    """How nats-py is told to cut an object into parts of 8 KB."""
+    return ObjectMeta(name=name, options=ObjectMetaOptions(max_chunk_size=8192))
+
+
+async def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path) -> None:
+    """No file, nor a thread that writes one, and no consumer at the server."""
+    event = asyncio.Event()
+    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _):
+        after(proxy, 8 * MEGABYTE, event)
+        async with asyncio.TaskGroup() as tasks:
+            fetch = ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+            task = tasks.create_task(fetch)
+            await event.wait()
+            assert len(list((tmp_path / "cache").iterdir())) == 1
+            task.cancel()
+        assert task.cancelled()
+        assert not any((tmp_path / "cache").iterdir())
+        async with opened(server.url) as nats:
+            assert await nats.jetstream().consumers_info("OBJ_bucket") == []
+
+
+async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
+    """What a killed fetch leaves is hidden, and the next fetch is whole."""
+    program = (
+        "import asyncio, sys; from pathlib import Path; from bus.objects import ObjectReader\n"
+        "reader, cache = ObjectReader(sys.argv[1], name='test'), Path(sys.argv[2])\n"
+        "asyncio.run(reader.fetch_folder('bucket/p', cache, lambda stage: None))"
+    )
+    event = asyncio.Event()
+    cache = tmp_path / "cache"
+    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source):
+        after(proxy, 8 * MEGABYTE, event)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, proxy.url, str(cache))
+        await event.wait()
+        process.kill()
+        assert await process.wait() == -signal.SIGKILL
+
+        assert [path.name.startswith(reader.PARTIAL_PREFIX) for path in cache.iterdir()] == [True]
+        folder = await ObjectReader(server.url, name="test").fetch_folder("bucket/p", cache, ignore)
+        assert files_in(folder) == files_in(source)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=False)
+    if mount.returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("is_room_known", [True, False])
+async def test_a_full_disk_is_an_error_and_leaves_nothing(
+    nats_url: str, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, *, is_room_known: bool
+) -> None:
+    """Where a folder does not fit is said before anything is fetched; and when others fill the disk meanwhile."""
+    said = f"{small_disk} has room for 2097152 bytes, and {3 * MEGABYTE} are to be fetched"
+    if not is_room_known:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40))
+        said = f"cannot be written below {small_disk}: No space left on device"
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        source = write_folder(tmp_path / "source", a=3 * MEGABYTE)
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+
+        with pytest.raises(ControlError) as raised:
+            await ObjectReader(nats_url, name="test").fetch_folder(objects, small_disk, ignore)
+
+    assert raised.value.code is ControlCode.STORAGE
+    assert said in raised.value.message
+    assert files_in(small_disk) == {}
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+async def test_a_failing_write_is_an_error_and_leaves_nothing(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Whatever the disk says is passed on."""
+
+    def fail(file: object, data: list[bytes]) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(reader._NewFile, "write", fail)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        source = write_folder(tmp_path / "source", a=10)
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+
+        with pytest.raises(ControlError, match=os.strerror(error)) as raised:
+            await ObjectReader(nats_url, name="test").fetch_folder(objects, tmp_path / "cache", ignore)
+
+    assert raised.value.code is ControlCode.STORAGE
+    assert not any((tmp_path / "cache").iterdir())
+
+
+async def test_a_cache_that_cannot_be_made_is_an_error(nats_url: str, tmp_path: Path) -> None:
+    """The folder that cannot be written to is named."""
+    (tmp_path / "file").touch()
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        source = write_folder(tmp_path / "source", a=10)
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+
+        with pytest.raises(ControlError, match=f"cannot be written below {tmp_path}/file: Not a directory") as raised:
+            await ObjectReader(nats_url, name="test").fetch_folder(objects, tmp_path / "file", ignore)
+
+    assert raised.value.code is ControlCode.STORAGE
+
+
+async def test_a_put_into_a_server_that_is_killed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put fails, and takes back what was stored when the server is back."""
+    require_binary()
+    monkeypatch.setattr(writer, "ACK_TIMEOUT_S", 0.2)
+    event = asyncio.Event()
+
+    async def hear(message: Msg) -> None:
+        event.set()
+
+    async with EmbeddedServer() as server, opened(server.url) as nats, asyncio.TaskGroup() as tasks:
+        await ensure_bucket(nats, "bucket", max_bytes=BUCKET_BYTES)
+        await subscribe(nats, "$O.bucket.C.>", hear)
+
+        async def put() -> None:
+            with pytest.raises(BusBroken):
+                await put_folder(nats, "bucket", "p", write_folder(tmp_path / "source", a=48 * MEGABYTE))
+
+        task = tasks.create_task(put())
+        await event.wait()
+        await server.kill()
+        await server.restart()
+        await task
+
+        assert await list_objects(nats, "bucket") == ()
+        assert await stored_messages(nats, "bucket") == 0

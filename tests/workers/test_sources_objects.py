@@ -1,0 +1,121 @@
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bus.connection import Connection
+from bus.objects import ObjectReader, delete_prefix, put_folder
+from schemas.control import WeightSource
+from schemas.errors import ControlCode, ControlError
+from tests.support.checkpoints import MODEL, write_adapter, write_checkpoint
+from tests.support.connections import opened
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
+from workers.sources import Sources
+
+
+def ignore(stage: str) -> None:
+    """Take a report."""
+
+
+@contextlib.asynccontextmanager
+async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads", Sources]]:
+    """A bucket, and the sources of a worker that allows no path."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        own = write_checkpoint(tmp_path / "own")
+        objects = ObjectReader(nats_url, name="test")
+        yield Uploads(nats, bucket), Sources(roots=(), own=own, cache=tmp_path / "cache", objects=objects)
+
+
+class Uploads:
+    """Puts folders into a bucket."""
+
+    def __init__(self, nats: Connection, bucket: str) -> None:
+        self.nats = nats
+        self.bucket = bucket
+
+    async def put(self, folder: Path) -> WeightSource:
+        """Put a folder under its name."""
+        objects = await put_folder(self.nats, self.bucket, folder.name, folder, max_bytes=BUCKET_BYTES)
+        return WeightSource(objects=objects)
+
+
+async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
+    """It is fetched, checked like a path, and given; a second time it is only checked."""
+    stages: list[str] = []
+    folder = write_checkpoint(tmp_path / "step-1", fill=1)
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(folder)
+
+        fetched = await sources.checkpoint(source, stages.append)
+        assert await sources.checkpoint(source, stages.append) == fetched
+
+    assert files_in(fetched) == files_in(folder)
+    assert fetched.is_relative_to(tmp_path / "cache")
+    assert stages == ["fetching", "checking", "checking"]
+
+
+async def test_an_adapter_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
+    """No shared disk is needed for adapters either."""
+    folder = write_adapter(tmp_path / "lora")
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        assert files_in(await sources.adapter(await uploads.put(folder), ignore)) == files_in(folder)
+
+
+async def test_a_bad_checkpoint_from_the_store_is_refused_and_deleted(nats_url: str, tmp_path: Path) -> None:
+    """It does not take the place of a good one."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        good = await sources.checkpoint(await uploads.put(write_checkpoint(tmp_path / "step-1")), ignore)
+        bad: list[dict[str, tuple[int, ...]]] = [MODEL | {"extra": (1,)}, {"other": (1,)}, {}]
+        for step, shapes in enumerate(bad, start=2):
+            source = await uploads.put(write_checkpoint(tmp_path / f"step-{step}", shapes))
+            with pytest.raises(ControlError) as raised:
+                await sources.checkpoint(source, ignore)
+            assert raised.value.code is ControlCode.BAD_SOURCE
+
+    assert [*(tmp_path / "cache").iterdir()] == [good]
+
+
+async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> None:
+    """Older ones are deleted, by when they were last used; adapters are counted apart."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        lora = await sources.adapter(await uploads.put(write_adapter(tmp_path / "lora")), ignore)
+        steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in (1, 2, 3)]
+        first, second = [await sources.checkpoint(source, ignore) for source in steps[:2]]
+        assert await sources.checkpoint(steps[0], ignore) == first
+
+        third = await sources.checkpoint(steps[2], ignore)
+
+        assert set((tmp_path / "cache").iterdir()) == {lora, first, third}
+        assert second not in {first, third}
+
+
+async def test_new_content_under_an_old_name_is_fetched(nats_url: str, tmp_path: Path) -> None:
+    """What was fetched before under the same prefix is not taken for it."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
+        await sources.checkpoint(source, ignore)
+        await delete_prefix(uploads.nats, f"{uploads.bucket}/step-1")
+        folder = write_checkpoint(tmp_path / "step-1", fill=2)
+        await uploads.put(folder)
+
+        assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
+
+
+async def test_clearing_deletes_what_was_fetched_and_nothing_else(nats_url: str, tmp_path: Path) -> None:
+    """Also what an earlier life left behind, half fetched or whole; a cache that is empty then goes too."""
+    cache = tmp_path / "cache"
+    for left in (".objects-1", "objects-2"):
+        write_checkpoint(cache / left)
+    (cache / "notes").touch()
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(write_checkpoint(tmp_path / "step-1"))
+        await sources.checkpoint(source, ignore)
+
+        await sources.clear()
+        assert [*cache.iterdir()] == [cache / "notes"]
+        (cache / "notes").unlink()
+        await sources.clear()
+        assert not cache.exists()
+        await sources.clear()
+        assert (await sources.checkpoint(source, ignore)).is_dir()
