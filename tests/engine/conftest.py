@@ -21,9 +21,10 @@ TIGHT = {
 }
 
 
-LORAS = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+LORAS = {"dtype": "float32", "block_size": 32, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 RELOADED = {
     "dtype": "float32",
+    "block_size": 32,
     "max_model_len": 512,
     "max_num_seqs": 4,
     "weight_transfer_config": {"backend": "from-file"},

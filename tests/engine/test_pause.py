@@ -22,8 +22,8 @@ STREAMS = [
     )
     for number in range(NUM_STREAMS)
 ]
-TURNS = 200
-"""Of the event loop: more than a step needs to get to its reader."""
+CALLS = 20
+"""To the engine core and back, one after the other: each comes behind what was reported before."""
 
 
 class Reading:
@@ -68,8 +68,9 @@ class Reading:
 
     async def see_rest(self) -> int:
         """Give what is on its way the time to come; returns how many tokens came in all."""
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        llm = self._engine.engine._launch.llm
+        for _ in range(CALLS):
+            await llm.is_paused()
         return self.num_tokens
 
 
@@ -87,9 +88,11 @@ def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.
             group.create_task(reading.read())
             await reading.has_begun.wait()
             reading.may_read.clear()
+            await reading.see_rest()
             pause = group.create_task(engine.engine.pause())
             # The engine is paused, and what it has sampled waits for a reader who is busy.
             await reading.see_rest()
+            assert await engine.engine._launch.llm.is_paused()
             reading.may_read.set()
             await pause
             counts.append(reading.num_tokens)

@@ -8,6 +8,7 @@ import pytest
 
 from schemas.request import GenerateRequest
 from workers.engines.vllm.feeds import RequestMaker
+from workers.engines.vllm.loaded import Loaded
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -34,7 +35,9 @@ def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int
     """Under the policy `priority` vLLM is given the request's own; under another it would refuse all but 0."""
     processor = Processor()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
-    maker = RequestMaker(cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), ["generate"])
+    maker = RequestMaker(
+        cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), Loaded(), ["generate"]
+    )
     maker.make("id", REQUEST, cast("VllmSamplingParams", None))
 
     assert processor.given["priority"] == priority
@@ -47,4 +50,4 @@ def test_vllm_takes_a_priority_both_ways() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     assert "priority" in inspect.signature(InputProcessor.process_inputs).parameters
-    assert "priority" in inspect.signature(AsyncLLM.generate).parameters
+    assert "priority" in inspect.signature(AsyncLLM.add_request).parameters

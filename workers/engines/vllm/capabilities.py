@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from schemas.limits import MAX_LOGPROBS
 from schemas.presence import Capabilities, RoutedExpertsInfo
 from schemas.rows import dtype_for
-from workers.engines.vllm.launch import OWN_SLOTS
+from workers.engines.vllm.launch import CPU_UNUSED_LORAS, OWN_SLOTS
 from workers.engines.vllm.params import extra_names
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Refusals:
     weight_updates: str | None
     weight_transfer: str | None
     loras: str | None
+    prompt_logprobs: str | None
     sleep: str | None
 
 
@@ -64,7 +65,7 @@ def find_refusals(config: "VllmConfig") -> Refusals:
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.platforms import current_platform
 
-    weight_updates = weight_transfer = loras = sleep = None
+    weight_updates = weight_transfer = loras = prompt_logprobs = sleep = None
     if not Path(config.model_config.model).is_dir():
         weight_updates = "weights can be loaded again only into a model that was started from a local folder"
     elif not hasattr(get_model_loader(config.load_config), "get_all_weights"):
@@ -79,13 +80,26 @@ def find_refusals(config: "VllmConfig") -> Refusals:
         loras = "this release of vLLM cannot replace an adapter in place"
     if current_platform.is_cpu():
         sleep = "on a CPU vLLM's sleep frees nothing"
+        if config.lora_config is not None:
+            # lora/punica_wrapper/punica_cpu.py: add_lora_logits expects one position of each request.
+            prompt_logprobs = "kills an engine with 'enable_lora' on a CPU"
     elif not config.model_config.enable_sleep_mode:
         sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
-    return Refusals(weight_updates=weight_updates, weight_transfer=weight_transfer, loras=loras, sleep=sleep)
+    return Refusals(
+        weight_updates=weight_updates,
+        weight_transfer=weight_transfer,
+        loras=loras,
+        prompt_logprobs=prompt_logprobs,
+        sleep=sleep,
+    )
 
 
 def _max_loras(lora: "LoRAConfig") -> int:
-    """As many as vLLM keeps at hand, some of them outside of the device; more, and it drops the oldest."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return int(lora.max_loras) - CPU_UNUSED_LORAS
+    # As many as vLLM keeps at hand, some of them outside of the device; more, and it drops the oldest.
     return int(lora.max_cpu_loras or lora.max_loras)
 
 

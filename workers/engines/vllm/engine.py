@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from schemas.chunk import FinishReason
-from schemas.errors import ControlCode, ControlError, EngineDead
+from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
@@ -124,6 +125,9 @@ class VllmEngine:
         """
         feed = self._running_feed()
         capabilities = self.capabilities
+        refusal = self._running().refusals.prompt_logprobs
+        if refusal is not None and request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(field="sampling.prompt_logprobs", problem=refusal, allowed="null")
         returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
         params = to_vllm(request, max_model_len=capabilities.max_model_len, returns_rows=returns_rows)
         engine_id = self._requests.add(key, request)
@@ -262,8 +266,10 @@ class VllmEngine:
         self._requests = OpenRequests(self.capabilities.routed_experts, rows_with_tokens=feed.rows_with_tokens)
         room = self.capabilities.max_model_len - WARM_UP_TOKENS
         prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % self.capabilities.vocab_size
+        has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
         for together in WARM_UP_ROUNDS:
-            for number, sampling in enumerate(together):
+            for number, wanted in enumerate(together):
+                sampling = wanted if has_prompt_logprobs else replace(wanted, prompt_logprobs=None)
                 # Salted, so that no one else finds this prompt in the prefix cache.
                 request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up")
                 await self.add(f"warm-up-{number}", request)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["OWN_SLOTS", "Launch"]
+__all__ = ["CPU_UNUSED_LORAS", "OWN_SLOTS", "Launch"]
 
 OWN_SLOTS = 1
 """Requests that the engine runs beyond `max_num_seqs`: the worker's own one finds room while the batch is full."""
@@ -27,6 +27,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """vLLM's own default is a share of the whole machine, so that a second worker beside the first does not start
 (v1/worker/cpu_worker.py: __init__). More with `kv_cache_memory_bytes`, `gpu_memory_utilization` or vLLM's variable."""
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+CPU_UNUSED_LORAS = 1
+"""Places for adapters that stay empty: on a CPU vLLM adds what is in the last one to every request without an adapter
+(lora/ops/torch_ops/lora_ops.py takes -1, which means none, for an index)."""
 LARGEST_THAT_FITS = -1
 """As `max_model_len`: the model's own, or as much of it as the KV cache holds."""
 
@@ -159,9 +162,11 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     has_experts = bool(model_config.get_num_experts())
     if "enable_return_routed_experts" not in given:
         args.enable_return_routed_experts = has_experts
-    if current_platform.is_cpu() and has_experts and given.get("enable_lora"):
-        # vLLM starts, and dies of the first request.
-        raise EngineDead("engine argument 'enable_lora' is set; on a CPU vLLM has no adapters for models with experts")
+    if current_platform.is_cpu() and args.enable_lora:
+        if has_experts:
+            # vLLM starts, and dies of the first request.
+            raise EngineDead("engine argument 'enable_lora': on a CPU vLLM has no adapters for models with experts")
+        args.max_loras += CPU_UNUSED_LORAS
     block_size = given.get("block_size")
     if current_platform.is_cpu() and isinstance(block_size, int) and block_size % 32 and not model_config.use_mla:
         raise EngineDead(f"engine argument 'block_size' is {block_size}; allowed on a CPU: multiples of 32")

@@ -1,0 +1,262 @@
+"""After its weights were replaced, an engine equals one that was started with them; or it says that it does not."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from schemas.errors import ControlCode, ControlError
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.engine.support import TOLERANCE, expert_sets, prompt
+from tests.support.vllm_engine import Result, RunningEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+REQUESTS = [
+    GenerateRequest(
+        prompt_token_ids=prompt(60, seed=700 + number),
+        sampling=SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True),
+    )
+    for number in range(4)
+]
+LONG = replace(REQUESTS[0], sampling=SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+
+
+@pytest.fixture(scope="session")
+def fresh(moe: RunningEngine, reloaded: RunningEngine) -> dict[str, list[Result]]:
+    """Return what engines make of `REQUESTS` that have no other weights than those they were started with."""
+    return {"moe": moe.generate(*REQUESTS), "moe2": reloaded.generate(*REQUESTS)}
+
+
+def run(running: RunningEngine, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+    """Call a method of the engine, which must answer while nobody reads its steps."""
+    return running.call(call(*arguments))
+
+
+def refused(running: RunningEngine, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> ControlError:
+    """Return how the engine refuses a call."""
+    with pytest.raises(ControlError) as caught:
+        run(running, call, *arguments)
+    return caught.value
+
+
+def is_same(results: list[Result], expected: list[Result]) -> bool:
+    """Tokens and expert sets are equal, logprobs to the tolerance."""
+    return all(
+        mine.token_ids == theirs.token_ids
+        and bool(np.abs(mine.logprobs - theirs.logprobs).max() < TOLERANCE)
+        and np.array_equal(expert_sets(mine.rows), expert_sets(theirs.rows))
+        for mine, theirs in zip(results, expected, strict=True)
+    )
+
+
+def where(running: RunningEngine) -> set[str]:
+    """Return the model's folder as the worker processes and this one have it; the user's own extension tells."""
+    llm = running.engine._launch.llm
+    return {*run(running, llm.collective_rpc, "user_says"), llm.vllm_config.model_config.model}
+
+
+def changed_copy(model: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Return a copy of a checkpoint with other tensors."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_loaded_weights_are_those_of_a_fresh_engine(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
+) -> None:
+    """Loading other weights, the same again, and the first ones gives what engines started on them give."""
+    load = reloaded.engine.load_weights
+    assert not is_same(fresh["moe"], fresh["moe2"])
+
+    for name in ("moe", "moe", "moe2"):
+        run(reloaded, load, models[name])
+
+        assert is_same(reloaded.generate(*REQUESTS), fresh[name])
+        assert where(reloaded) == {str(models[name])}
+
+
+def test_what_vllm_loads_by_itself_is_not(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
+) -> None:
+    """The reload of vLLM itself says ok and computes something else, which is why ours does more."""
+    llm = reloaded.engine._launch.llm
+    run(reloaded, llm.collective_rpc, "reload_weights", None, (), {"weights_path": str(models["moe"])})
+
+    unmended = reloaded.generate(*(replace(request, cache_salt="unmended") for request in REQUESTS))
+    run(reloaded, reloaded.engine.load_weights, models["moe2"])
+
+    assert not is_same(unmended, fresh["moe"])
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
+
+
+def test_weights_change_under_frozen_streams(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
+) -> None:
+    """Paused streams go on with new weights; a prompt cached under the old ones is not found, and needs no flush."""
+
+    async def scenario() -> tuple[list[Result], list[int | None], list[Result]]:
+        engine = reloaded.engine
+        before = await reloaded.finish(cached := await reloaded.add(REQUESTS[0]))
+        before |= await reloaded.finish(again := await reloaded.add(REQUESTS[0]))
+        keys = [await reloaded.add(LONG) for _ in range(3)]
+        results = {key: Result() for key in keys}
+        pause: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as group:
+            while not all(result.steps and result.last.finish_reason for result in results.values()):
+                if pause is None and all(len(result.steps) > 3 for result in results.values()):
+                    pause = group.create_task(change())
+                for step in await reloaded.next():
+                    results[step.key].steps.append(step)
+        after = await reloaded.finish(new := await reloaded.add(REQUESTS[0]))
+        await engine.load_weights(models["moe2"])
+        cached_tokens = [(before | after)[key].steps[0].cached_tokens for key in (cached, again, new)]
+        return [results[key] for key in keys], cached_tokens, [after[new]]
+
+    async def change() -> None:
+        await reloaded.engine.pause()
+        await reloaded.engine.load_weights(models["moe"])
+        await reloaded.engine.resume()
+
+    streams, cached_tokens, after = reloaded.call(scenario())
+
+    assert [len(stream.token_ids) for stream in streams] == [300] * 3
+    assert [len(stream.rows) for stream in streams] == [60 + 299] * 3
+    assert cached_tokens[1:] == [32, 0]
+    assert is_same(after, fresh["moe"][:1])
+
+
+def test_what_is_not_loaded_is_said(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A checkpoint that lacks a tensor or does not fit leaves half-written weights; a good one puts that right."""
+
+    def lacks_norm(tensors: dict[str, Any]) -> None:
+        del tensors["model.norm.weight"]
+
+    def does_not_fit(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.2.self_attn.k_proj.weight"] = tensors["model.layers.2.self_attn.k_proj.weight"][:32]
+
+    load = reloaded.engine.load_weights
+    for number, (change, message) in enumerate(((lacks_norm, "model.norm.weight"), (does_not_fit, ""))):
+        error = refused(reloaded, load, changed_copy(models["moe"], tmp_path / str(number), change))
+
+        assert error.code is ControlCode.HALF_WRITTEN
+        assert message in error.message
+        assert where(reloaded) == {str(models["moe2"])}
+    run(reloaded, load, models["moe"])
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe"])
+    run(reloaded, load, models["moe2"])
+
+
+def test_what_cannot_be_read_touches_nothing(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A truncated file and an empty folder are refused, and the weights are what they were."""
+    truncated = shutil.copytree(models["moe"], tmp_path / "truncated")
+    content = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(content[:-100])
+    (tmp_path / "empty").mkdir()
+
+    for folder in (truncated, tmp_path / "empty", tmp_path / "nothing"):
+        assert refused(reloaded, reloaded.engine.load_weights, folder).code is ControlCode.ENGINE_ERROR
+
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
+
+
+def test_transferred_weights_are_those_of_a_fresh_engine(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
+) -> None:
+    """Weights that come in parts through vLLM's transfer engine give what an engine started on them gives."""
+    engine = reloaded.engine
+
+    async def transfer(model: str) -> None:
+        await engine.init_weight_transfer({"file": str(models[model] / "model.safetensors")})
+        await engine.start_weight_update()
+        for remainder in range(3):
+            await engine.update_weight_chunk({"remainder": remainder, "of": 3})
+        await engine.finish_weight_update()
+
+    for name in ("moe", "moe2"):
+        run(reloaded, transfer, name)
+
+        assert is_same(reloaded.generate(*REQUESTS), fresh[name])
+
+
+def test_transfer_that_breaks_off_is_said(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
+) -> None:
+    """Parts before the start are refused; a part that fails ends the update; a load clears up what one left."""
+    engine = reloaded.engine
+    part = {"remainder": 0, "of": 2}
+    run(reloaded, engine.init_weight_transfer, {"file": str(models["moe"] / "model.safetensors")})
+
+    assert refused(reloaded, engine.update_weight_chunk, part).code is ControlCode.ENGINE_ERROR
+    assert refused(reloaded, engine.finish_weight_update).code is ControlCode.ENGINE_ERROR
+    run(reloaded, engine.start_weight_update)
+    run(reloaded, engine.update_weight_chunk, part)
+    error = refused(reloaded, engine.update_weight_chunk, {"unknown": 1})
+    assert error.code is ControlCode.HALF_WRITTEN
+    assert "unknown" in error.message
+    assert refused(reloaded, engine.finish_weight_update).code is ControlCode.ENGINE_ERROR
+    assert refused(reloaded, engine.init_weight_transfer, {"unknown": 1}).code is ControlCode.ENGINE_ERROR
+    # Broken off without an error: the next load finds layers that wait for the rest.
+    run(reloaded, engine.start_weight_update)
+    run(reloaded, engine.update_weight_chunk, part)
+    run(reloaded, engine.load_weights, models["moe2"])
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
+
+
+def test_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
+    """With as many requests as were asked for, one more runs at once; of two more, one waits."""
+    assert reloaded.engine.capabilities.max_num_seqs == 4
+
+    async def scenario() -> tuple[set[str], dict[str, Result]]:
+        batch = [await reloaded.add(replace(LONG, cache_salt=str(number))) for number in range(4)]
+        own = await reloaded.add(REQUESTS[1])
+        waits = await reloaded.add(replace(REQUESTS[2], cache_salt="waits"))
+        results = {key: Result() for key in (*batch, own, waits)}
+        beside: set[str] = set()
+        while not all(result.steps and result.last.finish_reason for result in results.values()):
+            for step in await reloaded.next():
+                if step.key == waits and not results[waits].steps:
+                    beside = {key for key, result in results.items() if result.steps and not result.last.finish_reason}
+                results[step.key].steps.append(step)
+        return beside, {"own": results[own], "batch": results[batch[0]]}
+
+    beside, results = reloaded.call(scenario())
+
+    assert len(beside) <= 4
+    assert results["own"].last.finish_reason is not None
+    assert len(beside) == 4
+
+
+def test_what_an_engine_cannot_do_is_said(moe: RunningEngine, reloaded: RunningEngine) -> None:
+    """Capabilities tell what this engine and this machine have, and the rest is refused."""
+    capabilities = reloaded.engine.capabilities
+    assert capabilities.weight_updates
+    assert capabilities.weight_transfer
+    assert not moe.engine.capabilities.weight_transfer
+    assert (capabilities.max_loras, capabilities.sleep, capabilities.data_parallel_size) == (0, False, 1)
+    assert capabilities.signature == moe.engine.capabilities.signature
+    assert "float32" in capabilities.signature
+
+    for call, arguments in (
+        (moe.engine.start_weight_update, ()),
+        (moe.engine.init_weight_transfer, ({},)),
+        (moe.engine.load_lora, ("a", Path("a"), 1)),
+        (moe.engine.sleep, (1,)),
+        (moe.engine.wake, ()),
+    ):
+        assert refused(moe, call, *arguments).code is ControlCode.UNSUPPORTED
