@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from bus.embedded import EmbeddedServer
 from bus.objects import ObjectReader, list_objects, parts, put_folder, reader, writer
 from bus.objects.catalog import ensure_bucket
 from schemas.errors import BusBroken, ControlCode, ControlError
-from tests.support.connections import opened
+from tests.support.connections import count_tasks, opened
 from tests.support.nats_noise import NatsNoise
 from tests.support.nats_server import require_binary
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
@@ -152,6 +152,38 @@ async def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path) -> None:
             assert await nats.jetstream().consumers_info("OBJ_bucket") == []
 
 
+async def test_a_fetch_or_put_that_is_cancelled_anywhere_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
+    """Wherever a cancellation falls, no file, no task and no message stays."""
+    cache = tmp_path / "cache"
+    source = write_folder(tmp_path / "source", a=MEGABYTE + 1, b=10)
+
+    async def is_cancelled(operation: Coroutine[None, None, object], turns: int) -> bool:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(operation)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+        return task.cancelled()
+
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        messages, before = await stored_messages(nats, bucket), await count_tasks()
+        fetcher = ObjectReader(nats_url, name="test")
+        cancelled = 0
+        for turns in range(0, 200, 5):
+            cancelled += await is_cancelled(fetcher.fetch_folder(objects, cache, ignore), turns)
+            assert not any(folder.name.startswith(reader.PARTIAL_PREFIX) for folder in cache.glob("*"))
+            shutil.rmtree(cache, ignore_errors=True)
+            is_put_cancelled = await is_cancelled(put_folder(nats, bucket, f"put-{turns}", source), turns)
+            cancelled += is_put_cancelled
+            if is_put_cancelled:
+                assert await stored_messages(nats, bucket) == messages
+            messages = await stored_messages(nats, bucket)
+            assert await count_tasks() == before
+
+    assert cancelled > 20
+
+
 async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     """What a killed fetch leaves is hidden, and the next fetch is whole."""
     program = (
@@ -178,8 +210,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=False)
-    if mount.returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode != 0:
         pytest.skip("only root can mount a small file system")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)

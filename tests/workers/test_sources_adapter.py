@@ -106,6 +106,8 @@ async def test_an_adapter_that_contradicts_itself_is_refused(
         ({"target_modules": None}, "adapter_config.json does not decode"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save=['lm_head']"),
         ({"use_dora": True}, "has use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern={'q_proj': 2}; expected: plain LoRA without it"),
+        ({"alpha_pattern": {"q_proj": 8}}, "has alpha_pattern={'q_proj': 8"),
         ({"bias": "all"}, "has bias='all'"),
     ],
 )

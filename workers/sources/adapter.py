@@ -33,6 +33,7 @@ class _Config(msgspec.Struct, frozen=True):
     modules_to_save: list[str] | None = None
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
 
 
 def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None) -> None:
@@ -54,10 +55,8 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None) -> Non
     for module, (a, b) in sorted(pairs.items()):
         if a.shape[0] != b.shape[1]:
             raise _bad(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
-        if a.shape[0] > config.r and not config.rank_pattern:
+        if a.shape[0] != config.r:
             raise _bad(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as {CONFIG} says")
-        if a.shape[0] > MAX_RANK:
-            raise _bad(file, f"has {module!r} with the rank {a.shape[0]}; at most {MAX_RANK}")
         if own_tensors is not None:
             _check_base(file, module, (a, b), own_tensors)
 
@@ -68,8 +67,8 @@ def _check_config(path: Path, config: _Config) -> None:
         raise _bad(path, f"has peft_type={config.peft_type[:40]!r}; expected: 'LORA'")
     if not config.target_modules:
         raise _bad(path, "has no target_modules; expected: at least one")
-    for name, value in (("modules_to_save", config.modules_to_save), ("use_dora", config.use_dora)):
-        if value:
+    for name in ("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern"):
+        if value := getattr(config, name):
             raise _bad(path, f"has {name}={str(value)[:200]}; expected: plain LoRA without it")
     if config.bias != "none":
         raise _bad(path, f"has bias={config.bias[:40]!r}; expected: 'none'")
