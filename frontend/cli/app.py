@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="The message bus between RL trainers and a fleet of vLLM workers.",
         epilog=EXIT_CODES,
     )
-    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND [options]")
     for module in pkgutil.iter_modules(commands.__path__):
         command = cast(Command, importlib.import_module(f"{commands.__name__}.{module.name}"))
         subparser = subcommands.add_parser(

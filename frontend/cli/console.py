@@ -84,12 +84,15 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal that something goes on while the body runs."""
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal that something goes on while the body runs; what this yields shows another text.
+
+    It may be called on any thread.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda _what: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
-        yield
+    with Console(stderr=True, markup=False, highlight=False).status(what) as status:
+        yield status.update

@@ -1,10 +1,14 @@
 """How a command ends: its exit code and the one line on stderr that says why."""
 
 import enum
+from typing import TYPE_CHECKING
 
 from schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, RollbusError
 
-__all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of"]
+if TYPE_CHECKING:
+    from bus import Ledger
+
+__all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of", "exit_code_of_ledger"]
 
 INTERRUPTED = 130
 """Ended by Ctrl-C: 128 + SIGINT, as shells count."""
@@ -19,6 +23,7 @@ class ExitCode(enum.IntEnum):
     PARTIAL = 3
     """Some workers acknowledged a command and some did not."""
     TIMEOUT = 4
+    """No worker said in time that it did, or did not, carry out a command; or something else took too long."""
     NO_WORKERS = 5
 
 
@@ -43,6 +48,19 @@ def exit_code_of(error: RollbusError | OSError) -> ExitCode:
             return ExitCode.TIMEOUT
         case _:
             return ExitCode.FAILED
+
+
+def exit_code_of_ledger(ledger: "Ledger") -> ExitCode:
+    """The exit code that fits what the workers answered to a command.
+
+    Some applied it and some did not: partial. None did, and none said why: timeout. Else: failed.
+    """
+    if ledger.is_complete:
+        return ExitCode.OK
+    if ledger.applied:
+        return ExitCode.PARTIAL
+    refused = ledger.failed or ledger.unsupported or ledger.stale
+    return ExitCode.FAILED if refused else ExitCode.TIMEOUT
 
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError | None:

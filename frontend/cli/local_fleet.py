@@ -119,14 +119,17 @@ def default_state_dir() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "rollbus"
 
 
-async def make_tiny_moe(state_dir: Path) -> Path:
+async def make_tiny_moe(state_dir: Path, *, seed: int = 0) -> Path:
     """Make the tiny mixture-of-experts model, unless an earlier run did, and return its folder.
+
+    Args:
+        seed: of its random weights; those of another seed are in a folder of their own.
 
     Raises:
         CommandFailed: that failed; the message says why.
     """
-    folder = state_dir / TINY_MOE
-    command = [*python_module("workers.engines.vllm.tiny_moe"), "--output", str(folder)]
+    folder = state_dir / (f"{TINY_MOE}-{seed}" if seed else TINY_MOE)
+    command = [*python_module("workers.engines.vllm.tiny_moe"), "--output", str(folder), "--seed", str(seed)]
     spec = ProcessSpec("making the tiny MoE", command, python_env())
     try:
         await run_tool(spec)

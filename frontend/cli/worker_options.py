@@ -29,6 +29,22 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-timeout-s", metavar="S", type=float, help="an engine busy for so long without a step is dead (300)"
     )
+    parser.add_argument(
+        "--weight-root",
+        dest="weight_roots",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="weights and LoRA adapters are loaded from below this folder; may be given several times (default: none)",
+    )
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="where fetched weights are kept while in use (default: ~/.cache/rollbus)"
+    )
+    parser.add_argument(
+        "--no-prove-reload",
+        action="store_true",
+        help="do not load the weights twice at the start to prove that updates of them work",
+    )
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
@@ -40,6 +56,12 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
         flags += ["--engine-args", args.engine_args]
     if args.engine_timeout_s is not None:
         flags += ["--engine-timeout-s", str(args.engine_timeout_s)]
+    for root in args.weight_roots:
+        flags += ["--weight-root", root]
+    if args.cache_dir is not None:
+        flags += ["--cache-dir", args.cache_dir]
+    if args.no_prove_reload:
+        flags.append("--no-prove-reload")
     if args.verbose:
         flags += ["--log-level", "debug"]
     return flags

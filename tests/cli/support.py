@@ -1,5 +1,6 @@
 """Runs `rollbus` as its users do: as a command of its own."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -18,6 +19,31 @@ def rollbus(*args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = Non
     return subprocess.run(
         command(*args), env={**ENV, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
     )
+
+
+class Ended(NamedTuple):
+    """What a run of `rollbus` left."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
+    """Run a subcommand to its end, while the test's event loop goes on. Cancellation: kills it."""
+    process = await asyncio.create_subprocess_exec(
+        *command(*args, "--fleet", fleet),
+        env={**ENV, "ROLLBUS_NATS": nats},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        stdout, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return Ended(process.returncode or 0, stdout.decode(), stderr.decode())
 
 
 def command(*args: str) -> list[str]:

@@ -12,7 +12,19 @@ from frontend.cli.worker_options import python_env, worker_flags
 from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus
 
-COMMANDS = ("demo", "generate", "status", "up", "worker")
+COMMANDS = (
+    *("abort", "demo", "drain", "flush-cache", "generate", "load-lora", "pause", "reset", "resume", "sleep", "status"),
+    *("unload-lora", "up", "update-weights", "wake", "worker"),
+)
+NEEDED = {
+    "abort": ["id"],
+    "drain": ["worker"],
+    "generate": ["--input", "a", "--output", "b"],
+    "load-lora": ["name", "path"],
+    "unload-lora": ["name"],
+    "update-weights": ["path"],
+}
+"""What some commands cannot do without."""
 HEAVY = ("nats", "rich", "torch", "transformers", "uvloop", "vllm")
 
 
@@ -44,8 +56,9 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_takes_the_common_options(command: str) -> None:
     """--nats, --fleet, --json and -v mean the same everywhere."""
-    own = {"generate": ["--input", "a", "--output", "b"]}.get(command, [])
-    args = build_parser().parse_args([command, *own, "--nats", "nats://h:1", "--fleet", "f", "--json", "-v"])
+    args = build_parser().parse_args(
+        [command, *NEEDED.get(command, []), "--nats", "nats://h:1", "--fleet", "f", "--json", "-v"]
+    )
 
     assert (args.nats, args.fleet, args.json, args.verbose) == ("nats://h:1", "f", True, True)
 
@@ -62,7 +75,17 @@ def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.Monk
     "argv",
     [
         [],
-        ["pause"],
+        ["stop"],
+        ["pause", "--mode", "now"],
+        ["pause", "--timeout-s", "0"],
+        ["update-weights", "--version", "1"],
+        ["update-weights", "a", "--version", "-1"],
+        ["update-weights", "a", "--version", "1", "--upload", "--objects"],
+        ["load-lora", "name"],
+        ["abort"],
+        ["drain"],
+        ["drain", "w", "--worker", "w"],
+        ["sleep", "--level", "3"],
         ["up", "--workers", "0"],
         ["up", "--engine", "other"],
         ["up", "--engine-args", "dtype=float32"],
@@ -178,11 +201,13 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `rollbus worker` and `rollbus up` are told reaches `python -m workers` unchanged."""
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
-    argv += ["--engine-timeout-s", "60"]
+    argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
+    argv += ["--no-prove-reload"]
 
     assert worker_flags(build_parser().parse_args(argv)) == [
         *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
-        *("--engine-args", engine_args, "--engine-timeout-s", "60.0", "--log-level", "debug"),
+        *("--engine-args", engine_args, "--engine-timeout-s", "60.0"),
+        *("--weight-root", "a", "--weight-root", "b", "--cache-dir", "c", "--no-prove-reload", "--log-level", "debug"),
     ]
 
 

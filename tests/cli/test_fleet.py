@@ -48,11 +48,11 @@ def generate(nats: str, path: Path, *args: str) -> tuple[int, dict[str, Any], st
 
 
 def test_status_shows_the_workers(nats: str) -> None:
-    """One row for each worker, one for each queue; the same as JSON in one line."""
+    """One row for each worker, one for each queue, one for all engines that are alike; as JSON in one line."""
     table, as_json = rollbus("status", nats=nats), rollbus("status", "--json", nats=nats)
 
     assert (table.returncode, table.stderr) == (0, "")
-    workers, _, queues = table.stdout.partition("\n\n")
+    workers, queues, engines = table.stdout.split("\n\n")
     assert [line.split()[:3] for line in workers.splitlines()[1:]] == [
         ["local-0", "synthetic", "serving"],
         ["local-1", "synthetic", "serving"],
@@ -61,6 +61,8 @@ def test_status_shows_the_workers(nats: str) -> None:
         ["queue", "resume", "high", "normal", "low", "in", "hand"],
         ["synthetic", "0", "0", "0", "0", "0"],
     ]
+    assert engines.splitlines()[1].endswith("local-0, local-1")
+    assert len(engines.splitlines()) == 2
     [line] = as_json.stdout.splitlines()
     assert [worker["worker"] for worker in json.loads(line)["workers"]] == ["local-0", "local-1"]
     assert {queue["lane"] for queue in json.loads(line)["queues"]} == {"resume", "high", "normal", "low"}
@@ -79,7 +81,7 @@ def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tupl
         assert nats in line
         assert line.count("\n") == 1
     if json_option:
-        assert json.loads(status.stdout) == {"fleet": "nobody", "workers": [], "queues": []}
+        assert json.loads(status.stdout) == {"fleet": "nobody", "workers": [], "queues": [], "desired": {}}
 
 
 def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ class Up(NamedTuple):
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One worker with the tiny MoE, which is made for it."""
     folder = tmp_path_factory.mktemp("up")
-    with running_up("--state-dir", str(folder), log=folder / "log") as (process, info):
+    options = ("--state-dir", str(folder), "--weight-root", str(folder), "--weight-version", "1")
+    with running_up(*options, log=folder / "log") as (process, info):
         assert (info["http"], info["workers"]) == (None, ["local-0"])
         yield Up(process, info["nats"], folder / TINY_MOE, folder / "log")
 
@@ -50,7 +51,8 @@ def test_status_tells_what_the_engine_can_do(up: Up) -> None:
     assert (worker["model"], worker["state"], worker["model_path"]) == (TINY_MOE, "serving", str(up.model))
     assert worker["capabilities"]["engine"] == "vllm"
     assert worker["capabilities"]["routed_experts"] == {"num_layers": 4, "top_k": 4, "num_experts": 16, "dtype": "u1"}
-    assert "4 layers, top 4 of 16, u1" in rollbus("status", nats=up.nats).stdout
+    assert worker["capabilities"]["weight_updates"]
+    assert re.search(r"^vllm .* 4 +4 +16 +u1 ", rollbus("status", nats=up.nats).stdout, re.MULTILINE)
 
 
 def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
@@ -126,7 +128,9 @@ def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[s
         is_verbose=False,
     )
 
-    asyncio.run(tour.show(up.nats, load_tokenizer(up.model)))
+    next_weights = asyncio.run(make_tiny_moe(up.model.parent, seed=1))
+
+    asyncio.run(tour.show(up.nats, load_tokenizer(up.model), next_weights))
 
     out = capsys.readouterr().out
     assert len(re.findall(r"^ +\d+  ['\"].*['\"] +-\d+\.\d{3} ( +\d+){4}$", out, re.MULTILINE)) in range(1, 17)

@@ -1,0 +1,24 @@
+"""End requests that are in flight at a worker, of whichever client; their streams end with `abort`.
+
+Requests that still wait in the queue are not reached. An id that no worker has is reported, and no error: the request
+may have ended by itself.
+"""
+
+import argparse
+
+from frontend.cli.control import add_send_options, run_control
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "end requests in flight"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("request_ids", metavar="ID", nargs="+", help="of a request, as its client named it")
+    add_send_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Abort."""
+    return run_control(args, lambda fleet, options: fleet.abort(args.request_ids, **options))

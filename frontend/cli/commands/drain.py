@@ -1,0 +1,27 @@
+"""Take workers out of service: they hand their requests in flight to others and take no more, until `rollbus resume`.
+
+Requests go on elsewhere from the tokens that they have. The worker may then be stopped without loss.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, cast
+
+from frontend.cli.control import add_send_options, run_control
+
+if TYPE_CHECKING:
+    from bus.client.fleet import DrainOptions
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "take workers out of service"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("workers", metavar="WORKER", nargs="+", help="id of a worker, as in `rollbus status`")
+    add_send_options(parser, has_worker=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain."""
+    return run_control(args, lambda fleet, options: fleet.drain(args.workers, **cast("DrainOptions", options)))

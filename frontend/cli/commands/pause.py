@@ -1,0 +1,34 @@
+"""Pause workers: they take no more requests, which wait in the queue until `rollbus resume`.
+
+With --mode keep, requests in flight stop where they are and go on after the resume, without a lost or repeated token.
+With wait, they are finished first; if that takes longer than --timeout-s the command fails, and the workers stay
+paused. With abort, they end at once with the tokens that they have.
+
+A worker that starts later is paused too, unless --worker was given.
+"""
+
+import argparse
+from typing import get_args
+
+from frontend.cli.control import add_send_options, run_control
+from schemas.control import PauseMode
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "take no more requests; they wait in the queue"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
+    )
+    parser.add_argument("--clear-cache", action="store_true", help="forget the prefix cache too")
+    add_send_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pause."""
+    return run_control(
+        args, lambda fleet, options: fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options)
+    )

@@ -1,0 +1,37 @@
+"""Forget what workers were told to do: pause, weights, adapters. For when that does not fit the model any more.
+
+Workers that run go on as they are. Those that start afterwards begin as their own options say.
+"""
+
+import argparse
+
+from frontend.cli.exits import ExitCode
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "forget what workers were told to do"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="NAME", help="of the workers of this model (default: of every live model)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Forget."""
+    from frontend.cli.app import run_async
+
+    return run_async(_reset(args))
+
+
+async def _reset(args: argparse.Namespace) -> int:
+    import bus
+    from frontend.cli.console import print_json, say
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        models = await rb.fleet.reset(args.model)
+    if args.json:
+        print_json({"models": models})
+    else:
+        say(f"forgot what was told the workers of {', '.join(models)}" if models else "nothing was recorded")
+    return ExitCode.OK

@@ -1,0 +1,26 @@
+"""Make engines give up their memory until `rollbus wake`; requests wait in the queue or go to other workers."""
+
+import argparse
+
+from frontend.cli.control import add_send_options, run_control
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "give up the engines' memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="1: keep the weights in the machine's memory; 2: drop them, to be loaded again (default: 1)",
+    )
+    add_send_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Put to sleep."""
+    return run_control(args, lambda fleet, options: fleet.sleep(level=args.level, **options))

@@ -1,0 +1,154 @@
+"""What the commands to workers have in common: their options, their progress, and how their answers are shown."""
+
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from frontend.cli.arguments import positive_float
+from frontend.cli.exits import CommandFailed, ExitCode, exit_code_of_ledger
+
+if TYPE_CHECKING:
+    from bus import CommandIncomplete, Fleet, Ledger
+    from bus.client.fleet import SendOptions
+    from schemas.control import Ack
+
+__all__ = ["AckCounter", "Act", "Source", "add_send_options", "add_source_options", "run_control", "source_of"]
+
+
+class Source(TypedDict):
+    """Where something is that is to be loaded, as keyword arguments of `rb.fleet`: one of the two."""
+
+    path: str | None
+    objects: str | None
+
+
+Act = Callable[["Fleet", "SendOptions"], Awaitable["Ledger"]]
+"""Gives the command to a fleet."""
+
+
+def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True) -> None:
+    """Add the options that say whom a command concerns, and how long each may take.
+
+    Args:
+        has_worker: add --worker; not where workers are arguments already.
+    """
+    group = parser.add_argument_group("whom it concerns")
+    group.add_argument("--model", metavar="NAME", help="workers that serve this model (default: of every model)")
+    if has_worker:
+        group.add_argument(
+            "--worker",
+            dest="only_workers",
+            metavar="ID",
+            action="append",
+            help="this worker; may be given several times (default: all, also those that start later)",
+        )
+    group.add_argument(
+        "--timeout-s", metavar="S", type=positive_float, help="for each worker (default: 60, or 600 to load something)"
+    )
+
+
+def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add PATH and the options that say where it is.
+
+    Args:
+        what: is in the folder, for the help.
+    """
+    parser.add_argument(
+        "path", metavar="PATH", help=f"folder of the {what} on the workers' machines, below one of their --weight-root"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--upload", action="store_true", help="PATH is on this machine: send it through NATS, for workers without it"
+    )
+    where.add_argument(
+        "--objects", action="store_true", help="PATH is BUCKET/PREFIX in NATS's object store, as an upload made it"
+    )
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """Where PATH is, as `rb.fleet` takes it; a path is made absolute and nothing more, as links may differ elsewhere.
+
+    Raises:
+        CommandFailed: there is nothing to upload.
+    """
+    if args.objects:
+        return {"path": None, "objects": args.path}
+    path = str(Path(args.path).absolute())
+    if args.upload and not Path(path).is_dir():
+        raise CommandFailed(f"--upload {args.path}: not a folder on this machine", ExitCode.USAGE)
+    return {"path": path, "objects": None}
+
+
+def run_control(args: argparse.Namespace, act: Act) -> int:
+    """Give the command, wait for all answers, show them, and return the exit code."""
+    from frontend.cli.app import run_async
+
+    return run_async(_control(args, act))
+
+
+async def _control(args: argparse.Namespace, act: Act) -> int:
+    import bus
+    from frontend.cli.console import note, waiting
+
+    incomplete: CommandIncomplete | None = None
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        with waiting(_name(args)) as show:
+            options = _send_options(args)
+            options["on_ack"] = AckCounter(show).take
+            try:
+                ledger = await act(rb.fleet, options)
+            except bus.CommandIncomplete as error:
+                incomplete, ledger = error, error.ledger
+    _show(args, ledger)
+    if incomplete is not None:
+        note(f"rollbus: {incomplete}")
+    return exit_code_of_ledger(ledger)
+
+
+def _send_options(args: argparse.Namespace) -> "SendOptions":
+    options: SendOptions = {"model": args.model}
+    if getattr(args, "only_workers", None):
+        options["workers"] = args.only_workers
+    if args.timeout_s is not None:
+        options["timeout_s"] = args.timeout_s
+    return options
+
+
+def _show(args: argparse.Namespace, ledger: "Ledger") -> None:
+    from frontend.cli.console import print_json, print_table, say
+    from frontend.cli.ledger import COLUMNS, ledger_as_json, ledger_rows, summary
+
+    if args.json:
+        print_json(ledger_as_json(ledger))
+        return
+    print_table(COLUMNS, ledger_rows(ledger))
+    say(summary(ledger))
+
+
+def _name(args: argparse.Namespace) -> str:
+    return str(args.command.__name__.rpartition(".")[2].replace("_", "-"))
+
+
+class AckCounter:
+    """Sums up the answers that have come so far in one line.
+
+    Args:
+        show: takes that line; called on the thread on which answers arrive.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._command = ""
+        self._stages: dict[str, str] = {}
+
+    def take(self, ack: "Ack") -> None:
+        """Take a worker's answer."""
+        if ack.id != self._command:
+            # An update asks twice: whether it can be done, then to do it.
+            self._command, self._stages = ack.id, {}
+        self._stages[ack.worker] = ack.stage if ack.stage and not ack.status.is_final else ack.status
+        counts: dict[str, int] = {}
+        for stage in self._stages.values():
+            counts[stage] = counts.get(stage, 0) + 1
+        self._show(f"{ack.command}: {', '.join(f'{count} {stage}' for stage, count in counts.items())}")

@@ -1,0 +1,173 @@
+"""The state of a fleet as tables for people, and as JSON for programs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from bus import FleetState, QueueDepth
+from schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Sleep, UpdateWeights
+from schemas.desired import DesiredState, Recorded
+from schemas.presence import Capabilities, WorkerPresence
+
+__all__ = [
+    "DESIRED_COLUMNS",
+    "ENGINE_COLUMNS",
+    "ERROR_COLUMNS",
+    "QUEUE_COLUMNS",
+    "WORKER_COLUMNS",
+    "desired_rows",
+    "engine_rows",
+    "error_rows",
+    "queue_rows",
+    "state_as_json",
+    "worker_row",
+]
+
+WORKER_COLUMNS = (
+    *("worker", "model", "state", "version", "desired", "epoch"),
+    *("in flight", "queued", "free slots", "LoRAs", "uptime", "lease age"),
+)
+LANES = ("resume", "high", "normal", "low")
+QUEUE_COLUMNS = ("queue", *LANES, "in hand")
+DESIRED_COLUMNS = ("desired of", "epoch", "version", "weights from", "state", "LoRAs")
+ENGINE_COLUMNS = (
+    *("engine", "dtype", "max_model_len", "max_num_seqs", "layers", "top-k", "experts", "ids"),
+    *("can", "workers"),
+)
+ERROR_COLUMNS = ("worker", "last error")
+NUM_NAMED: Final = 3
+"""Workers of one kind that are named; of the others only the number."""
+NONE = "-"
+
+
+def worker_row(worker: WorkerPresence) -> list[str]:
+    """What one worker does: the cells of `WORKER_COLUMNS`."""
+    state = worker.state if worker.pause_mode is None else f"{worker.state} ({worker.pause_mode})"
+    return [
+        worker.worker,
+        worker.model,
+        state,
+        str(worker.weight_version),
+        NONE if worker.target_version is None else str(worker.target_version),
+        str(worker.epoch),
+        str(worker.in_flight),
+        str(worker.queued),
+        str(worker.free_slots),
+        ", ".join(f"{lora.name} ({lora.version})" for lora in worker.loras) or NONE,
+        _duration(worker.uptime_s),
+        f"{worker.lease_age_s:.1f}s",
+    ]
+
+
+def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
+    """What waits in each lane, and what workers were handed: the cells of `QUEUE_COLUMNS` for each model.
+
+    A request is in a worker's hand until its client has heard of it.
+    """
+    waiting: dict[tuple[str, str], int] = {(depth.model, depth.lane): depth.waiting for depth in depths}
+    in_hand = {model: sum(depth.in_hand for depth in depths if depth.model == model) for model, _ in waiting}
+    return [
+        [model, *(str(waiting[model, lane]) if (model, lane) in waiting else NONE for lane in LANES), str(count)]
+        for model, count in in_hand.items()
+    ]
+
+
+def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
+    """What workers should be doing: the cells of `DESIRED_COLUMNS` for each model, and for workers told otherwise."""
+    rows = []
+    for model, state in sorted(desired.items()):
+        rows.append([model, str(state.epoch), *_registers(state.registers)])
+        for worker, registers in sorted(state.workers.items()):
+            rows.append([f"{model}, only {worker}", NONE, *_registers(registers)])
+    return rows
+
+
+def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """What engines can do: the cells of `ENGINE_COLUMNS`, one row for all workers that can do the same."""
+    alike: dict[Capabilities, list[str]] = {}
+    for worker in workers:
+        if worker.capabilities is not None:
+            alike.setdefault(worker.capabilities, []).append(worker.worker)
+    return [[*_engine_cells(known), _named(names)] for known, names in alike.items()]
+
+
+def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """What went wrong last: the cells of `ERROR_COLUMNS` for each worker to which something happened."""
+    return [[worker.worker, worker.last_error] for worker in workers if worker.last_error]
+
+
+def state_as_json(state: FleetState) -> dict[str, Any]:
+    """What `rollbus status --json` prints; its names are documented in docs/operations.md and do not change."""
+    return {
+        "fleet": state.fleet,
+        "workers": [_without(worker, "v") for worker in state.workers],
+        "queues": [msgspec.to_builtins(depth) for depth in state.queues],
+        "desired": {model: _without(desired, "v", "model", "seen") for model, desired in state.desired.items()},
+    }
+
+
+def _without(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(struct)
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _registers(registers: Mapping[str, Recorded]) -> list[str]:
+    """Version, source, state and adapters, as far as something lasting was recorded of them."""
+    version = source = NONE
+    states, loras = [], []
+    for register, recorded in sorted(registers.items()):
+        match recorded.command:
+            case UpdateWeights() as update:
+                version, source = str(update.version), str(update.source)
+            case FinishWeightUpdate() as finish:
+                version, source = str(finish.version), "the transfer engine"
+            case Pause(mode=mode):
+                states.append(f"paused ({mode})")
+            case Drain():
+                states.append("drained")
+            case Sleep():
+                states.append("asleep")
+            case LoadLora() as load:
+                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
+            case _:
+                # Resume, wake, flush and unload leave nothing to be seen.
+                pass
+    return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
+
+
+def _engine_cells(known: Capabilities) -> list[str]:
+    routing = known.routed_experts
+    can = {
+        "weights": known.weight_updates,
+        "transfer": known.weight_transfer,
+        f"{known.max_loras} LoRAs": known.max_loras > 0,
+        "sleep": known.sleep,
+        "priority": known.priority,
+        f"dp {known.data_parallel_size}": known.data_parallel_size > 1,
+    }
+    return [
+        f"{known.engine} {known.engine_version}",
+        known.dtype,
+        str(known.max_model_len),
+        str(known.max_num_seqs),
+        *(
+            [NONE] * 4
+            if routing is None
+            else [str(routing.num_layers), str(routing.top_k), str(routing.num_experts), routing.dtype]
+        ),
+        ", ".join(what for what, is_able in can.items() if is_able) or NONE,
+    ]
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NUM_NAMED])
+    return shown if len(names) <= NUM_NAMED else f"{shown} and {len(names) - NUM_NAMED} more"
+
+
+def _duration(seconds: float) -> str:
+    minutes, secs = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{secs:02}s" if minutes else f"{secs}s"

@@ -1,0 +1,170 @@
+"""The steps of the tour that command: pause and resume, and new weights while an answer is being written."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import bus
+from bus import GenerateRequest, Generation
+from frontend.cli.exits import CommandFailed
+from frontend.cli.results import first_error
+from frontend.cli.tour.guide import Guide, quoted, require, took
+
+__all__ = ["FIRST_VERSION", "flush_cache", "pause_and_resume", "update_weights"]
+
+FIRST_VERSION = 1
+"""Of the weights that the worker starts with."""
+NEXT_VERSION = 2
+"""Of those that replace them."""
+NUM_PAUSED = 8
+"""Requests sent to a paused worker at most."""
+SEEN_WITHIN_S = 30.0
+"""Until what was sent is seen waiting in the queue: half a second, on a machine that is not overloaded."""
+NUM_SHOWN = 4
+"""Tokens that are printed at the begin of the answer, and on either side of the cut."""
+NUM_COMPARED = 6
+"""Tokens of the same answer before and after."""
+MAX_TOKENS = 8192
+"""Of the answer during which weights change: it is ended long before, when it has tokens of both versions."""
+
+
+async def pause_and_resume(guide: Guide) -> None:
+    """Send requests to a paused fleet: they wait in the queue, and are answered after the resume."""
+    guide.say("Pause and resume")
+    prompts = guide.prompts[:NUM_PAUSED]
+    requests = [guide.request(prompt, max_tokens=16) for prompt in prompts]
+    guide.tell(await guide.rb.fleet.pause())
+    async with asyncio.TaskGroup() as tasks:
+        answers = tasks.create_task(_complete(guide.rb, requests), name="requests of the paused fleet")
+        await _until_waiting(guide.rb, len(requests))
+        require(not answers.done(), "a paused worker answered")
+        guide.say(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
+        started = time.monotonic()
+        guide.tell(await guide.rb.fleet.resume())
+    num_tokens = sum(len(generation.token_ids) for generation in answers.result())
+    guide.say(f"      all {len(requests)} are answered: {num_tokens} tokens, {took(started)} after the resume")
+    guide.report["pause"] = {"waited": len(requests), "tokens": num_tokens}
+
+
+async def _complete(rb: bus.Client, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    generations = [generation async for generation in rb.complete_many(requests)]
+    for generation in generations:
+        error = first_error(generation)
+        if error is not None:
+            raise CommandFailed(f"a request failed: {error}")
+    return generations
+
+
+async def _until_waiting(rb: bus.Client, count: int) -> None:
+    """Wait until `count` requests wait in queues.
+
+    Raises:
+        CommandFailed: they do not come.
+    """
+    try:
+        async with asyncio.timeout(SEEN_WITHIN_S):
+            # Each look at the fleet takes half a second.
+            while sum(depth.waiting for depth in (await rb.fleet.state()).queues) < count:
+                pass
+    except TimeoutError as exc:
+        raise CommandFailed(f"{count} requests were sent, and fewer wait in the queue") from exc
+
+
+async def update_weights(guide: Guide, checkpoint: Path) -> None:
+    """Replace the weights while an answer is being written, and compare an answer of before with one of after."""
+    question = guide.request(guide.first_question, max_tokens=NUM_COMPARED, temperature=0.0, ignore_eos=True)
+    guide.say("New weights while an answer is being written")
+    answers = [await guide.rb.complete(question)]
+    await _stream_across(guide, checkpoint)
+    answers.append(await guide.rb.complete(question))
+    guide.say(f"      {quoted(guide.first_question)}, greedily, before and after:")
+    for generation, version in zip(answers, (FIRST_VERSION, NEXT_VERSION), strict=True):
+        require(set(generation.weight_versions.tolist()) == {version}, f"an answer is not of version {version}")
+        guide.say(f"        version {version}: {guide.tokenizer.decode(generation.token_ids.tolist())!r}")
+
+
+async def flush_cache(guide: Guide) -> None:
+    """Send a long prompt until it is in the prefix cache, then forget the cache."""
+    guide.say("Flush the prefix cache")
+    token_ids = [token_id for prompt in guide.prompts for token_id in guide.request(prompt).prompt_token_ids]
+    request = GenerateRequest(
+        prompt_token_ids=token_ids[: guide.max_model_len - 1], sampling=bus.SamplingParams(max_tokens=1)
+    )
+    await guide.rb.complete(request)
+    cached = await _cached_tokens(guide, request)
+    guide.say(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} of them are in the cache")
+    guide.tell(await guide.rb.fleet.flush_cache())
+    left = await _cached_tokens(guide, request)
+    guide.say(f"      and once more: {left}")
+    require(left == 0, "the flushed cache is not empty")
+    guide.report["flush"] = {"cached_before": cached, "cached_after": left}
+
+
+async def _cached_tokens(guide: Guide, request: GenerateRequest) -> int:
+    return (await guide.rb.complete(request)).cached_tokens or 0
+
+
+async def _stream_across(guide: Guide, checkpoint: Path) -> None:
+    """Stream an answer, update the weights meanwhile, and end it when it has tokens of both versions."""
+    request = guide.request(guide.first_question, ignore_eos=True)
+    room = min(MAX_TOKENS, guide.max_model_len - request.prompt_len)
+    request = guide.request(guide.first_question, ignore_eos=True, max_tokens=room)
+    guide.say(f"      {'token id':>8}  {'text':<14}{'version':>7}")
+    cut = Cut(guide.say)
+    async with asyncio.TaskGroup() as tasks, contextlib.aclosing(guide.rb.generate(request)) as chunks:
+        update: asyncio.Task[bus.Ledger] | None = None
+        async for chunk in chunks:
+            for token_id in chunk.token_ids.tolist():
+                text = f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{chunk.weight_version:>7}"
+                cut.take(chunk.weight_version, text)
+            if update is None and cut.counts[FIRST_VERSION] >= NUM_SHOWN:
+                update = tasks.create_task(guide.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
+            if cut.counts[NEXT_VERSION] >= NUM_SHOWN:
+                break
+        require(update is not None and cut.counts[NEXT_VERSION] > 0, "the answer ended before the weights changed")
+    if update is not None:
+        guide.tell(update.result())
+    guide.report["update"] = {"tokens": {str(version): count for version, count in cut.counts.items() if count}}
+
+
+class Cut:
+    """Prints the first tokens of an answer, and those on either side of its change of weights.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.counts: Counter[int] = Counter()
+        """Tokens by version."""
+        self._say = say
+        self._unsaid: deque[str] = deque(maxlen=NUM_SHOWN)
+
+    def take(self, version: int, line: str) -> None:
+        """Take the next token, as a line.
+
+        Raises:
+            CommandFailed: its weights are not those expected, or older than those of the token before.
+        """
+        require(version in (FIRST_VERSION, NEXT_VERSION), f"a token of version {version}")
+        self.counts[version] += 1
+        count = self.counts[version]
+        if version == FIRST_VERSION:
+            require(not self.counts[NEXT_VERSION], "a token of the old weights came after one of the new")
+        elif count == 1:
+            self._say_cut()
+        if count <= NUM_SHOWN:
+            self._say(line)
+        elif version == FIRST_VERSION:
+            self._unsaid.append(line)
+
+    def _say_cut(self) -> None:
+        """Print what is left of the old weights."""
+        skipped = self.counts[FIRST_VERSION] - NUM_SHOWN - len(self._unsaid)
+        if skipped > 0:
+            self._say(f"           ... {skipped} more ...")
+        for line in self._unsaid:
+            self._say(line)

@@ -1,0 +1,96 @@
+"""The steps of the tour that ask: one answer token by token, then many at once with their routing."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from bus import Generation
+from frontend.cli.console import print_table, progress
+from frontend.cli.exits import CommandFailed
+from frontend.cli.expert_counts import COLUMNS, count_experts, expert_rows
+from frontend.cli.results import first_error
+from frontend.cli.tour.guide import Guide, quoted
+from schemas.rows import expected_rows
+
+__all__ = ["complete_all", "stream_one"]
+
+NUM_STREAMED = 16
+"""Tokens of the streamed answer; each is a line."""
+
+
+async def stream_one(guide: Guide) -> None:
+    """Print the tokens of one answer as they arrive."""
+    prompt = guide.first_question
+    request = guide.request(prompt, max_tokens=NUM_STREAMED)
+    guide.say(f"One question, streamed: {quoted(prompt)}")
+    guide.say(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it comes")
+    guide.say(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  experts behind it (layer 0)")
+    async for chunk in guide.rb.generate(request):
+        if not chunk.num_tokens:
+            continue
+        logprobs = chunk.logprobs
+        if logprobs is None or chunk.routed_experts is None:
+            raise CommandFailed("a chunk came without its logprobs or routed experts")
+        # The last rows are those of the positions that gave these tokens; the prompt's come before them.
+        rows = chunk.routed_experts.numpy()[-chunk.num_tokens :]
+        for token_id, logprob, row in zip(chunk.token_ids.tolist(), logprobs.tolist(), rows, strict=True):
+            experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
+            guide.say(f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
+
+
+async def complete_all(guide: Guide, source: Path, out: IO[str]) -> None:
+    """Complete all prompts at once; every result must be whole. Their routing is a table on `out`."""
+    guide.say(f"All {len(guide.prompts)} questions of {source.name} at once")
+    requests = [prompt.request(guide.tokenizer) for prompt in guide.prompts]
+    generations: list[Generation] = []
+    started = time.monotonic()
+    with progress("      generating", len(requests), shown=guide.shows_progress) as advance:
+        async for generation in guide.rb.complete_many(requests):
+            error = first_error(generation)
+            if error is not None:
+                raise CommandFailed(f"a request failed: {error}")
+            generations += [generation, *generation.siblings]
+            advance()
+    seconds = time.monotonic() - started
+    for generation in generations:
+        _check_rows(generation)
+    _summarize(guide, generations, seconds, out)
+
+
+def _summarize(guide: Guide, generations: Sequence[Generation], seconds: float, out: IO[str]) -> None:
+    routing = guide.routing
+    arrays = [generation.routed_experts for generation in generations if generation.routed_experts is not None]
+    counts = count_experts(arrays, routing.num_layers, routing.num_experts)
+    num_tokens = sum(len(generation.token_ids) for generation in generations)
+    num_rows, num_bytes = sum(len(array) for array in arrays), sum(array.nbytes for array in arrays)
+    guide.report.update(
+        prompts=len(guide.prompts),
+        tokens=num_tokens,
+        seconds=round(seconds, 3),
+        tokens_per_s=round(num_tokens / seconds, 1),
+        routed_experts={"rows": num_rows, "bytes": num_bytes, "counts": counts.tolist()},
+    )
+    longest = max(generations, key=lambda generation: len(generation.token_ids))
+    rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
+    guide.say(f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine")
+    guide.say(
+        f"      Routing of one answer: an array of shape {rows.shape} (rows, layers, top k), dtype {rows.dtype}, "
+        f"{rows.nbytes} bytes"
+    )
+    guide.say(
+        f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
+        "the last token was not fed back"
+    )
+    guide.say(f"      Of all {len(arrays)}: {num_rows} rows, {num_bytes} bytes; every answer has all of its rows")
+    guide.say(
+        f"        an even share would be {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
+    )
+    print_table(COLUMNS, expert_rows(counts), out=out)
+
+
+def _check_rows(generation: Generation) -> None:
+    expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
+    found = None if generation.routed_experts is None else len(generation.routed_experts)
+    if found != expected:
+        raise CommandFailed(f"{generation.request_id} has {found} routing rows, not {expected}")

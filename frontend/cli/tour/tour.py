@@ -1,0 +1,139 @@
+"""The tour from its begin to its end: what is made and started for it, and the order of its steps."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import bus
+from frontend.cli.console import note, print_json, program, say, waiting
+from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
+from frontend.cli.prompts import Prompt
+from frontend.cli.tour.control import FIRST_VERSION, flush_cache, pause_and_resume, update_weights
+from frontend.cli.tour.guide import Guide, took
+from frontend.cli.tour.requests import complete_all, stream_one
+from frontend.tokenization import Tokenizer, load_tokenizer
+from schemas.presence import RoutedExpertsInfo
+
+__all__ = ["Tour"]
+
+NUM_STEPS: Final = 7
+NEXT_SEED: Final = 1
+"""Of the weights that replace the first ones, which have 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tour:
+    """One run of the demo; `run` raises `CommandFailed` where reality is not as told."""
+
+    prompts: Sequence[Prompt]
+    source: Path
+    fleet: str
+    state_dir: Path
+    as_json: bool
+    is_verbose: bool
+
+    @property
+    def _out(self) -> IO[str]:
+        return sys.stderr if self.as_json else sys.stdout
+
+    def _say(self, text: str = "", *, end: str = "\n") -> None:
+        say(text, end=end, out=self._out)
+
+    def _begin(self, step: int) -> None:
+        """Begin the line of a step; what is said next is its title."""
+        self._say(f"\n[{step}/{NUM_STEPS}] ", end="")
+
+    async def run(self) -> int:
+        """Give the tour."""
+        self._say("rollbus: real questions through a real vLLM engine, over NATS, on this machine.")
+        self._say("The model is tiny and untrained: its text is noise. Ids, logprobs and routing are the engine's.")
+        started = time.monotonic()
+        self._begin(1)
+        self._say("A tiny mixture-of-experts model with random weights, and the same with others for later")
+        with waiting("making them"):
+            model = await make_tiny_moe(self.state_dir)
+            next_weights = await make_tiny_moe(self.state_dir, seed=NEXT_SEED)
+        for folder in (model, next_weights):
+            self._say(f"      {folder}")
+        self._say(f"      ({took(started)})")
+
+        started = time.monotonic()
+        self._begin(2)
+        self._say("A NATS server and one vLLM worker; a cold start takes about half a minute")
+        flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
+        roots = ("--weight-root", str(self.state_dir))
+        local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
+        async with AsyncExitStack() as stack:
+            with waiting("starting"):
+                url = await stack.enter_async_context(run_fleet(local, self._hear))
+                tokenizer = await asyncio.to_thread(load_tokenizer, model)
+            self._say(f"      {url} ({took(started)})")
+            await self.show(url, tokenizer, next_weights)
+        if not self.as_json:
+            self._say(NEXT.format(program=program(), questions=_short_path(self.source), folder=self.state_dir))
+        return ExitCode.OK
+
+    async def show(self, url: str, tokenizer: Tokenizer, next_weights: Path) -> None:
+        """Show the fleet at `url`, whose worker has weights of version 1: answers, routing, and commands."""
+        async with bus.connect(url, fleet=self.fleet) as rb:
+            workers = (await rb.fleet.state()).workers
+            known = workers[0].capabilities if workers else None
+            if known is None or known.routed_experts is None:
+                raise CommandFailed("no worker returns routed experts")
+            self._say(f"      vLLM {known.engine_version}, {_described(known.routed_experts)}")
+            guide = Guide(
+                rb=rb,
+                tokenizer=tokenizer,
+                prompts=self.prompts,
+                routing=known.routed_experts,
+                max_model_len=known.max_model_len,
+                say=self._say,
+                shows_progress=not self.as_json,
+            )
+            self._begin(3)
+            await stream_one(guide)
+            self._begin(4)
+            await complete_all(guide, self.source, self._out)
+            self._begin(5)
+            await pause_and_resume(guide)
+            self._begin(6)
+            await update_weights(guide, next_weights)
+            self._begin(7)
+            await flush_cache(guide)
+        if self.as_json:
+            print_json(guide.report)
+
+    def _hear(self, worker: str, line: str) -> None:
+        if self.is_verbose:
+            note(f"[{worker}] {line}")
+
+
+NEXT = """
+What to try next
+  {program} up --weight-root {folder}
+      the same fleet, until Ctrl-C; with --model DIR your own checkpoint
+  {program} status
+      from another terminal: the workers, how busy they are, and what they were told
+  {program} update-weights {folder}/tiny-moe-1 --version 1
+      what you have just seen, by hand; and pause, resume, flush-cache
+  {program} generate --input {questions} --output answers.jsonl --routed-experts npz
+      results in a file, their routing beside it in answers.npz
+  README.md
+      the same from Python, in ten lines
+"""
+
+
+def _described(routing: RoutedExpertsInfo) -> str:
+    return f"{routing.num_layers} layers of {routing.num_experts} experts, {routing.top_k} for each token"
+
+
+def _short_path(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

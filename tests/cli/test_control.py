@@ -1,0 +1,208 @@
+"""The commands to workers as a user gives them, on workers by hand, whose every answer the test writes."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.aio.msg import Msg
+
+from bus.connection import publish, subscribe
+from frontend.cli.exits import ExitCode
+from schemas.control import Ack, AckError, AckStatus, AnyCommand
+from schemas.errors import ControlCode
+from schemas.messages import decode_command, encode_json
+from tests.cli.support import rollbus, run_rollbus
+from tests.support.hand_worker import HandWorker, worker_by_hand
+
+pytestmark = pytest.mark.slow
+
+ACCEPTED, APPLIED, FAILED, STALE = AckStatus.ACCEPTED, AckStatus.APPLIED, AckStatus.FAILED, AckStatus.STALE
+APPLIES = (ACCEPTED, APPLIED)
+
+
+@contextlib.asynccontextmanager
+async def workers(
+    nats_url: str, fleet: str, answers: Mapping[str, Sequence[AckStatus]]
+) -> AsyncIterator[list[AnyCommand]]:
+    """Workers that answer each command, at its first arrival, as `answers` says; yields what they have heard."""
+    heard: list[AnyCommand] = []
+
+    async def join(name: str, says: Sequence[AckStatus]) -> HandWorker:
+        worker = await stack.enter_async_context(worker_by_hand(nats_url, fleet, name, pulls=False))
+        known: set[str] = set()
+
+        async def take(message: Msg) -> None:
+            given = decode_command(message.data)
+            if given.id in known or (given.workers is not None and name not in given.workers):
+                return
+            known.add(given.id)
+            heard.append(given)
+            controller = message.subject.rpartition(".")[2]
+            for status in says:
+                await publish(worker.nats, worker.subjects.ack(controller, name), encode_json(ack(given, name, status)))
+
+        await subscribe(worker.nats, worker.subjects.controls, take)
+        await worker.nats.flush()
+        await worker.announce()
+        return worker
+
+    async with contextlib.AsyncExitStack() as stack:
+        for name, says in answers.items():
+            await join(name, says)
+        yield heard
+
+
+def ack(given: AnyCommand, worker: str, status: AckStatus) -> Ack:
+    """A worker's word on a command."""
+    error = AckError(code=ControlCode.ENGINE_ERROR, message="the engine said no") if status is FAILED else None
+    epoch = given.epoch
+    return Ack(
+        id=given.id, command=given.command, worker=worker, incarnation="life-1", model="m", status=status, error=error,
+        epoch=epoch, request_ids=("r1",) if given.command == "abort" else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "fields"),
+    [
+        (["pause"], "pause", {"mode": "keep", "clear_cache": False}),
+        (["pause", "--mode", "wait", "--clear-cache"], "pause", {"mode": "wait", "clear_cache": True}),
+        (["resume", "--timeout-s", "5"], "resume", {"timeout_s": 5.0}),
+        (["flush-cache", "--preempt"], "flush_cache", {"preempt": True}),
+        (["sleep", "--level", "2"], "sleep", {"level": 2}),
+        (["wake", "--model", "m"], "wake", {"model": "m"}),
+        (["drain", "w0", "w1"], "drain", {"workers": ("w0", "w1")}),
+        (["pause", "--worker", "w1"], "pause", {"workers": ("w1",)}),
+        (["abort", "r1", "r2"], "abort", {"request_ids": ("r1", "r2")}),
+        (["unload-lora", "math"], "unload_lora", {"name": "math"}),
+        (["load-lora", "math", "/a/b", "--version", "3"], "load_lora", {"name": "math", "version": 3}),
+        (["load-lora", "math", "/a/b"], "load_lora", {"name": "math", "version": 1}),
+        (["update-weights", "/a/b", "--check"], "check_weights", {}),
+        (["update-weights", "/a/b", "--version", "9"], "update_weights", {"version": 9, "allow_rollback": False}),
+        (
+            ["update-weights", "/a/b", "--version", "9", "--mode", "abort", "--allow-rollback"],
+            "update_weights",
+            {"mode": "abort", "allow_rollback": True},
+        ),
+    ],
+)
+async def test_commands_say_what_was_typed(
+    args: list[str], name: str, fields: dict[str, object], nats_url: str, fleet: str
+) -> None:
+    """Each option reaches the workers as the field of its name; all applied it: exit code 0."""
+    async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
+        ended = await run_rollbus(nats_url, fleet, *args)
+
+    assert (ended.code, ended.stderr) == (ExitCode.OK, "")
+    told = heard[-1]
+    assert told.command == name
+    assert {field: getattr(told, field) for field in fields} == fields
+    assert f"{name}: applied by " in ended.stdout.splitlines()[-1]
+
+
+async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> None:
+    """A relative PATH is made absolute where it was typed, links unresolved; with --objects it is left as it is."""
+    async with workers(nats_url, fleet, {"w0": APPLIES}) as heard:
+        await run_rollbus(nats_url, fleet, "update-weights", "some/folder", "--version", "1")
+        await run_rollbus(nats_url, fleet, "load-lora", "math", "bucket/prefix", "--objects")
+
+    sources = [str(getattr(told, "source", None)) for told in heard]
+    assert sources == [str(Path.cwd() / "some/folder")] * 2 + ["objects:bucket/prefix"]
+
+
+async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:
+    """Exit code 3 when one of two failed: the table has both, the summary counts, stderr names the one and says why."""
+    async with workers(nats_url, fleet, {"w0": APPLIES, "w1": (ACCEPTED, FAILED)}):
+        ended = await run_rollbus(nats_url, fleet, "flush-cache")
+
+    assert ended.code == ExitCode.PARTIAL
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert rows[0] == ["worker", "result", "version", "seconds", "why"]
+    assert [row[:2] for row in rows[1:3]] == [["w0", "applied"], ["w1", "failed"]]
+    assert ended.stdout.splitlines()[2].endswith("the engine said no")
+    assert "applied by 1 of 2 workers" in ended.stdout.splitlines()[-1]
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("rollbus: ")
+    assert "w1 failed" in line
+    assert "the engine said no" in line
+
+
+async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None:
+    """--json: one line on stdout, also when it did not go well."""
+    async with workers(nats_url, fleet, {"w0": APPLIES, "w1": (STALE,)}):
+        ended = await run_rollbus(nats_url, fleet, "pause", "--json")
+
+    [line] = ended.stdout.splitlines()
+    told: dict[str, Any] = json.loads(line)
+    assert (ended.code, told["command"], told["complete"], told["epochs"]) == (3, "pause", False, {"m": 1})
+    assert {worker["worker"]: worker["result"] for worker in told["workers"]} == {"w0": "applied", "w1": "stale"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ({"w0": (ACCEPTED, FAILED), "w1": (FAILED,)}, ExitCode.FAILED),
+        ({"w0": (AckStatus.UNSUPPORTED,)}, ExitCode.FAILED),
+        ({"w0": (ACCEPTED, APPLIED), "w1": ()}, ExitCode.PARTIAL),
+        ({"w0": (ACCEPTED,), "w1": ()}, ExitCode.TIMEOUT),
+    ],
+)
+async def test_what_was_answered_decides_the_exit_code(
+    answers: dict[str, tuple[AckStatus, ...]], code: ExitCode, nats_url: str, fleet: str
+) -> None:
+    """None and refused: 1; some: 3; none, and nobody said why in time: 4."""
+    async with workers(nats_url, fleet, answers):
+        ended = await run_rollbus(nats_url, fleet, "flush-cache", "--timeout-s", "0.1")
+
+    assert ended.code == code, ended
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["pause"], ["update-weights", "/x", "--version", "1"], ["abort", "r"], ["drain", "w0"], ["resume", "--json"]],
+)
+async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_url: str, fleet: str) -> None:
+    """5, in one line, and nothing is recorded."""
+    ended = await run_rollbus(nats_url, fleet, *args)
+    status = await run_rollbus(nats_url, fleet, "status", "--json")
+
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (ExitCode.NO_WORKERS, "", 1)
+    assert json.loads(status.stdout)["desired"] == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["update-weights", "/x"], "--version N is needed"),
+        (["update-weights", "no-such-folder", "--version", "1", "--upload"], "not a folder on this machine"),
+        (["update-weights", ".", "--check", "--upload"], "--upload"),
+        (["update-weights", "/x", "--version", "1", "--expected-canary", "no-such-file"], "no-such-file"),
+        (["update-weights", "/x", "--version", "1", "--expected-canary", "README.md"], "JSON is malformed"),
+        (["load-lora", "math", "no-such-folder", "--upload"], "not a folder on this machine"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_sent(args: list[str], message: str) -> None:
+    """Usage errors, in one line; NATS, which is not there, is not asked."""
+    done = rollbus(*args)
+
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (ExitCode.USAGE, "", 1)
+    assert message in done.stderr
+
+
+async def test_reset_forgets_what_was_told(nats_url: str, fleet: str) -> None:
+    """After it nothing is desired; where nothing was, it says so. Epochs go on."""
+    async with workers(nats_url, fleet, {"w0": APPLIES}):
+        first = await run_rollbus(nats_url, fleet, "reset", "--json")
+        await run_rollbus(nats_url, fleet, "pause")
+        before = json.loads((await run_rollbus(nats_url, fleet, "status", "--json")).stdout)["desired"]["m"]
+        second = await run_rollbus(nats_url, fleet, "reset")
+        after = json.loads((await run_rollbus(nats_url, fleet, "status", "--json")).stdout)["desired"]["m"]
+
+    assert (first.code, json.loads(first.stdout)) == (ExitCode.OK, {"models": []})
+    assert (second.code, second.stdout) == (ExitCode.OK, "forgot what was told the workers of m\n")
+    assert list(before["registers"]) == ["pause"]
+    assert after == {"epoch": before["epoch"] + 1, "registers": {}, "workers": {}}

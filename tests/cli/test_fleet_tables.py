@@ -1,0 +1,201 @@
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from bus import FleetState, QueueDepth
+from frontend.cli.fleet_tables import (
+    DESIRED_COLUMNS,
+    ENGINE_COLUMNS,
+    QUEUE_COLUMNS,
+    WORKER_COLUMNS,
+    desired_rows,
+    engine_rows,
+    error_rows,
+    queue_rows,
+    state_as_json,
+    worker_row,
+)
+from schemas.control import (
+    AnyCommand,
+    Drain,
+    FinishWeightUpdate,
+    LoadLora,
+    Pause,
+    Resume,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+    WeightSource,
+)
+from schemas.desired import DesiredState, Recorded
+from schemas.presence import Capabilities, LoraInfo, RoutedExpertsInfo, WorkerPresence, WorkerState
+
+STARTING = WorkerPresence(
+    worker="w",
+    incarnation="i",
+    model="m",
+    state=WorkerState.STARTING,
+    weight_version=3,
+    in_flight=0,
+    free_slots=0,
+    uptime_s=59.9,
+    lease_s=5,
+)
+MOE = Capabilities(
+    engine="vllm",
+    engine_version="0.30",
+    max_model_len=512,
+    vocab_size=9,
+    max_num_seqs=8,
+    max_logprobs=20,
+    dtype="bfloat16",
+    routed_experts=RoutedExpertsInfo(num_layers=4, top_k=2, num_experts=16, dtype="u1"),
+    weight_updates=True,
+    max_loras=2,
+)
+DENSE = replace(MOE, routed_experts=None, weight_updates=False, max_loras=0)
+PAUSED = replace(
+    STARTING,
+    state=WorkerState.PAUSED,
+    pause_mode="keep",
+    in_flight=2,
+    queued=1,
+    free_slots=6,
+    uptime_s=7260,
+    capabilities=MOE,
+    target_version=4,
+    epoch=17,
+    loras=(LoraInfo(name="math", version=2), LoraInfo(name="code", version=1)),
+    lease_age_s=0.44,
+    last_error="oops",
+)
+
+
+def recorded(epoch: int, command: AnyCommand) -> Recorded:
+    """A register."""
+    return Recorded(epoch=epoch, command=command)
+
+
+DESIRED = DesiredState(
+    model="m",
+    epoch=9,
+    registers={
+        "weights": recorded(7, UpdateWeights(version=4, source=WeightSource(path="/w/4"))),
+        "lora:math": recorded(3, LoadLora(name="math", source=WeightSource(objects="b/p"), version=2)),
+        "lora:old": recorded(4, UnloadLora(name="old")),
+        "pause": recorded(5, Pause(mode="wait")),
+        "sleep": recorded(6, Sleep()),
+    },
+    workers={"w": {"pause": recorded(8, Drain())}, "x": {"pause": recorded(9, Resume())}},
+)
+
+
+def test_a_worker_has_a_cell_for_each_column() -> None:
+    """A starting worker is shown as well as one of which everything is known."""
+    assert dict(zip(WORKER_COLUMNS, worker_row(STARTING), strict=True)) == {
+        "worker": "w", "model": "m", "state": "starting", "version": "3", "desired": "-", "epoch": "0",
+        "in flight": "0", "queued": "0", "free slots": "0", "LoRAs": "-", "uptime": "59s", "lease age": "0.0s",
+    }  # fmt: skip
+    assert worker_row(PAUSED)[2:] == [
+        *("paused (keep)", "3", "4", "17", "2", "1", "6", "math (2), code (1)", "2h01m", "0.4s"),
+    ]
+
+
+def test_errors_have_a_table_of_their_own() -> None:
+    """Only workers to which something happened are in it, with all that they said."""
+    assert error_rows([STARTING, PAUSED]) == [["w", "oops"]]
+
+
+def test_engines_that_are_alike_share_a_row() -> None:
+    """What engines can do is said once for all that can the same; of many workers only a few are named."""
+    workers = [replace(PAUSED, worker=f"w{i}") for i in range(5)]
+    other = replace(PAUSED, worker="d", capabilities=DENSE)
+
+    rows = engine_rows([STARTING, *workers, other])
+
+    assert [dict(zip(ENGINE_COLUMNS, row, strict=True)) for row in rows] == [
+        {
+            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8", "layers": "4",
+            "top-k": "2", "experts": "16", "ids": "u1", "can": "weights, 2 LoRAs", "workers": "w0, w1, w2 and 2 more",
+        },
+        {
+            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8", "layers": "-",
+            "top-k": "-", "experts": "-", "ids": "-", "can": "-", "workers": "d",
+        },
+    ]  # fmt: skip
+
+
+def test_a_queue_has_a_row_for_each_model() -> None:
+    """What waits stands under its lane, what workers were handed is summed up; an unknown lane's depth is a dash."""
+    depths = [
+        QueueDepth(model="a", lane="resume", waiting=1, in_hand=2),
+        QueueDepth(model="a", lane="high", waiting=3, in_hand=0),
+        QueueDepth(model="a", lane="normal", waiting=40, in_hand=5),
+        QueueDepth(model="a", lane="low", waiting=0, in_hand=0),
+        QueueDepth(model="b", lane="normal", waiting=6, in_hand=0),
+    ]
+
+    rows = queue_rows(depths)
+
+    assert rows == [["a", "1", "3", "40", "0", "7"], ["b", "-", "-", "6", "-", "0"]]
+    assert {len(row) for row in rows} == {len(QUEUE_COLUMNS)}
+    assert queue_rows([]) == []
+
+
+def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
+    """What lasts of the commands is shown; workers that were told otherwise follow their model."""
+    rows = desired_rows({"m": DESIRED, "a": DesiredState(model="a")})
+
+    assert rows == [
+        ["a", "0", "-", "-", "-", "-"],
+        ["m", "9", "4", "/w/4", "paused (wait), asleep", "math (2)"],
+        ["m, only w", "-", "-", "-", "drained", "-"],
+        ["m, only x", "-", "-", "-", "-", "-"],
+    ]
+    assert {len(row) for row in rows} == {len(DESIRED_COLUMNS)}
+    transferred = DesiredState(model="m", registers={"weights": recorded(1, FinishWeightUpdate(version=8))})
+    assert desired_rows({"m": transferred})[0][2:4] == ["8", "the transfer engine"]
+
+
+def names(value: Any) -> Any:
+    """The names of all maps in a JSON value, without what they hold."""
+    if isinstance(value, dict):
+        return {name: names(inner) for name, inner in value.items()}
+    return [names(inner) for inner in value] if isinstance(value, list) else None
+
+
+def test_the_names_of_the_state_are_pinned() -> None:
+    """Programs that read `rollbus status --json` find what they found before: names may be added, not changed."""
+    state = FleetState(
+        fleet="f",
+        workers=(PAUSED,),
+        queues=(QueueDepth(model="m", lane="high", waiting=3, in_hand=0),),
+        desired={"m": DESIRED},
+    )
+
+    written = msgspec.json.decode(msgspec.json.encode(state_as_json(state)))
+
+    capabilities = [
+        "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
+        "routed_experts", "logprobs_mode", "priority", "extra", "signature", "weight_updates", "weight_transfer",
+        "max_loras", "sleep", "data_parallel_size",
+    ]  # fmt: skip
+    worker = [
+        "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",
+        "capabilities", "held_bytes", "last_error", "model_path", "pause_mode", "queued", "target_version", "epoch",
+        "loras", "lease_age_s",
+    ]  # fmt: skip
+    assert sorted(written) == ["desired", "fleet", "queues", "workers"]
+    [told] = written["workers"]
+    assert set(told) >= set(worker)
+    assert set(told["capabilities"]) >= set(capabilities)
+    assert set(told["capabilities"]["routed_experts"]) >= {"num_layers", "top_k", "num_experts", "dtype"}
+    assert told["loras"] == [{"name": "math", "version": 2}, {"name": "code", "version": 1}]
+    assert written["queues"] == [{"model": "m", "lane": "high", "waiting": 3, "in_hand": 0}]
+    desired = written["desired"]["m"]
+    assert sorted(desired) == ["epoch", "registers", "workers"]
+    weights = desired["registers"]["weights"]
+    assert (weights["epoch"], weights["command"]["command"]) == (7, "update_weights")
+    assert (weights["command"]["version"], weights["command"]["source"]["path"]) == (4, "/w/4")
+    assert desired["workers"]["w"]["pause"]["command"]["command"] == "drain"

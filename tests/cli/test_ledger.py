@@ -1,0 +1,112 @@
+import pytest
+from msgspec.structs import replace
+
+from bus import Ledger
+from frontend.cli.control import AckCounter
+from frontend.cli.exits import ExitCode, exit_code_of_ledger
+from frontend.cli.ledger import COLUMNS, ledger_as_json, ledger_rows, summary
+from schemas.control import Ack, AckError, AckStatus, Canary
+from schemas.errors import ControlCode
+
+DONE = Ack(
+    id="c", command="pause", worker="a", incarnation="i", model="m", status=AckStatus.APPLIED, epoch=7,
+    weight_version=2, seconds=0.125,
+)  # fmt: skip
+FAILED = replace(
+    DONE, worker="b", status=AckStatus.FAILED, error=AckError(code=ControlCode.TIMEOUT, message="3 in flight")
+)
+LOADING = replace(DONE, worker="c", status=AckStatus.PROGRESS, stage="loading")
+EMPTY = Ledger(
+    command="pause", id="c", epochs={"m": 7}, seconds=0.31, applied={}, failed={}, unsupported={}, stale={}, late={},
+    missing={},
+)  # fmt: skip
+MIXED = replace(
+    EMPTY, applied={"a": DONE}, failed={"b": FAILED}, late={"c": LOADING}, missing={"d": "its lease expired"}
+)
+
+
+def test_a_ledger_has_a_row_for_each_worker() -> None:
+    """Who applied it comes first; every other says why it did not."""
+    assert COLUMNS == ("worker", "result", "version", "seconds", "why")
+    assert ledger_rows(MIXED) == [
+        ["a", "applied", "2", "0.12", "-"],
+        ["b", "failed", "2", "0.12", "3 in flight"],
+        ["c", "late", "2", "0.12", "still at it when the time was up: loading"],
+        ["d", "missing", "-", "-", "its lease expired"],
+    ]
+
+
+def test_an_abort_says_what_it_ended() -> None:
+    """Ids that a worker had are named, and it is said where there were none."""
+    ended, none = replace(DONE, request_ids=("x", "y")), replace(DONE, worker="b", request_ids=())
+
+    rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
+
+    assert [row[-1] for row in rows] == ["ended x, y", "had none of them"]
+
+
+def test_a_ledger_is_summed_up_in_one_line() -> None:
+    """Counts, time and epochs; what did not happen is not mentioned."""
+    two = {"a": DONE, "b": DONE}
+
+    assert summary(MIXED) == "pause: applied by 1 of 4 workers in 0.31 s, epoch 7; 1 failed; 1 late; 1 missing"
+    assert summary(replace(EMPTY, applied=two)) == "pause: applied by all 2 workers in 0.31 s, epoch 7"
+    assert summary(replace(EMPTY, applied={"a": DONE}, epochs={})) == "pause: applied by 1 of 1 worker in 0.31 s"
+    assert summary(replace(EMPTY, applied=two, epochs={"n": 1, "m": 7})).endswith("s, epoch 7 of m, epoch 1 of n")
+
+
+def test_the_names_of_a_ledger_are_pinned() -> None:
+    """Programs that read --json find what they found before: names may be added, not changed."""
+    told = ledger_as_json(MIXED)
+
+    assert {name: told[name] for name in ("command", "id", "complete", "epochs", "seconds")} == {
+        "command": "pause", "id": "c", "complete": False, "epochs": {"m": 7}, "seconds": 0.31,
+    }  # fmt: skip
+    none = {"stage": None, "canary": None, "request_ids": None}
+    assert told["workers"][1:] == [
+        {
+            "worker": "b", "result": "failed", "code": "timeout", "why": "3 in flight", "model": "m",
+            "weight_version": 2, "in_flight": 0, "seconds": 0.125, **none,
+        },
+        {
+            "worker": "c", "result": "late", "code": None, "why": "still at it when the time was up: loading",
+            "model": "m", "weight_version": 2, "in_flight": 0, "seconds": 0.125, **none, "stage": "loading",
+        },
+        {
+            "worker": "d", "result": "missing", "code": None, "why": "its lease expired", "model": None,
+            "weight_version": None, "in_flight": None, "seconds": None, **none,
+        },
+    ]  # fmt: skip
+    canary = Canary(token_ids=(1,), logprobs=(-0.5,))
+    [worker] = ledger_as_json(replace(EMPTY, applied={"a": replace(DONE, canary=canary)}))["workers"]
+    assert (worker["canary"]["token_ids"], worker["canary"]["logprobs"]) == ((1,), (-0.5,))
+
+
+@pytest.mark.parametrize(
+    ("ledger", "code"),
+    [
+        (replace(EMPTY, applied={"a": DONE}), ExitCode.OK),
+        (MIXED, ExitCode.PARTIAL),
+        (replace(MIXED, applied={}), ExitCode.FAILED),
+        (replace(EMPTY, stale={"a": DONE}), ExitCode.FAILED),
+        (replace(EMPTY, unsupported={"a": DONE}, missing={"b": "x"}), ExitCode.FAILED),
+        (replace(EMPTY, late={"c": LOADING}, missing={"d": "x"}), ExitCode.TIMEOUT),
+        (replace(EMPTY, missing={"d": "x"}), ExitCode.TIMEOUT),
+    ],
+)
+def test_a_ledger_has_its_exit_code(ledger: Ledger, code: ExitCode) -> None:
+    """All applied it: 0; some: 3; none, and none said why: 4; else 1."""
+    assert exit_code_of_ledger(ledger) == code
+
+
+def test_progress_counts_workers_by_what_they_do() -> None:
+    """Each worker counts once, with its last word; another command begins anew."""
+    lines: list[str] = []
+    counter = AckCounter(lines.append)
+
+    for ack in (replace(DONE, status=AckStatus.ACCEPTED), LOADING, DONE, replace(DONE, id="d", command="resume")):
+        counter.take(ack)
+
+    assert lines == [
+        "pause: 1 accepted", "pause: 1 accepted, 1 loading", "pause: 1 applied, 1 loading", "resume: 1 applied"
+    ]  # fmt: skip
