@@ -243,6 +243,7 @@ class InitWeightTransfer(Command, frozen=True, kw_only=True, tag_field="command"
     """Pass `info` to the engine's `init_weight_transfer_engine`."""
 
     info: dict[str, Any]
+    """As the engine's transfer backend takes it."""
 
 
 class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
@@ -256,6 +257,7 @@ class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command",
     """Pass `info` to the engine's `update_weights`."""
 
     info: dict[str, Any]
+    """As the engine's transfer backend takes it."""
 
 
 class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
@@ -364,8 +366,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     signature: str | None = None
     """Of the engine: canaries are compared between workers of the same."""
     frames: dict[str, int] | None = None
-    """After a pause or an update: by `<client>/<incarnation>`, how many frames that link had sent. No token that was
-    sampled before the cut is sampled later."""
+    """After a pause or an update: by `<client>/<incarnation>`, how many frames that link had sent. Later ones may still
+    bring tokens of before, which waited for credit."""
     request_ids: tuple[str, ...] | None = None
     """After an abort: those that were in flight here."""
     state: Any | None = None

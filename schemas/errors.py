@@ -140,7 +140,7 @@ class ControlCode(enum.StrEnum):
     STALE = "stale"
     """A later command has taken its place."""
     NOT_FOUND = "not_found"
-    """None of what was named is here."""
+    """Nothing of what was named is here."""
     NOT_SERVING = "not_serving"
     """The worker's own state forbids it: it starts, is fenced, or is poisoned."""
     UNKNOWN = "unknown"

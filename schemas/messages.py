@@ -307,13 +307,16 @@ def decode_command(data: bytes) -> AnyCommand:
     """
     try:
         command: AnyCommand = _command_decoder.decode(data)
-        return command
     except msgspec.ValidationError as exc:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None
         raise InvalidRequest(field="command", problem=f"does not decode: {exc}", allowed="docs/wire.md") from None
     except _MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
+    if command_id_of(data) is None:
+        # Each worker would make up its own, and nobody could tell whose the answers are.
+        raise InvalidRequest(field="id", problem="is missing", allowed="an id of your own, new for each command")
+    return command
 
 
 def command_id_of(data: bytes) -> str | None:

@@ -105,7 +105,8 @@ class WorkerState(enum.StrEnum):
     """Its weights are half written, or not what they should be: it serves nothing. A good update or a restart brings it
     back."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
-    """The desired weights came by a transfer engine, and cannot be had again. It serves nothing until the next update."""
+    """The desired weights came by a transfer engine, and cannot be had again. It serves nothing until the next
+    update."""
     FENCED = "fenced"
     """Its lease ran out unconfirmed, and it gave up all that it had. It comes back as a new incarnation when an
     announcement is confirmed again."""

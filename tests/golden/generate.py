@@ -2,15 +2,23 @@
 
 `v1/<name>.msgpack` (or `.json`, for what is JSON on the wire) holds the bytes of `vectors.VECTORS`, and
 `v1/<name>.view.json` the same for people. `v1/captured/<name>.msgpack` was recorded from a real engine by
-`tests.golden.capture`; it is never written here, only its view is.
+`tests.golden.capture`; it is never written here, only its view is. Nor is `v1/earlier/<name>.<number>.*`: what earlier
+releases wrote for the same message, before a field was appended.
 """
 
 from pathlib import Path
 
 import msgspec
 
-from schemas.messages import Frame, RequestMessage, decode_frame, decode_request_message, encode, encode_json
-from schemas.presence import ClientPresence, WorkerPresence
+from schemas.messages import (
+    Frame,
+    LinkMessage,
+    RequestMessage,
+    decode_frame,
+    decode_request_message,
+    encode,
+    encode_json,
+)
 from tests.golden.vectors import VECTORS
 from tests.golden.view import as_json
 
@@ -44,11 +52,11 @@ def generate(root: Path) -> None:
     """Write everything that can be computed below `root`."""
     (root / "captured").mkdir(parents=True, exist_ok=True)
     for name, message in VECTORS.items():
-        if isinstance(message, WorkerPresence | ClientPresence):
-            (root / f"{name}.json").write_bytes(encode_json(message) + b"\n")
-        else:
+        if isinstance(message, RequestMessage | Frame | LinkMessage):
             (root / f"{name}.msgpack").write_bytes(encode(message))
             (root / f"{name}.view.json").write_bytes(as_json(message))
+        else:
+            (root / f"{name}.json").write_bytes(encode_json(message) + b"\n")
     for name, run in captured_runs().items():
         request, frames = run.decoded()
         view = as_json({"about": run.about, "request": request, "frames": frames})

@@ -1,17 +1,23 @@
 """The bytes on the wire are those that are checked in, and mean what they meant."""
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 
 from schemas.chunk import Chunk
+from schemas.control import Ack, AnyCommand
+from schemas.desired import DesiredState
 from schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,
+    decode_ack,
     decode_client_presence,
+    decode_command,
+    decode_desired,
     decode_frame,
     decode_link_message,
     decode_presence,
@@ -23,13 +29,13 @@ from schemas.presence import ClientPresence, WorkerPresence
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 from tests.golden.generate import ROOT, captured_runs, generate
-from tests.golden.vectors import FULL_REQUEST, VECTORS
+from tests.golden.vectors import FULL_REQUEST, VECTORS, Message
 from tests.schemas.strategies import plain
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Every golden file by its name below `root`, without what was captured."""
-    paths = (path for path in root.rglob("*") if path.is_file())
+    """Every golden file by its name below `root`, without what was captured, and what earlier releases wrote."""
+    paths = (path for path in root.rglob("*") if path.is_file() and path.parent.name != "earlier")
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in paths
@@ -47,25 +53,43 @@ def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VECTORS)
 def test_the_checked_in_bytes_mean_what_they_meant(name: str) -> None:
     """Each golden file decodes to the message it was made from."""
-    expected = VECTORS[name]
+    [path] = (path for suffix in ("msgpack", "json") if (path := ROOT / f"{name}.{suffix}").exists())
+    check_means(path.read_bytes(), VECTORS[name])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "earlier").iterdir()), ids=lambda path: path.name)
+def test_what_earlier_releases_wrote_means_the_same(path: Path) -> None:
+    """Bytes from before a field was appended decode to the same message, with the field's default."""
+    check_means(path.read_bytes(), VECTORS[path.name.partition(".")[0]])
+
+
+def check_means(data: bytes, expected: Message) -> None:
+    """These bytes decode to `expected`."""
     match expected:
         case Frame():
-            assert decode_frame((ROOT / f"{name}.msgpack").read_bytes()) == expected
+            assert decode_frame(data) == expected
         case LinkMessage():
-            assert decode_link_message((ROOT / f"{name}.msgpack").read_bytes()) == expected
+            assert decode_link_message(data) == expected
         case RequestMessage():
-            message = decode_request_message((ROOT / f"{name}.msgpack").read_bytes())
+            message = decode_request_message(data)
             assert envelope(message) == envelope(expected)
             assert bytes(message.request) == bytes(expected.request)
         case ClientPresence():
-            assert decode_client_presence((ROOT / f"{name}.json").read_bytes()) == expected
+            assert decode_client_presence(data) == expected
         case WorkerPresence():
-            assert decode_presence((ROOT / f"{name}.json").read_bytes()) == expected
+            assert decode_presence(data) == expected
+        case Ack():
+            assert decode_ack(data) == expected
+        case DesiredState():
+            assert decode_desired(data) == expected
+        case _:
+            assert decode_command(data) == expected
 
 
 def envelope(message: RequestMessage) -> tuple[object, ...]:
     """What stands around a request."""
-    return message.client, message.incarnation, message.reply_to, message.attempt, message.child
+    fields = message.__struct_fields__
+    return tuple(getattr(message, name) for name in fields if name != "request")
 
 
 def test_golden_requests_decode_to_their_fields() -> None:
@@ -106,7 +130,7 @@ def test_array_structs_are_positional_from_the_first_field() -> None:
 
 
 def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
-    """What a real engine sent decodes, is complete, re-encodes to the same bytes and follows the row rule."""
+    """What a real engine sent decodes, is complete, means the same encoded again, and follows the row rule."""
     runs = captured_runs()
     assert runs
     for run in runs.values():
@@ -114,7 +138,7 @@ def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
         request = decode_request(message.request)
         chunks = [chunk for frame in frames for chunk in frame.chunks]
 
-        assert [encode(frame) for frame in frames] == run.frames
+        assert [decode_frame(encode(frame)) for frame in frames] == frames
         check_complete(request, chunks)
 
 
@@ -141,3 +165,10 @@ def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
         if chunk.num_tokens:
             assert chunk.logprobs is not None
             assert np.all(chunk.logprobs <= 0)
+
+
+def test_there_is_a_golden_command_of_every_kind() -> None:
+    """No command is left without bytes to test against."""
+    kinds = {type(message) for message in VECTORS.values()}
+
+    assert set(get_args(AnyCommand)) <= kinds

@@ -13,22 +13,26 @@ from schemas.chunk import (
     TopLogprobs,
     little_endian,
 )
+from schemas.control import Ack, Command
+from schemas.desired import DesiredState
 from schemas.errors import ErrorCode
 from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
 from schemas.presence import (
     Capabilities,
     ClientPresence,
     ClientState,
+    LoraInfo,
     RoutedExpertsInfo,
     WorkerPresence,
     WorkerState,
 )
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from tests.golden.control_vectors import CONTROL_VECTORS
 
 __all__ = ["VECTORS", "Message"]
 
-Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence
+Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence | Command | Ack | DesiredState
 
 
 def i4(*values: int) -> bytes:
@@ -238,4 +242,48 @@ VECTORS: dict[str, Message] = {
     "presence_client_closed": ClientPresence(
         client="trainer-0", incarnation="life-1", state=ClientState.CLOSED, lease_s=5.0
     ),
+    "request_of_weights": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        target_version=7,
+        request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1], request_id="r", max_weight_lag=2))),
+    ),
+    "frame_lora": Frame(
+        1,
+        "incarnation",
+        5,
+        [],
+        [
+            Chunk(
+                request_id="f",
+                attempt=0,
+                child=0,
+                chunk_index=0,
+                weight_version=7,
+                token_ids_data=i4(11),
+                lora_version=3,
+            )
+        ],
+        0,
+        "life-1",
+    ),
+    "presence_paused": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.PAUSED,
+        weight_version=7,
+        in_flight=3,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        last_error="update_weights: model.safetensors is missing",
+        pause_mode="keep",
+        queued=1,
+        target_version=8,
+        epoch=41,
+        loras=(LoraInfo(name="style", version=3),),
+        lease_age_s=0.25,
+    ),
+    **CONTROL_VECTORS,
 }

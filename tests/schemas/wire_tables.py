@@ -10,13 +10,13 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import inspect as wire_types
 
-from schemas import chunk, limits, messages, presence
-from schemas.errors import ERRORS, InvalidRequest
+from schemas import chunk, control, desired, limits, messages, presence, weights
+from schemas.errors import ERRORS, ControlCode, InvalidRequest
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
@@ -27,16 +27,23 @@ TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
 """Their fields have plain types on the wire; what is allowed is what their error messages say."""
-STRUCTS = {
+COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
+_STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    *CHECKED_IN_CODE,
+    *(messages.RequestMessage, messages.Frame, messages.RequestKey, messages.LinkMessage),
+    *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
+    *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
+    *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary),
+    *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.Seen),
+    *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
+)
+STRUCTS = {kind.__name__: kind for kind in _STRUCTS}
+ENUMS = {
     kind.__name__: kind
-    for kind in (
-        *CHECKED_IN_CODE,
-        *(messages.RequestMessage, messages.Frame, messages.RequestKey, messages.LinkMessage),
-        *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
-        *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.ClientPresence),
-    )
+    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, control.AckStatus, ControlCode)
 }
-ENUMS = {kind.__name__: kind for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState)}
+LISTS = ("commands", "errors", "limits")
+"""Tables that are made of more than one struct or enum."""
 
 
 def with_tables(text: str) -> str:
@@ -50,6 +57,8 @@ def table(name: str) -> str:
         return markdown(["code", "meaning", "who has to act", "retry", "after admission"], error_rows())
     if name == "limits":
         return markdown(["limit", "value", "why"], limit_rows())
+    if name == "commands":
+        return markdown(["command", "register", "`timeout_s`", "meaning"], command_rows())
     if name in ENUMS:
         return markdown(["value", "meaning"], enum_rows(ENUMS[name]))
     kind = STRUCTS[name]
@@ -70,7 +79,9 @@ def markdown(head: list[str], rows: Any) -> str:
 
 def escaped(cell: str) -> str:
     """Text that stands in a cell as it is."""
-    return re.sub(r"(?<!`)<", "&lt;", re.sub(r"\bNone\b", "nil", cell)).replace("|", "\\|")
+    parts = re.sub(r"\bNone\b", "nil", cell).split("`")
+    # Every other part is code, which needs no escape.
+    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts)).replace("|", "\\|")
 
 
 def error_rows() -> Iterator[list[str]]:
@@ -90,6 +101,18 @@ def limit_rows() -> Iterator[list[str]]:
     reasons = docstrings(inspect.getsource(limits))
     for name in sorted(limits.__all__):
         yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
+
+
+def command_rows() -> Iterator[list[str]]:
+    """One row for each command."""
+    for kind in COMMANDS:
+        name = f"`{kind.__struct_config__.tag}`"
+        timeout = next(field.default for field in msgspec.structs.fields(kind) if field.name == "timeout_s")
+        if kind in (control.LoadLora, control.UnloadLora):
+            register = "`lora:<name>`"
+        else:
+            register = "none" if kind.sets is None else f"`{kind.sets}`"
+        yield [name, register, f"`{timeout:g}`", " ".join(inspect.getdoc(kind).split())]  # type: ignore[union-attr]
 
 
 def enum_rows(kind: type[enum.StrEnum]) -> Iterator[list[str]]:
@@ -121,13 +144,15 @@ def allowed(kind: type[Any], name: str) -> str:
 
 
 def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
-    """One row for each field of a message."""
+    """One row for each field of a message; of a command, without those that all have."""
     meanings = docstrings(inspect.getsource(kind))
+    common = control.Command.__struct_fields__ if kind in COMMANDS else ()
     info = wire_types.type_info(kind)
     if not isinstance(info, wire_types.StructType):
         raise TypeError(f"{kind.__name__} is no struct")
     for field, typed in zip(msgspec.structs.fields(kind), info.fields, strict=True):
-        yield [f"`{field.name}`", type_name(typed.type), default(field), meanings[field.name]]
+        if field.name not in common:
+            yield [f"`{field.name}`", type_name(typed.type), default(field), meanings[field.name]]
 
 
 def default(field: msgspec.structs.FieldInfo) -> str:
@@ -138,6 +163,8 @@ def default(field: msgspec.structs.FieldInfo) -> str:
         return "nil"
     if isinstance(field.default, msgspec.Struct):
         return "all defaults"
+    if field.default_factory is dict:
+        return "`{}`"
     if field.default is msgspec.NODEFAULT:
         return "random"
     return f"`{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else "empty"
@@ -148,6 +175,8 @@ def type_name(kind: wire_types.Type) -> str:
     match kind:
         case wire_types.UnionType():
             members = [type_name(member) for member in kind.types if not isinstance(member, wire_types.NoneType)]
+            if len(members) == len(COMMANDS):
+                return "a command"
             return " or ".join([*members, "nil"] if kind.includes_none else members)
         case wire_types.LiteralType():
             return " or ".join(f"`{value}`" for value in kind.values)
@@ -158,6 +187,8 @@ def type_name(kind: wire_types.Type) -> str:
             return f"array of {type_name(kind.item_type)}{bound}"
         case wire_types.TupleType():
             return f"array of {len(kind.item_types)} {type_name(kind.item_types[0])}"
+        case wire_types.DictType():
+            return f"map of {type_name(kind.key_type)} to {type_name(kind.value_type)}"
         case _:
             return scalar_name(kind)
 
@@ -171,7 +202,12 @@ def scalar_name(kind: wire_types.Type) -> str:
             return "float" + (" above 0" if kind.gt == 0 else range_text(kind.ge, kind.le))
         case wire_types.StrType():
             return "str" + (f", {kind.min_length or 0} to {kind.max_length} characters" if kind.max_length else "")
-    names = {wire_types.BytesType: "bin", wire_types.BoolType: "bool", wire_types.RawType: "map"}
+    names = {
+        wire_types.BytesType: "bin",
+        wire_types.BoolType: "bool",
+        wire_types.RawType: "map",
+        wire_types.AnyType: "any value",
+    }
     return names[type(kind)]
 
 

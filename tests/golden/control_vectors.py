@@ -1,0 +1,118 @@
+"""The golden messages of the control plane by name, as `vectors` has the others: appended to, never edited."""
+
+from schemas.control import (
+    Abort,
+    Ack,
+    AckError,
+    AckStatus,
+    CheckWeights,
+    Command,
+    Drain,
+    Fence,
+    FinishWeightUpdate,
+    FlushCache,
+    InitWeightTransfer,
+    LoadLora,
+    Pause,
+    Resume,
+    Sleep,
+    StartWeightUpdate,
+    State,
+    UnloadLora,
+    UpdateWeightChunk,
+    UpdateWeights,
+    Wake,
+)
+from schemas.desired import DesiredState, Recorded, Seen
+from schemas.errors import ControlCode
+from schemas.weights import Canary, WeightSource
+
+__all__ = ["CONTROL_VECTORS"]
+
+CANARY = Canary(token_ids=(5, 300), logprobs=(-0.5, -0.25), routed_experts="AAECAw==", shape=(2, 1, 2))
+CHECKPOINT = WeightSource(path="/checkpoints/step_7")
+PAUSE = Pause(id="p-1", model="org/model-1.5", epoch=41, mode="wait", clear_cache=True, timeout_s=30.0)
+UPDATE = UpdateWeights(
+    id="u-1",
+    model="org/model-1.5",
+    epoch=40,
+    version=7,
+    source=CHECKPOINT,
+    mode="abort",
+    clear_cache=False,
+    allow_rollback=True,
+    expected_canary=CANARY,
+    timeout_s=120.0,
+)
+LOAD_LORA = LoadLora(
+    id="l-1", model="org/model-1.5", epoch=39, name="style", version=3, source=WeightSource(objects="rollbus/style/3")
+)
+RESUME_ONE = Resume(id="r-2", model="org/model-1.5", workers=("w1",), epoch=42)
+
+CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
+    "command_pause": PAUSE,
+    "command_pause_by_hand": Pause(id="p-2"),
+    "command_resume": RESUME_ONE,
+    "command_drain": Drain(id="d-1", workers=("w0", "w1")),
+    "command_flush_cache": FlushCache(id="f-1", preempt=True),
+    "command_sleep": Sleep(id="s-1", level=2),
+    "command_wake": Wake(id="w-1"),
+    "command_check_weights": CheckWeights(id="c-1", source=CHECKPOINT),
+    "command_update_weights": UPDATE,
+    "command_load_lora": LOAD_LORA,
+    "command_unload_lora": UnloadLora(id="l-2", name="style"),
+    "command_abort": Abort(id="a-1", request_ids=("r-1", "r-2")),
+    "command_state": State(id="st-1"),
+    "command_fence": Fence(id="fe-1", workers=("w0",), reason="its canary differs"),
+    "command_init_weight_transfer": InitWeightTransfer(id="i-1", info={"master_port": 29500, "ranks": [0, 1]}),
+    "command_start_weight_update": StartWeightUpdate(id="sw-1", mode="wait"),
+    "command_update_weight_chunk": UpdateWeightChunk(id="uc-1", info={"names": ["lm_head.weight"]}),
+    "command_finish_weight_update": FinishWeightUpdate(id="fw-1", version=8),
+    "ack_accepted": Ack(
+        id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.ACCEPTED, epoch=40, weight_version=6, in_flight=12,
+    ),
+    "ack_progress": Ack(
+        id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.PROGRESS, epoch=40, stage="loading", weight_version=6, in_flight=12, seconds=0.5,
+    ),
+    "ack_applied": Ack(
+        id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, epoch=40, weight_version=7, in_flight=12, seconds=2.5, canary=CANARY,
+        signature="cpu:1:bfloat16", frames={"trainer-0/life-1": 70},
+    ),
+    "ack_failed": Ack(
+        id="u-1", command="update_weights", worker="w1", incarnation="i1", model="org/model-1.5",
+        status=AckStatus.FAILED, epoch=40, weight_version=6, seconds=0.25,
+        error=AckError(code=ControlCode.BAD_SOURCE, message="model-00002-of-00002.safetensors is missing"),
+    ),
+    "ack_unsupported": Ack(
+        id="s-1", command="sleep", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.UNSUPPORTED, epoch=43,
+        error=AckError(code=ControlCode.UNSUPPORTED, message="this engine cannot sleep"),
+    ),
+    "ack_stale": Ack(
+        id="p-1", command="pause", worker="w1", incarnation="i1", model="org/model-1.5", status=AckStatus.STALE,
+        epoch=41, error=AckError(code=ControlCode.STALE, message="epoch 42 has taken its place"),
+    ),
+    "ack_abort": Ack(
+        id="a-1", command="abort", worker="w0", incarnation="i0", model="org/model-1.5", status=AckStatus.APPLIED,
+        request_ids=("r-1",),
+    ),
+    "ack_state": Ack(
+        id="st-1", command="state", worker="w0", incarnation="i0", model="org/model-1.5", status=AckStatus.APPLIED,
+        state={"worker": "w0", "state": "serving"},
+    ),
+    "desired_empty": DesiredState(model="org/model-1.5"),
+    "desired_full": DesiredState(
+        model="org/model-1.5",
+        epoch=42,
+        registers={
+            "pause": Recorded(epoch=41, command=PAUSE),
+            "weights": Recorded(epoch=40, command=UPDATE),
+            "lora:style": Recorded(epoch=39, command=LOAD_LORA),
+        },
+        workers={"w1": {"pause": Recorded(epoch=42, command=RESUME_ONE)}},
+        seen=(Seen("l-1", 39), Seen("u-1", 40), Seen("p-1", 41), Seen("r-2", 42)),
+    ),
+}  # fmt: skip
