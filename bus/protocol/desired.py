@@ -66,7 +66,8 @@ def effective(state: DesiredState, worker: str) -> dict[str, Recorded]:
     found = dict(state.registers)
     for register, own in state.workers.get(worker, {}).items():
         common = found.get(register)
-        if common is None or own.epoch > common.epoch:
+        # They are equal where one command, undone, had stood for both.
+        if common is None or own.epoch >= common.epoch:
             found[register] = own
     return found
 

@@ -23,7 +23,7 @@ def nats_url() -> Iterator[str]:
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give a fleet's name of this test's own; its queues on the common server are deleted afterwards."""
+    """Give a fleet's name of this test's own; what the common server has of it is deleted afterwards."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     yield name
     if "nats_url" in request.fixturenames:
@@ -39,6 +39,9 @@ async def _delete_queues(url: str, fleet: str) -> None:
         answer = await connection.request("$JS.API.STREAM.NAMES", f'{{"subject": "rb.v1.{fleet}.>"}}'.encode())
         for stream in json.loads(answer.data)["streams"] or ():
             await jetstream.delete_stream(stream)
+        # Answered with an error where no test has made the bucket.
+        await connection.request("$JS.API.STREAM.PURGE.KV_rollbus", f'{{"filter": "$KV.rollbus.{fleet}.>"}}'.encode())
+        await connection.request(f"$JS.API.STREAM.DELETE.OBJ_rollbus-{fleet}")
 
 
 @pytest.fixture(scope="session")

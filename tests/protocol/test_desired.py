@@ -1,0 +1,298 @@
+"""How commands change the desired state of a model's workers."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from bus.protocol.desired import cleared, effective, next_lora_version, record, set_back, target_version
+from schemas import limits
+from schemas.control import (
+    AnyCommand,
+    Drain,
+    FinishWeightUpdate,
+    FlushCache,
+    LoadLora,
+    Pause,
+    Resume,
+    Sleep,
+    State,
+    UnloadLora,
+    UpdateWeights,
+    Wake,
+    WeightSource,
+)
+from schemas.desired import DesiredState
+from schemas.errors import ControlCode, ControlError
+from schemas.messages import decode_desired, encode_json
+
+EMPTY = DesiredState(model="m")
+ONE = WeightSource(path="/ckpt/1")
+TWO = WeightSource(path="/ckpt/2")
+
+
+def recorded(*commands: AnyCommand, state: DesiredState = EMPTY) -> DesiredState:
+    """The state after these commands."""
+    for command in commands:
+        state, _ = record(state, command)
+    return state
+
+
+def test_a_command_is_stored_as_it_was_recorded() -> None:
+    """The register holds the command with its epoch and model; the epoch counts the commands."""
+    state, epoch = record(EMPTY, Pause(id="p", mode="wait"))
+    state, next_epoch = record(state, FlushCache(id="f"))
+
+    assert (epoch, next_epoch, state.epoch) == (1, 2, 2)
+    assert state.registers["pause"].command == Pause(id="p", mode="wait", epoch=1, model="m")
+    assert state.registers["flush"].epoch == 2
+
+
+def test_a_command_that_comes_again_changes_nothing() -> None:
+    """Its id is known: the very same state, and the epoch of the first time; also when others came in between."""
+    state = recorded(Pause(id="p"), Resume(id="r"))
+
+    assert record(state, Pause(id="p")) == (state, 1)
+    assert record(state, Pause(id="p"))[0] is state
+
+
+def test_remembered_commands_are_bounded() -> None:
+    """The oldest ids are forgotten; such a command counts as new."""
+    state = recorded(*(Pause(id=f"p{i}") for i in range(limits.MAX_SEEN_COMMANDS + 1)))
+
+    assert len(state.seen) == limits.MAX_SEEN_COMMANDS
+    assert record(state, Pause(id="p0"))[1] == state.epoch + 1
+    assert record(state, Pause(id="p1"))[1] == 2
+
+
+def test_pause_resume_and_drain_share_a_register() -> None:
+    """The last of them counts, as does the last of sleep and wake."""
+    state = recorded(Pause(), Drain(), Resume(), Sleep(), Wake())
+
+    assert {name: r.command.command for name, r in state.registers.items()} == {"pause": "resume", "sleep": "wake"}
+
+
+def test_events_and_others_models_are_refused() -> None:
+    """What sets nothing cannot be recorded, nor what is for another model."""
+    for command in (State(), Pause(model="n")):
+        with pytest.raises(ControlError) as caught:
+            record(EMPTY, command)
+        assert caught.value.code is ControlCode.INVALID_COMMAND
+
+
+def test_a_command_for_some_workers_counts_for_them_alone() -> None:
+    """Of each register a worker takes the later of what was said to all and to it; others take what was said to all."""
+    state = recorded(Resume(), Pause(workers=("a", "b")), FlushCache())
+
+    assert effective(state, "a")["pause"].command == replace(
+        Pause(id=state.seen[1].id), epoch=2, model="m", workers=("a",)
+    )
+    assert effective(state, "a")["flush"].epoch == 3
+    assert effective(state, "c")["pause"].command.command == "resume"
+
+
+def test_a_command_for_all_removes_those_for_single_workers() -> None:
+    """After it no worker differs in that register; their other registers stay."""
+    state = recorded(Pause(workers=("a", "b")), FlushCache(workers=("a",)), Resume())
+
+    assert effective(state, "a")["pause"].command.command == "resume"
+    assert {worker: set(own) for worker, own in state.workers.items()} == {"a": {"flush"}}
+
+
+def test_workers_with_commands_of_their_own_are_bounded() -> None:
+    """One worker too many is refused, with the way out; those that are there already may get more."""
+    names = tuple(f"w{i}" for i in range(limits.MAX_WORKER_OVERRIDES))
+    state = recorded(Pause(workers=names))
+
+    assert recorded(Resume(workers=("w0",)), state=state).epoch == 2
+    with pytest.raises(ControlError, match="for all workers of the model, or a reset, clears them"):
+        record(state, Pause(workers=("other",)))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (UpdateWeights(version=1, source=TWO), "version 1 is older than the recorded 2"),
+        (UpdateWeights(version=2, source=ONE), "version 2 is recorded already, from /ckpt/2"),
+        (UpdateWeights(version=1, source=TWO, workers=("a",)), "version 1 is older than the recorded 2"),
+    ],
+)
+def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights, message: str) -> None:
+    """A version does not go back, and does not name two sources, unless a rollback is allowed."""
+    state = recorded(UpdateWeights(version=2, source=TWO))
+
+    with pytest.raises(ControlError, match=message) as caught:
+        record(state, command)
+    assert caught.value.code is ControlCode.OLD_VERSION
+    assert target_version(recorded(replace(command, allow_rollback=True), state=state), "a") == command.version
+
+
+def test_the_same_weights_may_be_asked_for_again() -> None:
+    """The same version from the same source: workers that failed try again."""
+    again = UpdateWeights(version=2, source=TWO)
+
+    assert recorded(UpdateWeights(version=2, source=TWO), again).epoch == 2
+
+
+def test_one_workers_newer_weights_count_in_a_command_for_all() -> None:
+    """What would be a step back for a single worker is one."""
+    state = recorded(UpdateWeights(version=5, source=TWO, workers=("a",)))
+
+    with pytest.raises(ControlError, match="older than the recorded 5"):
+        record(state, UpdateWeights(version=4, source=ONE))
+    assert target_version(recorded(UpdateWeights(version=4, source=ONE, workers=("b",)), state=state), "b") == 4
+
+
+def test_weights_by_transfer_are_another_source() -> None:
+    """A checkpoint does not take the version of weights that came by a transfer engine."""
+    state = recorded(FinishWeightUpdate(version=3))
+
+    assert target_version(state, "a") == 3
+    with pytest.raises(ControlError, match="recorded already, from a transfer engine"):
+        record(state, UpdateWeights(version=3, source=ONE))
+
+
+def test_the_target_is_that_of_the_worker() -> None:
+    """None where nothing was recorded; else the version of the weights that count for it."""
+    assert target_version(None, "a") is None
+    assert target_version(recorded(Pause()), "a") is None
+    state = recorded(UpdateWeights(version=1, source=ONE), UpdateWeights(version=2, source=TWO, workers=("a",)))
+    assert (target_version(state, "a"), target_version(state, "b")) == (2, 1)
+
+
+def test_each_adapter_has_a_register() -> None:
+    """Loading and unloading one leaves the others; the next version is one more than any recorded."""
+    state = recorded(
+        LoadLora(name="x", source=ONE, version=4), LoadLora(name="y", source=TWO, workers=("a",)), UnloadLora(name="z")
+    )
+
+    assert set(effective(state, "a")) == {"lora:x", "lora:y", "lora:z"}
+    assert next_lora_version(state, "lora:x") == 5
+    assert next_lora_version(state, "lora:y") == 1
+    assert next_lora_version(state, "lora:new") == 1
+
+
+def test_an_adapter_that_was_unloaded_gets_a_new_version() -> None:
+    """One that was counted up before does not come again, however often it is loaded and unloaded."""
+    state, versions = EMPTY, []
+    for _ in range(4):
+        for _ in range(2):
+            versions.append(next_lora_version(state, "lora:x"))
+            state = recorded(LoadLora(name="x", source=ONE, version=versions[-1]), state=state)
+        state = recorded(UnloadLora(name="x"), state=state)
+
+    assert versions == sorted(set(versions))
+
+
+def test_adapters_are_bounded() -> None:
+    """One loaded adapter too many is refused; of unloaded ones the oldest are forgotten."""
+    loads = [LoadLora(name=f"x{i}", source=ONE) for i in range(limits.MAX_LORAS)]
+    state = recorded(*loads)
+    with pytest.raises(ControlError, match=f"{limits.MAX_LORAS + 1} adapters"):
+        record(state, LoadLora(name="more", source=ONE))
+
+    state = recorded(*(UnloadLora(name=f"y{i}") for i in range(limits.MAX_LORAS + 2)), state=state)
+    assert len(state.registers) == 2 * limits.MAX_LORAS
+    assert not {"lora:y0", "lora:y1"} & state.registers.keys()
+    assert "lora:x0" in state.registers
+
+
+def test_set_back_restores_what_was_before() -> None:
+    """The register is as before, or gone, in a new epoch, so that workers notice and the command counts as passed."""
+    before = recorded(UpdateWeights(version=1, source=ONE))
+    after = recorded(UpdateWeights(version=2, source=TWO), state=before)
+    back = set_back(after, before, "weights", 2)
+
+    assert back.epoch == 3
+    assert back.registers["weights"].epoch == 3
+    assert back.registers["weights"].command == replace(before.registers["weights"].command, epoch=3)
+    first = recorded(UpdateWeights(version=2, source=TWO))
+    assert set_back(first, EMPTY, "weights", 1).registers == {}
+    assert set_back(first, EMPTY, "weights", 1).epoch == 2
+
+
+def test_set_back_restores_commands_for_single_workers() -> None:
+    """Those that a command for all had removed come back; one for a single worker is undone for that worker."""
+    before = recorded(Sleep(), Wake(workers=("a",)), Sleep(workers=("b",)))
+    for command, undone in ((Sleep(id="s"), {"a", "b"}), (Sleep(id="s", workers=("a",)), {"a"})):
+        after, epoch = record(before, command)
+        back = set_back(after, before, "sleep", epoch)
+        commands = {worker: effective(back, worker)["sleep"].command.command for worker in ("a", "b", "c")}
+
+        assert commands == {"a": "wake", "b": "sleep", "c": "sleep"}
+        assert {worker for worker, own in back.workers.items() if own["sleep"].epoch == back.epoch} == undone
+
+
+def test_set_back_leaves_what_came_later() -> None:
+    """A register that another command has set since, also for a single worker, is not touched."""
+    before = recorded(Wake())
+    after, epoch = record(before, Sleep(id="s"))
+
+    later = recorded(Wake(), state=after)
+    assert set_back(later, before, "sleep", epoch) is later
+    own = recorded(Wake(workers=("a",)), state=after)
+    back = set_back(own, before, "sleep", epoch)
+    assert back.registers["sleep"].command.command == "wake"
+    assert back.workers == own.workers
+
+
+def test_a_cleared_state_goes_on_counting() -> None:
+    """Nothing is desired any more, and later commands are later; what was seen stays seen."""
+    state = recorded(Pause(id="p"), Resume(workers=("a",)))
+    empty = cleared(state)
+
+    assert (empty.registers, empty.workers, empty.epoch) == ({}, {}, 3)
+    assert record(empty, Pause(id="p")) == (empty, 1)
+
+
+COMMANDS = st.one_of(
+    st.builds(Pause, workers=st.sampled_from([None, ("a",), ("a", "b")])),
+    st.builds(Resume, workers=st.sampled_from([None, ("b",)])),
+    st.builds(Sleep, workers=st.sampled_from([None, ("a",)])),
+    st.builds(
+        UpdateWeights,
+        version=st.integers(0, 3),
+        source=st.sampled_from([ONE, TWO]),
+        allow_rollback=st.just(True),
+        workers=st.sampled_from([None, ("a",)]),
+    ),
+    st.builds(UnloadLora, name=st.sampled_from(["x", "y"]), workers=st.sampled_from([None, ("b",)])),
+)
+
+
+@given(st.lists(COMMANDS, max_size=12))
+def test_the_last_command_on_a_register_counts(commands: list[AnyCommand]) -> None:
+    """For each worker and register what is in effect is the last that concerned it; also after the wire."""
+    state = recorded(*commands)
+    for worker in ("a", "b", "c"):
+        last = {
+            command.register: (epoch, command.id)
+            for epoch, command in enumerate(commands, 1)
+            if command.workers is None or worker in command.workers
+        }
+        assert {name: (r.epoch, r.command.id) for name, r in effective(state, worker).items()} == last
+    assert decode_desired(encode_json(state)) == state
+
+
+@given(st.lists(COMMANDS, max_size=8), COMMANDS)
+def test_set_back_is_as_if_nothing_had_been(commands: list[AnyCommand], command: AnyCommand) -> None:
+    """After a command and its set-back each worker should do what it should have done without it."""
+    before = recorded(*commands)
+    after, epoch = record(before, command)
+    back = set_back(after, before, command.register or "", epoch)
+
+    for worker in ("a", "b", "c"):
+        assert _meaning(back, worker) == _meaning(before, worker)
+
+
+def _meaning(state: DesiredState, worker: str) -> dict[str, str]:
+    return {name: recorded.command.id for name, recorded in effective(state, worker).items()}
+
+
+def test_a_state_of_the_largest_kind_can_be_stored() -> None:
+    """A command for as many single workers as there may be stays far below the largest value."""
+    names = tuple(f"worker-{i:04}-{'x' * 20}" for i in range(limits.MAX_WORKER_OVERRIDES))
+    state = recorded(UpdateWeights(version=1, source=ONE, workers=names))
+
+    assert len(msgspec.json.encode(state)) < 512 * 1024
