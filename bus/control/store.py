@@ -206,18 +206,27 @@ class DesiredStore:
             )
         headers = {"Nats-Expected-Stream": _STREAM, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
         try:
-            try:
-                await put(self._nats, self.subject(model), data, headers)
-            except ApiError as error:
-                if error.code != NO_STREAM:
-                    raise
-                await create_stream(self._nats, _stream_config())
-                await put(self._nats, self.subject(model), data, headers)
+            if not sequence:
+                await self._ensure_bucket()
+            await put(self._nats, self.subject(model), data, headers)
         except ApiError as error:
             if error.code == _WRONG_LAST_SEQUENCE:
                 return False
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
         return True
+
+    async def _ensure_bucket(self) -> None:
+        """Make the bucket where it is missing.
+
+        Before the first write, not after its failure: workers listen where it is written to, so that to a server
+        without the bucket it is delivered, and nobody answers.
+        """
+        try:
+            await ask(self._nats, f"STREAM.INFO.{_STREAM}")
+        except ApiError as error:
+            if error.code != NO_STREAM:
+                raise
+            await create_stream(self._nats, _stream_config())
 
 
 def _empty(model: str, sequence: int) -> DesiredState:
