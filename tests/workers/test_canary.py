@@ -1,15 +1,24 @@
-"""When canaries agree."""
+"""What a canary is, which a sound model cannot give, and when two agree."""
 
 import base64
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bus.protocol.canary import agrees
+from bus.protocol.canary import agrees, canary_rows
+from bus.protocol.step import RequestStep
 from schemas.control import Canary
+from schemas.errors import ControlCode, ControlError
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
 from schemas.rows import Rows
+from workers.admission import check_request
+from workers.control.canary import canary_request, read_canary
+from workers.engines.synthetic import SyntheticConfig
+from workers.versions import Versions
 
 PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
 
@@ -103,3 +112,93 @@ def test_a_canary_that_makes_no_sense_agrees_with_none(fields: dict[str, Any], d
     """NaN, missing tokens and routing that does not fit its shape are said, never taken for agreement or raised."""
     assert agrees(canary(), canary(**fields), dtype=dtype) is not None
     assert agrees(canary(**fields), canary(), dtype=dtype) is not None
+
+
+def steps_of(request: GenerateRequest) -> list[RequestStep]:
+    """What a sound engine makes of a canary's request: the prompt with its rows, then token by token."""
+    limit = request.sampling.max_tokens
+    assert limit is not None
+    row = np.array([[[3, 1], [4, 2]]], np.uint8)
+    return [
+        RequestStep(
+            key="k",
+            token_ids=np.array([number], np.int32),
+            logprobs=np.array([-0.5 * number], np.float32),
+            routed_experts=np.repeat(row, request.prompt_len if number == 0 else 1, axis=0),
+        )
+        for number in range(limit)
+    ]
+
+
+def model(max_model_len: int = 1000) -> Capabilities:
+    """A model of two layers."""
+    return SyntheticConfig(
+        max_model_len=max_model_len, vocab_size=50, num_layers=2, top_k=2, num_experts=8
+    ).capabilities
+
+
+def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
+    """All that the engine made, each row's experts in ascending order."""
+    request = canary_request(model())
+    read = read_canary(steps_of(request), request, model())
+    rows_read = canary_rows(read)
+
+    assert read.token_ids == tuple(range(8))
+    assert read.logprobs == tuple(-0.5 * number for number in range(8))
+    assert rows_read is not None
+    assert rows_read.shape == (request.prompt_len + 7, 2, 2)
+    assert rows_read[0].tolist() == [[1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("max_model_len", [2, 10, 1000])
+def test_every_model_can_be_asked_for_a_canary(max_model_len: int) -> None:
+    """The request passes the worker's own checks, however short the context is; two share no cached prefix."""
+    first, second = canary_request(model(max_model_len)), canary_request(model(max_model_len))
+
+    check_request(first, model(max_model_len), Versions(0, 0))
+    assert first.prompt_len + (first.sampling.max_tokens or 0) <= max_model_len
+    assert list(first.prompt_token_ids) == list(second.prompt_token_ids)
+    assert first.cache_salt != second.cache_salt
+
+
+def lost_logprobs(step: RequestStep) -> None:
+    """An engine that forgot them."""
+    step.logprobs = None
+
+
+def not_a_number(step: RequestStep) -> None:
+    """Weights that overflow."""
+    step.logprobs = np.array([np.nan], np.float32)
+
+
+def lost_row(step: RequestStep) -> None:
+    """Routing that did not come."""
+    step.routed_experts = None
+
+
+def lost_token(step: RequestStep) -> None:
+    """A generation that ended early."""
+    step.token_ids = np.empty(0, np.int32)
+
+
+@pytest.mark.parametrize("spoil", [lost_logprobs, not_a_number, lost_row, lost_token])
+def test_what_no_sound_model_gives_is_no_canary(spoil: Callable[[RequestStep], None]) -> None:
+    """Missing or impossible parts are never taken for an answer."""
+    request = canary_request(model())
+    steps = steps_of(request)
+    spoil(steps[3])
+    with pytest.raises(ControlError) as caught:
+        read_canary(steps, request, model())
+
+    assert caught.value.code is ControlCode.NOT_VERIFIED
+
+
+def test_routing_that_is_all_zero_is_no_canary() -> None:
+    """It is what an engine gives whose kernels bypass the place where routing is captured."""
+    request = canary_request(model())
+    steps = steps_of(request)
+    for step in steps:
+        assert step.routed_experts is not None
+        step.routed_experts = np.zeros_like(step.routed_experts)
+    with pytest.raises(ControlError, match="all zero"):
+        read_canary(steps, request, model())

@@ -30,7 +30,8 @@ class Transfer:
         self._runner = runner
         self._flow = flow
         self._weights = weights
-        self._heard_at = 0.0
+        self.heard_at = 0.0
+        """When the engine last did a part of it, on the monotonic clock."""
 
     def __repr__(self) -> str:
         """One line with the state."""
@@ -111,7 +112,7 @@ class Transfer:
         Returns:
             It was given up now; the caller ends what is in flight.
         """
-        if not self.is_open or now - self._heard_at <= SILENCE_S:
+        if not self.is_open or now - self.heard_at <= SILENCE_S:
             return False
         self._weights.distrust(f"the transfer of weights went silent for {SILENCE_S:g} s")
         return True
@@ -124,7 +125,7 @@ class Transfer:
                 await call()
             is_good = True
         finally:
-            self._heard_at = time.monotonic()
+            self.heard_at = time.monotonic()
             if not is_good:
                 self._weights.distrust(f"{what} failed in the engine")
                 self._flow.give_up("the weights of this worker are half written")

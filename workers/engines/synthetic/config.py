@@ -51,6 +51,10 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     top_k: int = 4
     num_experts: int = 16
     """0: a model without experts, which returns no routing."""
+    weight_updates: bool = True
+    """Weights can be replaced from a checkpoint."""
+    weight_transfer: bool = True
+    """Weights can come in pieces."""
     max_loras: int = 4
     """Adapters at once."""
     prefix_cache: bool = False
@@ -96,8 +100,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             routed_experts=routing,
             priority=True,
             signature="synthetic 1",
-            weight_updates=True,
-            weight_transfer=True,
+            weight_updates=self.weight_updates,
+            weight_transfer=self.weight_transfer,
             max_loras=self.max_loras,
             sleep=True,
         )

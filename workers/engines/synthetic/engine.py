@@ -12,6 +12,7 @@ import numpy as np
 from bus.protocol.step import RequestStep
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from schemas.limits import MAX_PRIORITY
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.engines.synthetic.cache import PrefixCache
@@ -150,7 +151,7 @@ class SyntheticEngine:
         output = [step for key in aborted for step in self._abort(key)]
         if self._is_frozen:
             return output
-        while self._waiting and len(self._running) < self._config.max_num_seqs:
+        while self._waiting and (len(self._running) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])):
             running = self._waiting.popleft()
             self._running[running.key] = running
         for running in list(self._running.values()):
@@ -159,6 +160,11 @@ class SyntheticEngine:
                 del self._running[running.key]
             output.append(step)
         return output
+
+    @staticmethod
+    def _is_urgent(running: Running) -> bool:
+        """It is the worker's own, and goes before all others."""
+        return running.request.priority == -MAX_PRIORITY
 
     def _abort(self, key: str) -> list[RequestStep]:
         waiting = next((w for w in self._waiting if w.key == key), None)

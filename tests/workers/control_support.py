@@ -1,0 +1,217 @@
+"""A worker's weights and adapters around a synthetic engine, without a bus; a client hears what its links send."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from bus.queue.puller import QueuePuller
+from schemas.chunk import Chunk
+from schemas.control import Canary, LoadLora, UpdateWeights, WeightSource
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.support.checkpoints import write_adapter, write_checkpoint
+from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear
+from workers.config import WorkerConfig
+from workers.control.flow import Flow
+from workers.control.loras import Loras
+from workers.control.transfer import Transfer
+from workers.control.weights import Weights
+from workers.engine import RequestStep
+from workers.engine_runner import EngineRunner
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.held import Instructions
+from workers.intake import Intake
+from workers.links import Links
+from workers.sources import Sources
+
+__all__ = ["PROMPT", "Rig", "Token", "load_lora", "rig", "source", "update"]
+
+PROMPT = list(range(40))
+
+
+class Token(NamedTuple):
+    """One that a client heard."""
+
+    token_id: int
+    weight_version: int
+    lora_version: int | None
+
+
+class Door:
+    """Stands for what lets requests in: nothing comes by itself."""
+
+    is_open = True
+
+    def pause(self) -> None:
+        """Take no more."""
+        self.is_open = False
+
+    def resume(self) -> None:
+        """Take more."""
+        self.is_open = True
+
+    def give_back(self) -> None:
+        """Nothing waits here."""
+
+
+class Rig:
+    """The parts, and what a client hears."""
+
+    def __init__(self, root: Path, engine: SyntheticEngine, *, prove_reload: bool) -> None:
+        self.root = root
+        self.own = root / "own"
+        self.engine = engine
+        worker = WorkerConfig(
+            nats_url="",
+            model="m",
+            worker_id="w",
+            weight_version=1,
+            model_path=str(self.own),
+            prove_reload=prove_reload,
+        )
+        self.runner = EngineRunner(self.engine, timeout_s=60.0)
+        self.links = Links(worker, "w1", max_payload=MAX_PAYLOAD)
+        self.door = Door()
+        self.flow = Flow(
+            self.runner,
+            self.links,
+            cast(Intake, self.door),
+            cast(QueuePuller, self.door),
+            carry_out=self._carry_out,
+        )
+        sources = Sources(roots=[root], own=self.own, cache=root / "cache", objects=None)
+        versions = self.links.versions
+        self.loras = Loras(self.runner, self.flow, sources, versions)
+        self.weights = Weights(worker, self.runner, self.flow, sources, self.loras, versions)
+        self.transfer = Transfer(self.runner, self.flow, self.weights)
+        self.stages: list[str] = []
+        self._ear = Ear(self.links)
+        self._heard = asyncio.Event()
+        self._tokens: dict[str, list[Token]] = {}
+        self._ends: dict[str, Chunk] = {}
+
+    def _carry_out(self, todo: Instructions) -> None:
+        self.runner.abort(todo.abort)
+
+    def on_steps(self, steps: Sequence[RequestStep]) -> None:
+        """As a worker does."""
+        self.flow.take(steps)
+        self._heard.set()
+
+    def report(self, stage: str) -> None:
+        """Take note of what is being done."""
+        self.stages.append(stage)
+
+    @property
+    def standing(self) -> tuple[int, bool]:
+        """The version of the weights, and whether they are poisoned."""
+        return self.weights.version, self.weights.is_poisoned
+
+    async def start(
+        self, request_id: str, num_tokens: int = 4, *, prompt: Sequence[int] = PROMPT, **fields: object
+    ) -> None:
+        """Have a client's greedy request run."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
+        name = self.links.offer(self._ear.origin(request_id), request, self.engine.capabilities, NOW)
+        await self.runner.add(name, request)
+
+    def hear(self) -> None:
+        """Have the client hear and acknowledge all that there is."""
+        while frames := self._ear.hear():
+            for chunk in (chunk for frame in frames for chunk in frame.chunks):
+                self._tokens.setdefault(chunk.request_id, []).extend(
+                    Token(int(token_id), chunk.weight_version, chunk.lora_version) for token_id in chunk.token_ids
+                )
+                if chunk.is_terminal:
+                    self._ends[chunk.request_id] = chunk
+            self.links.on_link_message("alice", self._ear.message(), NOW)
+
+    def tokens(self, request_id: str) -> list[Token]:
+        """What the client has heard of a request until now."""
+        self.hear()
+        return self._tokens.get(request_id, [])[:]
+
+    def end(self, request_id: str) -> Chunk | None:
+        """Its terminal chunk, once it was heard."""
+        self.hear()
+        return self._ends.get(request_id)
+
+    def stop(self) -> None:
+        """End all requests with ABORT."""
+        self.flow.abort(self.links.names)
+
+    async def until_tokens(self, request_id: str, count: int) -> None:
+        """Wait until the client has heard so many tokens."""
+        self.hear()
+        while len(self._tokens.get(request_id, ())) < count:
+            self._heard.clear()
+            await self._heard.wait()
+            self.hear()
+
+    async def until_end(self, request_id: str) -> list[Token]:
+        """Wait until the client has heard the end of a request; returns its tokens."""
+        while self.end(request_id) is None:
+            self._heard.clear()
+            await self._heard.wait()
+        return self.tokens(request_id)
+
+    async def generate(self, request_id: str, **fields: object) -> list[int]:
+        """Run a request to its end; returns the token ids."""
+        await self.start(request_id, **fields)  # type: ignore[arg-type]
+        return [token.token_id for token in await self.until_end(request_id)]
+
+    def adapter(self, name: str, fill: int = 1) -> Path:
+        """An adapter for this worker's checkpoint."""
+        folder = write_adapter(self.root / name)
+        file = folder / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + bytes([fill]))
+        return folder
+
+    def checkpoint(self, name: str, fill: int) -> Path:
+        """A checkpoint for this worker."""
+        return write_checkpoint(self.root / name, fill=fill)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    root: Path,
+    config: SyntheticConfig | None = None,
+    *,
+    fill: int = 1,
+    prove_reload: bool = True,
+    engine: type[SyntheticEngine] = SyntheticEngine,
+) -> AsyncIterator[Rig]:
+    """Start the engine on the checkpoint `fill`, as version 1, prove it if asked to, and let requests in."""
+    made = Rig(root, engine(config, write_checkpoint(root / "own", fill=fill)), prove_reload=prove_reload)
+    async with asyncio.TaskGroup() as tasks:
+        await made.runner.start()
+        running = [
+            tasks.create_task(made.runner.run(made.on_steps), name="engine"),
+            tasks.create_task(made.runner.run_aborts(), name="aborts"),
+        ]
+        try:
+            await made.weights.prove()
+            await made.flow.go()
+            yield made
+        finally:
+            for task in running:
+                task.cancel()
+            await made.engine.close()
+
+
+def source(path: Path) -> WeightSource:
+    """A folder."""
+    return WeightSource(path=str(path))
+
+
+def update(path: Path, version: int, *, expected_canary: Canary | None = None, **fields: object) -> UpdateWeights:
+    """A command to load a folder."""
+    return UpdateWeights(source=source(path), version=version, expected_canary=expected_canary, **fields)  # type: ignore[arg-type]
+
+
+def load_lora(name: str, path: Path, version: int, **fields: object) -> LoadLora:
+    """A command to load an adapter."""
+    return LoadLora(name=name, source=source(path), version=version, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,257 @@
+"""Adapters are swapped with a clean cut, survive new weights or are gone, and what is said of them is always true."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from schemas.chunk import FinishReason
+from schemas.control import UnloadLora
+from schemas.errors import ControlCode, ControlError, ErrorCode
+from schemas.presence import LoraInfo
+from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+
+LONG = 60_000
+"""Tokens: a request that does not end by itself in a test."""
+
+
+async def load(worker: Rig, name: str, path: Path, version: int) -> None:
+    """Load an adapter and let the worker go on."""
+    await worker.loras.load(load_lora(name, path, version), worker.report)
+    await worker.flow.go()
+
+
+async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
+    """Its tokens bear its version, those of the base model none."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("a"), 7)
+        with_adapter, without = await worker.generate("r", lora="a"), await worker.generate("s")
+        assert with_adapter != without
+        assert {token.lora_version for token in worker.tokens("r")} == {7}
+        assert {token.lora_version for token in worker.tokens("s")} == {None}
+        assert worker.loras.infos == (LoraInfo(name="a", version=7),)
+        assert worker.stages == ["checking", "pausing", "loading"]
+
+
+async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) -> None:
+    """Up to the cut the tokens are of the old adapter and bear its version, from there on of the new one."""
+    async with rig(tmp_path / "w") as worker, rig(tmp_path / "o") as old, rig(tmp_path / "n") as new:
+        await load(old, "a", old.adapter("1", 1), 1)
+        await load(new, "a", new.adapter("2", 2), 2)
+        await load(worker, "a", worker.adapter("1", 1), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.until_tokens("r", 5)
+        await load(worker, "a", worker.adapter("2", 2), 2)
+        await worker.until_tokens("r", len(worker.tokens("r")) + 20)
+        worker.stop()
+        tokens = await worker.until_end("r")
+
+        versions = [token.lora_version for token in tokens]
+        token_ids = [token.token_id for token in tokens]
+        cut = versions.index(2)
+        assert versions == [1] * cut + [2] * (len(tokens) - cut)
+        assert token_ids[:cut] == await old.generate("r", num_tokens=cut, lora="a")
+        rest = PROMPT + token_ids[:cut]
+        assert token_ids[cut:] == await new.generate("r", num_tokens=len(tokens) - cut, prompt=rest, lora="a")
+
+
+async def test_a_swapped_adapter_finds_nothing_that_the_old_one_cached(tmp_path: Path) -> None:
+    """Under the same name; nor does one that was unloaded and came back."""
+    async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:
+        for number in range(3):
+            await load(worker, "a", worker.adapter(f"{number}", number), number)
+            await worker.generate(f"first-{number}", lora="a")
+            await worker.generate(f"second-{number}", lora="a")
+        await worker.loras.unload(UnloadLora(name="a"))
+        await load(worker, "a", worker.adapter("2", 2), 2)
+        await worker.generate("again", lora="a")
+        ids = [f"{which}-{number}" for number in range(3) for which in ("first", "second")]
+        assert [cached_tokens(worker, request_id) for request_id in [*ids, "again"]] == [0, 32, 0, 32, 0, 32, 0]
+
+
+def cached_tokens(worker: Rig, request_id: str) -> int | None:
+    """What was found in the cache, as its terminal chunk says."""
+    chunk = worker.end(request_id)
+    assert chunk is not None
+    assert chunk.end is not None
+    return chunk.end.cached_tokens
+
+
+async def test_an_adapter_that_is_here_is_current(tmp_path: Path) -> None:
+    """With the same version from the same source, and no other."""
+    async with rig(tmp_path) as worker:
+        path = worker.adapter("a")
+        await load(worker, "a", path, 1)
+        assert worker.loras.is_current(load_lora("a", path, 1))
+        assert not worker.loras.is_current(load_lora("a", path, 2))
+        assert not worker.loras.is_current(load_lora("a", worker.adapter("b"), 1))
+        assert not worker.loras.is_current(load_lora("b", path, 1))
+
+
+async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> None:
+    """They end with ABORT and what they have; others go on; an adapter that is not here is fine."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("a"), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.start("s", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.loras.unload(UnloadLora(name="a"))
+        await worker.loras.unload(UnloadLora(name="a"))
+        await worker.loras.unload(UnloadLora(name="never there"))
+        end = worker.end("r")
+        assert end is not None
+        assert end.finish_reason is FinishReason.ABORT
+        assert worker.loras.infos == ()
+        assert worker.engine.loras == {}
+        await worker.until_tokens("s", len(worker.tokens("s")) + 5)
+
+
+async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
+    """The frozen engine lets go of its requests; what it makes of others meanwhile is not heard before the resume."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("a"), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.start("s", LONG)
+        await worker.until_tokens("s", 5)
+        await worker.flow.stop("keep", 10.0)
+        heard = len(worker.tokens("s"))
+        await worker.loras.unload(UnloadLora(name="a"))
+        assert len(worker.tokens("s")) == heard
+        assert worker.runner.is_frozen
+        await worker.flow.go()
+        tokens = await worker.until_end("r")
+        assert {token.lora_version for token in tokens} == {1}
+        await worker.until_tokens("s", heard + 5)
+
+
+async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path) -> None:
+    """The old one of the same name serves on; without one there is none."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("1", 1), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(load_lora=True)
+        for name in ("a", "b"):
+            with pytest.raises(ControlError) as caught:
+                await load(worker, name, worker.adapter("2", 2), 2)
+            assert caught.value.code is ControlCode.ENGINE_ERROR
+        assert worker.loras.infos == (LoraInfo(name="a", version=1),)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 5)
+        assert {token.lora_version for token in worker.tokens("r")} == {1}
+
+
+class Forgetful(SyntheticEngine):
+    """Loses the adapter of a name when it is to replace it, or never comes back."""
+
+    fails: bool | None = None
+
+    async def load_lora(self, name: str, path: Path, version: int) -> None:
+        """Go wrong as told."""
+        if self.fails is None:
+            await super().load_lora(name, path, version)
+            return
+        await self.unload_lora(name)
+        if self.fails:
+            raise ControlError(ControlCode.ENGINE_ERROR, "it is lost")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
+async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fails: bool) -> None:
+    """Whether the engine says so or nothing: it cannot be named any more, and other workers go on with its users."""
+    async with rig(tmp_path, engine=Forgetful) as worker:
+        await load(worker, "a", worker.adapter("1", 1), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.until_tokens("r", 5)
+        assert isinstance(worker.engine, Forgetful)
+        worker.engine.fails = fails
+        with pytest.raises(ControlError):
+            await worker.loras.load(load_lora("a", worker.adapter("2", 2), 2, timeout_s=1.0), worker.report)
+        assert worker.loras.infos == ()
+        end = worker.end("r")
+        assert end is not None
+        assert end.error is not None
+        assert end.error.code is ErrorCode.WORKER_FENCED
+        assert {token.lora_version for token in worker.tokens("r")} == {1}
+
+
+async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) -> None:
+    """The command fails, and what the worker says of its adapters is what the engine has."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("a"), 1)
+        worker.engine.faults = SyntheticFaults(unload_lora=True)
+        with pytest.raises(ControlError, match="kept the adapter"):
+            await worker.loras.unload(UnloadLora(name="a"))
+        assert worker.loras.infos == (LoraInfo(name="a", version=1),)
+
+
+async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> None:
+    """It is refused before anything is held up."""
+    async with rig(tmp_path) as worker:
+        path = worker.adapter("a")
+        (path / "adapter_config.json").unlink()
+        with pytest.raises(ControlError, match=r"adapter_config\.json") as caught:
+            await worker.loras.load(load_lora("a", path, 1), worker.report)
+        assert caught.value.code is ControlCode.BAD_SOURCE
+        assert worker.door.is_open
+
+
+async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
+    """One more than the engine holds is refused; one of the same name is not one more."""
+    async with rig(tmp_path, SyntheticConfig(max_loras=1)) as worker:
+        await load(worker, "a", worker.adapter("a"), 1)
+        with pytest.raises(ControlError, match="holds 1 adapters and has a"):
+            await load(worker, "b", worker.adapter("a"), 1)
+        await load(worker, "a", worker.adapter("a"), 2)
+    async with rig(tmp_path, SyntheticConfig(max_loras=0)) as worker:
+        with pytest.raises(ControlError) as caught:
+            await load(worker, "a", worker.adapter("a"), 1)
+        assert caught.value.code is ControlCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize("loses_loras", [True, False])
+async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -> None:
+    """Also in an engine that loses them: requests in flight go on with the adapter, on the new weights."""
+    async with rig(tmp_path / "w") as worker, rig(tmp_path / "o", fill=2) as other:
+        await load(worker, "a", worker.adapter("a"), 5)
+        await load(other, "a", other.adapter("a"), 5)
+        await worker.start("r", LONG, lora="a")
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(loses_loras=loses_loras)
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 20)
+        worker.stop()
+        tokens = await worker.until_end("r")
+
+        cut = [token.weight_version for token in tokens].index(2)
+        token_ids = [token.token_id for token in tokens]
+        rest = PROMPT + token_ids[:cut]
+        assert {token.lora_version for token in tokens} == {5}
+        assert token_ids[cut:] == await other.generate("r", num_tokens=len(tokens) - cut, prompt=rest, lora="a")
+
+
+async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) -> None:
+    """With the reason; requests that used it go to other workers, and the rest goes on with the new weights."""
+    async with rig(tmp_path) as worker:
+        await load(worker, "a", worker.adapter("a"), 1)
+        await load(worker, "b", worker.adapter("b"), 1)
+        await worker.start("r", LONG, lora="a")
+        await worker.start("s", LONG, lora="b")
+        await worker.until_tokens("s", 5)
+        (tmp_path / "a" / "adapter_config.json").unlink()
+        worker.engine.faults = SyntheticFaults(loses_loras=True)
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        assert worker.standing == (2, False)
+        assert worker.loras.infos == (LoraInfo(name="b", version=1),)
+        assert "adapter_config.json" in worker.loras.gone["a"]
+        end = worker.end("r")
+        assert end is not None
+        assert end.error is not None
+        assert end.error.code is ErrorCode.WORKER_FENCED
+        await worker.flow.go()
+        await worker.until_tokens("s", len(worker.tokens("s")) + 20)
+        await load(worker, "a", worker.adapter("a"), 2)
+        assert worker.loras.gone == {}

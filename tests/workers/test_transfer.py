@@ -1,0 +1,152 @@
+"""Weights that come through the engine's own transfer engine are verified and stamped like others."""
+
+import base64
+from collections.abc import Awaitable
+from pathlib import Path
+
+import pytest
+
+from schemas.control import (
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    UpdateWeightChunk,
+)
+from schemas.errors import ControlCode, ControlError, ErrorCode
+from tests.workers.control_support import Rig, rig, update
+from workers.control.transfer import SILENCE_S
+from workers.engines.synthetic import SyntheticConfig
+
+LONG = 60_000
+"""Tokens: a request that does not end by itself in a test."""
+
+
+def chunk_of(path: Path) -> UpdateWeightChunk:
+    """A whole checkpoint in one piece."""
+    return UpdateWeightChunk(info={"data": base64.b64encode((path / "model.safetensors").read_bytes()).decode()})
+
+
+def is_open(worker: Rig) -> bool:
+    """A transfer is under way."""
+    return worker.transfer.is_open
+
+
+async def transfer(worker: Rig, path: Path, version: int) -> None:
+    """Pass a checkpoint to the engine, from start to finish."""
+    await worker.transfer.init(InitWeightTransfer(info={}))
+    await worker.transfer.start(StartWeightUpdate())
+    await worker.transfer.chunk(chunk_of(path))
+    await worker.transfer.finish(FinishWeightUpdate(version=version), worker.report)
+
+
+def was_fenced(worker: Rig, request_id: str) -> bool:
+    """The request has ended so that other workers go on with it."""
+    end = worker.end(request_id)
+    return end is not None and end.error is not None and end.error.code is ErrorCode.WORKER_FENCED
+
+
+async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Streams are kept from the start on, and go on with the new weights after the finish."""
+    async with rig(tmp_path / "a") as worker, rig(tmp_path / "b", fill=2) as fresh:
+        path = worker.checkpoint("2", 2)
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.transfer.init(InitWeightTransfer(info={}))
+        await worker.transfer.start(StartWeightUpdate())
+        heard = len(worker.tokens("r"))
+        assert is_open(worker)
+        await worker.transfer.chunk(chunk_of(path))
+        await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report)
+        assert not is_open(worker)
+        assert len(worker.tokens("r")) == heard
+        await worker.flow.go()
+        await worker.until_tokens("r", heard + 20)
+        assert [token.weight_version for token in worker.tokens("r")[:heard]] == [1] * heard
+        assert {token.weight_version for token in worker.tokens("r")[heard:]} == {2}
+        assert worker.standing == (2, False)
+        assert worker.weights.canary == fresh.weights.canary
+        assert worker.stages == ["loading", "verifying"]
+
+
+async def test_a_finish_comes_twice(tmp_path: Path) -> None:
+    """The second has no effect; one of another version without a start is refused."""
+    async with rig(tmp_path) as worker:
+        await transfer(worker, worker.checkpoint("2", 2), 2)
+        canary = worker.weights.canary
+        assert await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report) == canary
+        for attempt in (
+            worker.transfer.finish(FinishWeightUpdate(version=3), worker.report),
+            worker.transfer.chunk(chunk_of(worker.own)),
+        ):
+            with pytest.raises(ControlError, match="no transfer of weights was started"):
+                await attempt
+        assert worker.standing == (2, False)
+
+
+@pytest.mark.parametrize("command", [UpdateWeightChunk(info={"neither": 1}), FinishWeightUpdate(version=2)])
+async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeightChunk | FinishWeightUpdate) -> None:
+    """A bad piece, or a finish with nothing: requests go to other workers, a later update makes the worker fit."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.transfer.start(StartWeightUpdate())
+        attempt: Awaitable[object]
+        if isinstance(command, UpdateWeightChunk):
+            attempt = worker.transfer.chunk(command)
+        else:
+            attempt = worker.transfer.finish(command, worker.report)
+        with pytest.raises(ControlError):
+            await attempt
+        assert worker.standing == (1, True)
+        assert not is_open(worker)
+        assert was_fenced(worker, "r")
+        await worker.weights.update(update(worker.own, 2), worker.report)
+        await worker.flow.go()
+        assert worker.standing == (2, False)
+
+
+async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
+    """Whoever sent it is dead: the weights are poisoned, once."""
+    async with rig(tmp_path) as worker:
+        await worker.transfer.start(StartWeightUpdate())
+        heard_at = worker.transfer.heard_at
+        assert not worker.transfer.expire(heard_at + SILENCE_S)
+        assert is_open(worker)
+        assert worker.transfer.expire(heard_at + SILENCE_S + 1)
+        assert worker.weights.is_poisoned
+        assert not is_open(worker)
+        assert not worker.transfer.expire(heard_at + 2 * SILENCE_S)
+
+
+async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:
+    """Its weights are whole again; a start may also begin anew."""
+    async with rig(tmp_path) as worker:
+        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.start(StartWeightUpdate())
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        assert not is_open(worker)
+        assert worker.standing == (2, False)
+
+
+async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: Path) -> None:
+    """An engine that dropped them leaves the worker poisoned."""
+    async with rig(tmp_path) as worker:
+        await transfer(worker, worker.checkpoint("2", 2), 2)
+        await worker.engine.sleep(2)
+        await worker.engine.wake()
+        with pytest.raises(ControlError, match="cannot be had again"):
+            await worker.weights.restore(worker.report, 10.0)
+        assert worker.standing == (2, True)
+
+
+async def test_an_engine_without_transfers_says_so(tmp_path: Path) -> None:
+    """Before anything is held up."""
+    async with rig(tmp_path, SyntheticConfig(weight_transfer=False)) as worker:
+        for attempt in (
+            worker.transfer.init(InitWeightTransfer(info={})),
+            worker.transfer.start(StartWeightUpdate()),
+        ):
+            with pytest.raises(ControlError) as caught:
+                await attempt
+            assert caught.value.code is ControlCode.UNSUPPORTED
+        assert worker.door.is_open

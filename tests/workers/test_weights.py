@@ -1,0 +1,325 @@
+"""Weights are replaced with a clean cut, and used only once they are verified."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from schemas.control import CheckWeights, PauseMode
+from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from tests.support.checkpoints import write_checkpoint
+from tests.workers.control_support import PROMPT, rig, source, update
+from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+
+LONG = 60_000
+"""Tokens: a request that does not end by itself in a test."""
+
+
+async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_path: Path) -> None:
+    """Up to the cut its tokens are those of the old weights and bear their version, from there on those of the new."""
+    async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
+        path = worker.checkpoint("2", 2)
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.weights.update(update(path, 2), worker.report)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 20)
+        worker.stop()
+        tokens = await worker.until_end("r")
+
+        versions = [token.weight_version for token in tokens]
+        token_ids = [token.token_id for token in tokens]
+        cut = versions.index(2)
+        assert versions == [1] * cut + [2] * (len(tokens) - cut)
+        assert token_ids[:cut] == await old.generate("r", num_tokens=cut)
+        assert token_ids[cut:] == await new.generate("r", num_tokens=len(tokens) - cut, prompt=PROMPT + token_ids[:cut])
+        assert (worker.weights.version, worker.weights.source) == (2, source(path))
+        assert worker.stages == ["checking", "pausing", "loading", "verifying"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseMode) -> None:
+    """Its canary and its output are those of a worker that was started on the checkpoint."""
+    async with rig(tmp_path / "a") as updated, rig(tmp_path / "b", fill=2) as fresh:
+        before = updated.weights.canary
+        canary = await updated.weights.update(update(updated.checkpoint("2", 2), 2, mode=mode), updated.report)
+        await updated.flow.go()
+        assert before != canary == updated.weights.canary == fresh.weights.canary
+        assert await updated.generate("r") == await fresh.generate("r")
+
+
+async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path) -> None:
+    """What the engine made for others while the canary ran waits until the worker goes on, with the new version."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.flow.stop("keep", 10.0)
+        heard = len(worker.tokens("r"))
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        assert len(worker.tokens("r")) == heard
+        assert worker.runner.is_frozen
+        assert not worker.door.is_open
+        await worker.flow.go()
+        await worker.until_tokens("r", heard + 20)
+        assert {token.weight_version for token in worker.tokens("r")[heard:]} == {2}
+
+
+async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp_path: Path) -> None:
+    """What was made under version 2 and not heard yet does not become version 3."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        await worker.weights.update(update(worker.checkpoint("3", 3), 3), worker.report)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 1)
+        versions = [token.weight_version for token in worker.tokens("r")]
+        assert versions == sorted(versions)
+        # The canary takes eight steps, in which this request makes as many tokens at least.
+        assert versions.count(2) >= 8
+        assert versions.count(3) > 0
+
+
+async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
+    """An engine whose routing changes when it loads its own checkpoint again is not fit for work, and says so."""
+    config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with rig(tmp_path, config):
+            pass
+    assert caught.group_contains(EngineDead, match="cannot reload its own checkpoint .* expert choices agree")
+
+
+async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    """A checkpoint that gave something else before poisons the worker, and what was held back is never heard."""
+    async with rig(tmp_path) as worker:
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        await worker.flow.go()
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(load="wrong_experts")
+        with pytest.raises(ControlError, match="differs from what this checkpoint gave before") as caught:
+            await worker.weights.update(update(worker.own, 3), worker.report)
+
+        assert caught.value.code is ControlCode.NOT_VERIFIED
+        assert worker.standing == (2, True)
+        end = worker.end("r")
+        assert end is not None
+        assert end.error is not None
+        assert end.error.code is ErrorCode.WORKER_FENCED
+        assert {token.weight_version for token in worker.tokens("r")} == {2}
+
+
+async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
+    """Weights that give something else than the trainer's copy are not used; those that give the same are."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        good = await worker.weights.update(update(path, 2), worker.report)
+        assert good is not None
+        wrong = update(worker.checkpoint("3", 3), 3, expected_canary=good)
+        with pytest.raises(ControlError, match="differs from the expected one: the tokens differ"):
+            await worker.weights.update(wrong, worker.report)
+        assert worker.standing == (2, True)
+        await worker.weights.update(update(path, 4, expected_canary=good), worker.report)
+        assert worker.standing == (4, False)
+
+
+async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_path: Path) -> None:
+    """What a folder gave before says nothing once its files have changed."""
+    async with rig(tmp_path) as worker:
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        write_checkpoint(worker.own, fill=9)
+        await worker.weights.update(update(worker.own, 3), worker.report)
+        assert worker.standing == (3, False)
+
+
+async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Path) -> None:
+    """Version, weights and the requests that were kept are those of before."""
+    async with rig(tmp_path) as worker, rig(tmp_path / "other") as reference:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(load="refused")
+        with pytest.raises(ControlError) as caught:
+            await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        assert caught.value.code is ControlCode.ENGINE_ERROR
+        assert (*worker.standing, worker.weights.problem) == (1, False, None)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 20)
+        worker.stop()
+        tokens = await worker.until_end("r")
+        assert [token.token_id for token in tokens] == await reference.generate("r", num_tokens=len(tokens))
+        assert {token.weight_version for token in tokens} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("half_written", ControlCode.HALF_WRITTEN), pytest.param("hangs", ControlCode.TIMEOUT, marks=pytest.mark.slow)],
+)
+async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str, code: ControlCode) -> None:
+    """The version stays, requests in flight go to other workers, and a later good update makes the worker fit again."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(load=fault)  # type: ignore[arg-type]
+        path = worker.checkpoint("2", 2)
+        with pytest.raises(ControlError) as caught:
+            await worker.weights.update(update(path, 2, timeout_s=1.0), worker.report)
+        assert caught.value.code is code
+        assert (*worker.standing, worker.weights.problem) == (1, True, caught.value.message)
+        end = worker.end("r")
+        assert end is not None
+        assert end.error is not None
+        assert end.error.code is ErrorCode.WORKER_FENCED
+
+        worker.engine.faults = SyntheticFaults()
+        await worker.weights.update(update(path, 2, mode="wait"), worker.report)
+        await worker.flow.go()
+        assert (*worker.standing, worker.weights.problem) == (2, False, None)
+        await worker.generate("s")
+
+
+async def test_an_update_that_is_cancelled_in_the_middle_poisons(tmp_path: Path) -> None:
+    """Whoever gives up waiting for a load leaves weights behind that nobody knows."""
+    async with rig(tmp_path, SyntheticConfig(faults=SyntheticFaults(load="hangs", good_loads=1))) as worker:
+
+        def give_up(stage: str) -> None:
+            if stage == "loading":
+                scope.reschedule(0.0)
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(None) as scope:
+                await worker.weights.update(update(worker.checkpoint("2", 2), 2), give_up)
+        assert worker.standing == (1, True)
+
+
+async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
+    """A truncated checkpoint is refused before anything is held up; the message names what is wrong."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        for attempt in (
+            worker.weights.update(update(path, 2), worker.report),
+            worker.weights.check(CheckWeights(source=source(path))),
+        ):
+            with pytest.raises(ControlError, match=r"model\.safetensors") as caught:
+                await attempt
+            assert caught.value.code is ControlCode.BAD_SOURCE
+        assert worker.standing == (1, False)
+        assert worker.door.is_open
+        assert not worker.runner.is_frozen
+        await worker.weights.check(CheckWeights(source=source(worker.own)))
+
+
+@pytest.mark.slow
+async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_path: Path) -> None:
+    """With `wait`, a request that goes on for too long makes it fail and runs on."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        with pytest.raises(ControlError, match="1 requests are in flight") as caught:
+            await worker.weights.update(update(worker.checkpoint("2", 2), 2, mode="wait", timeout_s=0.5), worker.report)
+        assert caught.value.code is ControlCode.TIMEOUT
+        assert worker.standing == (1, False)
+        await worker.until_tokens("r", len(worker.tokens("r")) + 5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear_cache", "is_cleared"),
+    [("keep", None, False), ("keep", True, True), ("wait", None, True), ("wait", False, False)],
+)
+async def test_the_cache_is_flushed_as_asked(
+    tmp_path: Path, mode: PauseMode, clear_cache: bool | None, is_cleared: bool
+) -> None:
+    """By default unless requests are kept; where that is impossible, the update fails before it touches a thing."""
+    async with rig(tmp_path) as worker:
+        worker.engine.faults = SyntheticFaults(reset_cache=True)
+        command = update(worker.checkpoint("2", 2), 2, mode=mode, clear_cache=clear_cache)
+        if not is_cleared:
+            await worker.weights.update(command, worker.report)
+            assert "flushing" not in worker.stages
+            return
+        with pytest.raises(ControlError) as caught:
+            await worker.weights.update(command, worker.report)
+        assert caught.value.code is ControlCode.CACHE_IN_USE
+        assert "loading" not in worker.stages
+        assert worker.standing == (1, False)
+
+
+async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path) -> None:
+    """Also where the cache was not flushed."""
+    async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:
+        for request_id in ("a", "b"):
+            await worker.generate(request_id)
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        await worker.flow.go()
+        await worker.generate("c")
+        cached = [worker.end(request_id).end.cached_tokens for request_id in ("a", "b", "c")]  # type: ignore[union-attr]
+        assert cached == [0, 32, 0]
+
+
+async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> None:
+    """Neither the version of the start, nor the source of the last update; a poisoned worker loads in any case."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        assert await worker.weights.update(update(path, 1), worker.report) == worker.weights.canary
+        assert worker.stages == []
+        await worker.weights.update(update(path, 2), worker.report)
+        worker.stages.clear()
+        assert await worker.weights.update(update(path, 2), worker.report) == worker.weights.canary
+        assert worker.stages == []
+        await worker.weights.update(update(worker.checkpoint("other", 3), 2), worker.report)
+        assert "loading" in worker.stages
+        worker.stages.clear()
+        worker.weights.distrust("a controller fenced it")
+        await worker.weights.update(update(worker.root / "other", 2), worker.report)
+        assert "loading" in worker.stages
+        assert worker.standing == (2, False)
+
+
+async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> None:
+    """The fleet found it wrong: the same checkpoint may, and should, give something else next time."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        worker.engine.faults = SyntheticFaults(load="wrong_experts")
+        wrong = await worker.weights.update(update(path, 2), worker.report)
+        worker.weights.distrust("a controller fenced it")
+        worker.engine.faults = SyntheticFaults()
+        assert await worker.weights.update(update(path, 2), worker.report) != wrong
+
+
+async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
+    """After the deeper sleep: those of the start, those of an update; never others than there were."""
+    async with rig(tmp_path) as worker:
+        for version in (1, 2):
+            before = await worker.generate(f"before-{version}")
+            await worker.engine.sleep(2)
+            await worker.engine.wake()
+            await worker.weights.restore(worker.report, 10.0)
+            await worker.flow.go()
+            assert await worker.generate(f"after-{version}") == before
+            assert worker.standing == (version, False)
+            await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+            await worker.flow.go()
+        worker.checkpoint("2", 3)
+        with pytest.raises(ControlError, match="differs from the expected one"):
+            await worker.weights.restore(worker.report, 10.0)
+        assert worker.standing == (2, True)
+
+
+async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
+    """Neither the check nor the update does anything."""
+    async with rig(tmp_path, SyntheticConfig(weight_updates=False)) as worker:
+        for attempt in (
+            worker.weights.update(update(worker.own, 2), worker.report),
+            worker.weights.check(CheckWeights(source=source(worker.own))),
+        ):
+            with pytest.raises(ControlError) as caught:
+                await attempt
+            assert caught.value.code is ControlCode.UNSUPPORTED
+
+
+async def test_a_proof_can_be_left_out(tmp_path: Path) -> None:
+    """Then the engine loads nothing at the start."""
+    config = SyntheticConfig(faults=SyntheticFaults(load="refused"))
+    async with rig(tmp_path, config, prove_reload=False) as worker:
+        assert worker.weights.canary is None
+        await worker.generate("r")
