@@ -1,0 +1,220 @@
+"""Desired states in a NATS KV bucket."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from nats.js.kv import KeyValue
+
+from bus.control.store import BUCKET, HISTORY, MAX_STATE_BYTES, DesiredStore
+from bus.embedded import EmbeddedServer
+from bus.protocol import desired
+from bus.subjects import Subjects
+from schemas import limits
+from schemas.control import FlushCache, LoadLora, Pause, Resume, UpdateWeights, WeightSource
+from schemas.desired import DesiredState
+from schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
+from schemas.messages import decode_desired
+from tests.support.connections import opened
+from tests.support.nats_server import change_config, require_binary
+
+SOURCE = WeightSource(path="/ckpt")
+MODEL = "org/model.v1"
+
+
+async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
+    """Nothing is recorded at first; then each command, in order, under the epoch that was returned."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        assert await store.read(MODEL) is None
+        first, epoch = await store.record(MODEL, Pause(id="p"))
+        second, next_epoch = await store.record(MODEL, Resume(id="r"))
+
+        assert (epoch, next_epoch) == (1, 2)
+        assert await store.read(MODEL) == second
+        assert first.registers["pause"].command.command == "pause"
+        assert second.registers["pause"].command == Resume(id="r", epoch=2, model=MODEL)
+        assert await store.read("other") is None
+
+
+async def test_natss_own_tools_read_the_bucket(nats_url: str, fleet: str) -> None:
+    """It is a KV bucket: values by key, and its history is the log of the commands."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        for i in range(3):
+            await store.record(MODEL, FlushCache(id=f"f{i}"))
+        bucket: KeyValue = await nats.jetstream().key_value(BUCKET)
+        key = f"{fleet}.org=2Fmodel=2Ev1"
+        entry = await bucket.get(key)
+        history = await bucket.history(key)
+        status = await bucket.status()
+
+        assert entry.value is not None
+        assert json.loads(entry.value)["registers"]["flush"]["command"]["id"] == "f2"
+        assert [decode_desired(old.value or b"").epoch for old in history] == [1, 2, 3]
+        assert status.history == HISTORY
+        assert store.subject(MODEL) == f"$KV.{BUCKET}.{key}"
+
+
+async def test_a_command_that_was_recorded_is_not_recorded_again(nats_url: str, fleet: str) -> None:
+    """The same id gives the same epoch, and writes nothing."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        await store.record(MODEL, Pause(id="p"))
+        await store.record(MODEL, Resume(id="r"))
+
+        assert (await store.record(MODEL, Pause(id="p")))[1] == 1
+        assert len(await (await nats.jetstream().key_value(BUCKET)).history(f"{fleet}.org=2Fmodel=2Ev1")) == 2
+
+
+async def test_concurrent_writers_are_ordered(nats_url: str, fleet: str) -> None:
+    """Of many that record at once each gets an epoch of its own, and none is lost; of one command all get the same."""
+    async with opened(nats_url) as nats, opened(nats_url) as other:
+        stores = [DesiredStore(connection, Subjects(fleet)) for connection in (nats, other)]
+        async with asyncio.TaskGroup() as tasks:
+            loads = [
+                tasks.create_task(stores[i % 2].record(MODEL, LoadLora(id=f"l{i}", name=f"x{i}", source=SOURCE)))
+                for i in range(16)
+            ]
+            same = [tasks.create_task(store.record(MODEL, Pause(id="same"))) for store in stores * 4]
+        state = await stores[0].read(MODEL)
+
+        assert state is not None
+        assert state.epoch == 17
+        assert {task.result()[1] for task in loads} | {same[0].result()[1]} == set(range(1, 18))
+        assert len({task.result()[1] for task in same}) == 1
+        assert len(state.registers) == 17
+
+
+async def test_a_refused_command_is_not_recorded(nats_url: str, fleet: str) -> None:
+    """What the state refuses changes nothing, and makes no bucket's entry."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        with pytest.raises(ControlError, match="this is the desired state of 'm'"):
+            await store.record("m", Pause(model="n"))
+        assert await store.read("m") is None
+        state, _ = await store.record("m", UpdateWeights(version=2, source=SOURCE))
+        with pytest.raises(ControlError) as caught:
+            await store.record("m", UpdateWeights(version=1, source=SOURCE))
+
+        assert caught.value.code is ControlCode.OLD_VERSION
+        assert await store.read("m") == state
+
+
+async def test_a_state_that_would_be_too_large_is_refused(nats_url: str, fleet: str) -> None:
+    """The size and the limit are named, and nothing is written."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        path = "/" + "x" * 1100
+        names = tuple(f"w{i}" for i in range(limits.MAX_WORKER_OVERRIDES))
+        command = UpdateWeights(version=1, source=WeightSource(path=path), workers=names)
+        with pytest.raises(ControlError, match=rf"would take \d+ bytes; allowed: {MAX_STATE_BYTES}"):
+            await store.record("m", command)
+
+        assert await store.read("m") is None
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b"{}", b'{"model": "other"}', b"\xff", b'{"model": "m", "epoch": -1}'])
+async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: str, garbage: bytes) -> None:
+    """Reading and recording name the key and the way out; a reset clears it, and epochs are higher than any before."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        _, epoch = await store.record("m", Pause(id="before"))
+        await nats.jetstream().publish(store.subject("m"), garbage)
+        for attempt in (store.read("m"), store.record("m", Pause())):
+            with pytest.raises(RemoteProtocolError, match=rf"{fleet}.m cannot be used: .*; a reset clears it"):
+                await attempt
+        assert await store.read_all() == {}
+
+        assert await store.reset("m")
+        state, new_epoch = await store.record("m", Pause(id="p"))
+        assert set(state.registers) == {"pause"}
+        assert new_epoch > epoch
+
+
+async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
+    """It leaves nothing desired under a higher epoch; where nothing is, there is nothing to reset."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        assert not await store.reset("m")
+        await store.record("m", Pause(workers=("a",)))
+        assert await store.reset("m")
+        state = await store.read("m")
+
+        assert state is not None
+        assert (state.epoch, state.registers, state.workers) == (2, {}, {})
+        assert not await store.reset("m")
+        assert (await store.record("m", Pause()))[1] == 3
+
+
+async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet: str) -> None:
+    """Whoever deletes it with NATS's own tools finds nothing desired, and later commands are not old."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        for _ in range(3):
+            _, epoch = await store.record("m", Pause())
+        await (await nats.jetstream().key_value(BUCKET)).delete(f"{fleet}.m")
+
+        assert await store.read("m") is None
+        assert (await store.record("m", Pause()))[1] > epoch
+
+
+async def test_the_models_of_the_fleet_are_listed(nats_url: str, fleet: str) -> None:
+    """Those that something was recorded for, of this fleet alone."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        assert await store.models() == ()
+        await DesiredStore(nats, Subjects(f"{fleet}-other")).record("theirs", Pause())
+        for model in (MODEL, "b"):
+            await store.record(model, Pause())
+
+        assert await store.models() == ("b", MODEL)
+        assert {model: state.epoch for model, state in (await store.read_all()).items()} == {"b": 1, MODEL: 1}
+
+
+async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fleet: str) -> None:
+    """Who comes second sees the first one's state before anything is written."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        seen: list[int] = []
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def change(state: DesiredState) -> DesiredState:
+                seen.append(state.epoch)
+                return desired.record(state, FlushCache())[0]
+
+            for _ in range(3):
+                tasks.create_task(store.change("m", change))
+        state = await store.read("m")
+
+        assert state is not None
+        assert state.epoch == 3
+        assert max(seen) == 2
+
+
+@pytest.mark.slow
+async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
+    """On a new server nothing is desired, and the first command makes the bucket; so does one after it was deleted."""
+    require_binary()
+    async with EmbeddedServer(store_dir=tmp_path) as server, opened(server.url) as nats:
+        store = DesiredStore(nats, Subjects("f"))
+        assert await store.read("m") is None
+        assert await store.models() == ()
+        assert not await store.reset("m")
+        for _ in range(2):
+            assert (await store.record("m", Pause()))[1] == 1
+            await nats.jetstream().delete_key_value(BUCKET)
+
+
+@pytest.mark.slow
+async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation fails at once with the reason."""
+    require_binary()
+    change_config(monkeypatch)
+    async with EmbeddedServer() as server, opened(server.url) as nats:
+        store = DesiredStore(nats, Subjects("f"))
+        for attempt in (store.read("m"), store.record("m", Pause()), store.reset("m"), store.models()):
+            with pytest.raises(BusBroken, match="no JetStream"):
+                await attempt
