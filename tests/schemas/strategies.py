@@ -25,6 +25,7 @@ from schemas.presence import (
     Capabilities,
     ClientPresence,
     ClientState,
+    LoraInfo,
     RoutedExpertsInfo,
     WorkerPresence,
     WorkerState,
@@ -127,6 +128,7 @@ def request_messages(draw: st.DrawFn) -> RequestMessage:
         reply_to=reply_to,
         attempt=draw(INDEX),
         child=draw(INDEX),
+        target_version=draw(maybe(VERSION)),
         request=msgspec.Raw(encode(draw(requests()))),
     )
 
@@ -201,6 +203,7 @@ def chunks(draw: st.DrawFn) -> Chunk:
         top_logprobs=draw(maybe(top_logprobs(count))),
         prompt_logprobs=draw(maybe(prompt_logprobs())),
         end=draw(maybe(ends())),
+        lora_version=draw(maybe(VERSION)),
     )
 
 
@@ -248,6 +251,12 @@ capabilities = st.builds(
     ),
     priority=st.booleans(),
     extra=st.lists(names, max_size=3).map(tuple),
+    signature=texts,
+    weight_updates=st.booleans(),
+    weight_transfer=st.booleans(),
+    max_loras=st.integers(0, 2**31),
+    sleep=st.booleans(),
+    data_parallel_size=st.integers(1, 2**31),
 )
 presences = st.builds(
     WorkerPresence,
@@ -263,6 +272,12 @@ presences = st.builds(
     capabilities=maybe(capabilities),
     held_bytes=st.integers(0, 2**40),
     last_error=maybe(texts),
+    pause_mode=maybe(st.sampled_from(["abort", "wait", "keep"])),
+    queued=st.integers(0, 2**31),
+    target_version=maybe(VERSION),
+    epoch=st.integers(0, 2**53),
+    loras=st.lists(st.builds(LoraInfo, name=names, version=VERSION), max_size=3).map(tuple),
+    lease_age_s=st.floats(0, 1e6),
 )
 client_presences = st.builds(
     ClientPresence,

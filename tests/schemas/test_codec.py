@@ -16,7 +16,11 @@ from schemas.messages import (
     Frame,
     LinkMessage,
     RequestKey,
+    command_id_of,
+    decode_ack,
     decode_client_presence,
+    decode_command,
+    decode_desired,
     decode_frame,
     decode_link_message,
     decode_presence,
@@ -28,6 +32,7 @@ from schemas.messages import (
     request_id_of,
 )
 from schemas.request import GenerateRequest
+from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
 
 pytestmark = pytest.mark.slow
@@ -42,7 +47,12 @@ DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
     "presence": (decode_presence, wire.presences.map(encode_json)),
     "client_presence": (decode_client_presence, wire.client_presences.map(encode_json)),
     "request_id": (request_id_of, wire.requests().map(encode)),
+    "command": (decode_command, control.commands.map(encode_json)),
+    "command_id": (command_id_of, control.commands.map(encode_json)),
+    "ack": (decode_ack, control.acks.map(encode_json)),
+    "desired_state": (decode_desired, control.desired_states.map(encode_json)),
 }
+AS_JSON = ("presence", "client_presence", "command", "command_id", "ack", "desired_state")
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 
@@ -111,6 +121,29 @@ def test_client_presence_round_trip(presence: Any) -> None:
     assert msgspec.json.decode(data)["client"] == presence.client
 
 
+@given(control.commands)
+def test_command_round_trip(command: Any) -> None:
+    """A command decodes to the same kind with the same fields, and its name and id stand in it."""
+    data = encode_json(command)
+
+    assert decode_command(data) == command
+    assert type(decode_command(data)) is type(command)
+    assert msgspec.json.decode(data)["command"] == command.command
+    assert command_id_of(data) == command.id
+
+
+@given(control.acks)
+def test_ack_round_trip(ack: Any) -> None:
+    """An ack decodes to what was encoded."""
+    assert decode_ack(encode_json(ack)) == ack
+
+
+@given(control.desired_states)
+def test_desired_state_round_trip(desired: Any) -> None:
+    """A desired state decodes to what was encoded, commands and all."""
+    assert decode_desired(encode_json(desired)) == desired
+
+
 @every_decoder
 @given(data=st.data())
 def test_every_truncation_is_survived(name: str, data: st.DataObject) -> None:
@@ -154,7 +187,7 @@ msgpack_values = st.recursive(
 def test_values_in_wrong_places_are_survived(name: str, data: st.DataObject) -> None:
     """Well-formed messages with any value in any field raise nothing but the documented errors."""
     decode, encoded = DECODERS[name]
-    codec: Any = msgspec.json if name.endswith("presence") else msgspec.msgpack
+    codec: Any = msgspec.json if name in AS_JSON else msgspec.msgpack
     message = codec.decode(data.draw(encoded))
     values = message if isinstance(message, dict) else dict(enumerate(message))
     for key in data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)):

@@ -1,0 +1,176 @@
+"""Commands, acks and desired states that are wrong: each has one defined outcome."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from schemas import limits
+from schemas.control import AckStatus, Pause, Resume, UpdateWeights
+from schemas.desired import DesiredState
+from schemas.errors import ControlCode, InvalidRequest, RemoteProtocolError
+from schemas.messages import command_id_of, decode_ack, decode_command, decode_desired, encode_json
+from schemas.weights import WeightSource
+
+DEEP = 100_000
+ACK = {"id": "x", "command": "pause", "worker": "w", "incarnation": "i", "model": "m", "status": "applied"}
+
+
+def pack(**fields: object) -> bytes:
+    """These fields as JSON."""
+    return msgspec.json.encode(fields)
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    """Why a command with these fields is refused."""
+    with pytest.raises(InvalidRequest) as caught:
+        decode_command(pack(**fields))
+    return caught.value
+
+
+def test_a_misspelt_option_is_refused_by_name() -> None:
+    """An unknown field is never left out silently: it might be the one that was meant."""
+    assert "clear_cash" in str(refused(command="pause", id="x", clear_cash=True))
+
+
+@pytest.mark.parametrize("name", ["paus", "", None, 5, ["pause"], {"a": 1}])
+def test_an_unknown_command_is_refused(name: object) -> None:
+    """There is no command but those of the table."""
+    assert refused(command=name, id="x").field == "command"
+
+
+def test_a_command_without_a_name_is_refused() -> None:
+    """A map that is no command at all is refused too."""
+    assert "command" in str(refused(id="x"))
+
+
+@pytest.mark.parametrize("command_id", ["", "a b", "a.b", "*", "ü", "x" * 129, 5, None])
+def test_a_command_needs_an_id(command_id: object) -> None:
+    """Answers are told apart by it; one that is missing would be made up by each worker anew."""
+    assert "id" in str(refused(command="pause", id=command_id))
+    assert command_id_of(pack(command="pause", id=command_id)) is None
+    assert (refused(command="pause").field, refused(command="pause").problem) == ("id", "is missing")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"workers": []}, "workers is empty"),
+        ({"workers": ["a.b"]}, "workers is 'a.b'"),
+        ({"workers": "w"}, "array"),
+        ({"model": ""}, "model is ''"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": -1}, "timeout_s is -1"),
+        ({"timeout_s": limits.MAX_TIMEOUT_S + 1}, "timeout_s is"),
+        ({"timeout_s": "60"}, "float"),
+        ({"epoch": -1}, "epoch is -1"),
+        ({"epoch": 2**53 + 1}, "epoch is"),
+        ({"mode": "now"}, "now"),
+        ({"v": 2}, "2"),
+        ({"clear_cache": "yes"}, "bool"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, object], text: str) -> None:
+    """What is wrong with a command, and where, stands in the error."""
+    assert text in str(refused(command="pause", id="x", **fields))
+
+
+@pytest.mark.parametrize("source", [{}, {"path": "/a", "objects": "b/c"}, {"path": None}])
+def test_weights_come_from_one_place(source: dict[str, object]) -> None:
+    """A source is a path or objects, neither both nor none."""
+    error = refused(command="update_weights", id="x", version=1, source=source)
+
+    assert (error.field, error.allowed) == ("source", "exactly one of them")
+
+
+@pytest.mark.parametrize("version", [-1, 2**31, None, "7", 1.5])
+def test_a_version_is_a_number_of_the_trainer(version: object) -> None:
+    """Versions that no chunk could carry are refused."""
+    assert "version" in str(refused(command="update_weights", id="x", version=version, source={"path": "/a"}))
+
+
+def test_at_least_one_request_and_not_too_many_can_be_aborted() -> None:
+    """An abort that names nothing, or more than any worker has, is refused."""
+    assert "request_ids" in str(refused(command="abort", id="x", request_ids=[]))
+    many = ["r"] * (limits.MAX_CHUNKS_PER_FRAME + 1)
+    assert "65536" in str(refused(command="abort", id="x", request_ids=many))
+
+
+def test_an_id_is_found_in_a_command_that_is_wrong_elsewhere() -> None:
+    """Who sent it can be told what is wrong."""
+    assert command_id_of(pack(command="paus", id="x", what=[1])) == "x"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[1]", b"null", b'"pause"', b'{"id":"\xff"}'])
+def test_bytes_that_are_no_map_are_an_error(data: bytes) -> None:
+    """Whatever comes, only the documented errors leave a decoder."""
+    with pytest.raises((InvalidRequest, RemoteProtocolError)):
+        decode_command(data)
+    for decode in (decode_ack, decode_desired):
+        with pytest.raises(RemoteProtocolError):
+            decode(data)
+    assert command_id_of(data) is None
+
+
+def test_deep_nesting_is_a_protocol_error() -> None:
+    """Nesting beyond Python's recursion limit, also where any value may stand."""
+    nest = b"[" * DEEP
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_command(b'{"command":"init_weight_transfer","id":"x","info":{"a":' + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_ack(b'{"state":' + nest)
+    with pytest.raises(RemoteProtocolError, match="recursion"):
+        decode_desired(b'{"future":' + nest)
+    assert command_id_of(b'{"x":' + nest) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("worker", "a.b"), ("worker", ""), ("id", ""), ("epoch", -1), ("weight_version", -1), ("in_flight", -1), ("v", 2)],
+)
+def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> None:
+    """Names and numbers of an ack are checked before they reach a ledger."""
+    with pytest.raises(RemoteProtocolError, match="ack"):
+        decode_ack(pack(**(ACK | {field: value})))
+
+
+def test_what_newer_workers_say_is_read_as_unknown() -> None:
+    """A status or code that this side does not know does not lose the ack, and is nothing final."""
+    ack = decode_ack(pack(**ACK | {"status": "pondered", "error": {"code": "moon_phase", "message": "x"}, "more": 1}))
+
+    assert ack.status is AckStatus.UNKNOWN
+    assert not ack.status.is_final
+    assert ack.error is not None
+    assert ack.error.code is ControlCode.UNKNOWN
+
+
+def test_a_desired_state_of_another_kind_is_refused() -> None:
+    """A value that somebody else wrote into the bucket is no desired state."""
+    good = msgspec.json.decode(encode_json(DesiredState(model="m")))
+    wrong: list[dict[str, object]] = [
+        {"model": ""},
+        {"v": 2},
+        {"epoch": -1},
+        {"registers": {"pause": {"epoch": 1, "command": {"command": "paus", "id": "x"}}}},
+        {"workers": {"w": []}},
+        {"seen": [["x"]]},
+        {"seen": [["x", 1]] * (limits.MAX_SEEN_COMMANDS + 1)},
+    ]
+    for fields in wrong:
+        with pytest.raises(RemoteProtocolError, match="desired state"):
+            decode_desired(pack(**(good | fields)))
+    assert decode_desired(pack(**(good | {"added": "later"}))) == DesiredState(model="m")
+
+
+def test_a_register_follows_from_the_command() -> None:
+    """Pause and resume set one register, an update another, an adapter its own, and events none."""
+    commands = [
+        Pause(id="a"),
+        Resume(id="b"),
+        UpdateWeights(id="c", version=1, source=WeightSource(path="/a")),
+        decode_command(pack(command="load_lora", id="d", name="x:y", source={"objects": "b/c"})),
+        decode_command(pack(command="unload_lora", id="e", name="x:y")),
+        decode_command(pack(command="fence", id="f")),
+    ]
+
+    assert [command.register for command in commands] == ["pause", "pause", "weights", "lora:x:y", "lora:x:y", None]
