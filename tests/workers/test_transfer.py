@@ -15,7 +15,7 @@ from schemas.control import (
 from schemas.errors import ControlCode, ControlError, ErrorCode
 from tests.workers.control_support import Rig, rig, update
 from workers.control.transfer import SILENCE_S
-from workers.engines.synthetic import SyntheticConfig
+from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 
 LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
@@ -103,6 +103,25 @@ async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeig
         await worker.weights.update(update(worker.own, 2), worker.report)
         await worker.flow.go()
         assert worker.standing == (2, False)
+
+
+async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
+    """Streams go on as before; while another is open, its weights are half written all the same."""
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        worker.engine.faults = SyntheticFaults(start_transfer=True)
+        with pytest.raises(ControlError, match="refused to take weights"):
+            await worker.transfer.start(StartWeightUpdate())
+        assert (*worker.standing, is_open(worker)) == (1, False, False)
+        await worker.flow.go()
+        await worker.until_tokens("r", len(worker.tokens("r")) + 5)
+        worker.engine.faults = SyntheticFaults()
+        await worker.transfer.start(StartWeightUpdate())
+        worker.engine.faults = SyntheticFaults(start_transfer=True)
+        with pytest.raises(ControlError, match="refused to take weights"):
+            await worker.transfer.start(StartWeightUpdate())
+        assert (*worker.standing, is_open(worker)) == (1, True, False)
 
 
 async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from schemas.control import Canary, FinishWeightUpdate, InitWeightTransfer, StartWeightUpdate, UpdateWeightChunk
 from schemas.errors import ControlCode, ControlError
 from workers.control.deadline import Deadline
 from workers.control.flow import Flow
-from workers.control.weights import Weights
+from workers.control.weights import UNTOUCHED, Weights
 from workers.engine_runner import EngineRunner
 
 __all__ = ["Transfer"]
@@ -59,15 +59,16 @@ class Transfer:
         Cancellation: as after a failure.
 
         Raises:
-            ControlError: `unsupported`, `timeout` of holding up: nothing has happened. Any other: the weights are
-                poisoned, and what was in flight was given up.
+            ControlError: `unsupported`, `timeout` of holding up, `engine_error` unless one was open: the weights are as
+                they were. Any other: they are poisoned, and what was in flight was given up.
             EngineDead: the engine is gone.
         """
         self._check_supported()
         deadline = Deadline(command.timeout_s)
         await self._weights.stop(command.mode, deadline)
-        self._weights.is_transferring = True
-        await self._pass_on(self._runner.engine.start_weight_update, deadline, "starting the transfer")
+        was_open, self._weights.is_transferring = self.is_open, True
+        untouched = () if was_open else UNTOUCHED
+        await self._pass_on(self._runner.engine.start_weight_update, deadline, "starting the transfer", untouched)
 
     async def chunk(self, command: UpdateWeightChunk) -> None:
         """Take some of the weights.
@@ -117,16 +118,30 @@ class Transfer:
         self._weights.distrust(f"the transfer of weights went silent for {SILENCE_S:g} s")
         return True
 
-    async def _pass_on(self, call: Callable[[], Awaitable[None]], deadline: Deadline, what: str) -> None:
-        """Have the engine do a part; unless it does, the transfer is over."""
-        is_good = False
+    async def _pass_on(
+        self,
+        call: Callable[[], Awaitable[None]],
+        deadline: Deadline,
+        what: str,
+        untouched: Collection[ControlCode] = (),
+    ) -> None:
+        """Have the engine do a part; unless it does, the transfer is over, and the weights are half written.
+
+        Args:
+            untouched: errors after which they are as they were.
+        """
+        is_spoilt = True
         try:
             async with deadline.bound(what):
                 await call()
-            is_good = True
+            is_spoilt = False
+        except ControlError as exc:
+            if exc.code in untouched:
+                self._weights.is_transferring = is_spoilt = False
+            raise
         finally:
             self.heard_at = time.monotonic()
-            if not is_good:
+            if is_spoilt:
                 self._weights.distrust(f"{what} failed in the engine")
                 self._flow.give_up("the weights of this worker are half written")
 

@@ -28,12 +28,12 @@ from workers.engine_runner import EngineRunner
 from workers.sources import Sources
 from workers.versions import Versions
 
-__all__ = ["Weights"]
+__all__ = ["UNTOUCHED", "Weights"]
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
-_UNTOUCHED = frozenset({ControlCode.ENGINE_ERROR, ControlCode.UNSUPPORTED})
+UNTOUCHED = frozenset({ControlCode.ENGINE_ERROR, ControlCode.UNSUPPORTED})
 """What an engine says that has left its weights as they were."""
 
 
@@ -264,7 +264,7 @@ class Weights:
         try:
             await change()
         except ControlError as exc:
-            if exc.code in _UNTOUCHED:
+            if exc.code in UNTOUCHED:
                 self.is_poisoned, self.problem = before
             raise
 

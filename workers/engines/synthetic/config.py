@@ -25,6 +25,8 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Loads of weights before `load` comes true."""
     load_s: float = 0.0
     """Seconds that each load of weights takes."""
+    start_transfer: bool = False
+    """Transfers of weights are refused."""
     loses_loras: bool = False
     """Adapters are gone after new weights."""
     load_lora: bool = False

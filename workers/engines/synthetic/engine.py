@@ -232,6 +232,8 @@ class SyntheticEngine:
     async def start_weight_update(self) -> None:
         """From here on the weights are half written."""
         self._check_alive()
+        if self.faults.start_transfer:
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to take weights, as configured")
         self._received = Received()
         self._weights = DROPPED
 
