@@ -1,0 +1,139 @@
+"""Checkpoints of a few bytes, workers that serve them on the synthetic engine, and what one wants to know of them."""
+
+import contextlib
+import json
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bus
+from bus import FleetState, GenerateRequest, Generation, SamplingParams
+from schemas.presence import WorkerPresence, WorkerState
+from tests.support.worker_process import worker_process
+
+__all__ = [
+    "MODEL",
+    "ask",
+    "assert_same",
+    "folders",
+    "is_in",
+    "serving",
+    "start",
+    "until",
+    "worker_of",
+    "write_adapter",
+    "write_checkpoint",
+    "write_safetensors",
+]
+
+MODEL = "m"
+SHAPE = (8, 4)
+TENSORS = {
+    "model-1.safetensors": "model.layers.0.self_attn.q_proj.weight",
+    "model-2.safetensors": "model.layers.0.mlp.down_proj.weight",
+}
+"""Of a checkpoint, by file."""
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
+    """Write a safetensors file."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = array.astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": (len(data), len(data) + len(raw))}
+        data += raw
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def write_checkpoint(folder: Path, *, seed: int, shape: tuple[int, int] = SHAPE) -> Path:
+    """Write a checkpoint of two shards whose numbers depend on `seed`; returns its folder."""
+    folder.mkdir(parents=True)
+    numbers = np.random.default_rng(seed)
+    for file, name in TENSORS.items():
+        write_safetensors(folder / file, {name: numbers.random(shape, np.float32)})
+    index = {"weight_map": {name: file for file, name in TENSORS.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps({"model_type": "synthetic"}))
+    return folder
+
+
+def write_adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj") -> Path:
+    """Write a LoRA adapter for one module of such a checkpoint; returns its folder."""
+    folder.mkdir(parents=True)
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": np.ones((2, SHAPE[1]), np.float32),
+        f"base_model.model.{module}.lora_B.weight": np.ones((SHAPE[0], 2), np.float32),
+    }
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    config = {"peft_type": "LORA", "r": 2, "target_modules": [module.rpartition(".")[2]]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def folders(root: Path) -> tuple[Path, Path]:
+    """Two checkpoints of the same model below `root`."""
+    return write_checkpoint(root / "one", seed=1), write_checkpoint(root / "two", seed=2)
+
+
+@contextlib.asynccontextmanager
+async def start(
+    nats_url: str, fleet: str, name: str, model: Path, *options: str, **engine_args: Any
+) -> AsyncIterator[Process]:
+    """Run a worker process on the synthetic engine, with weights of version 1 and the folder of `model` as root."""
+    own = ("--worker-id", name, "--served-model-name", MODEL, "--weight-version", "1")
+    source = ("--model", str(model), "--engine", "synthetic", "--weight-root", str(model.parent))
+    async with worker_process(nats_url, fleet, *source, *own, *options, engine_args=engine_args) as process:
+        yield process
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    nats_url: str, fleet: str, model: Path, count: int, *, options: Sequence[str] = (), **engine_args: Any
+) -> AsyncIterator[tuple[bus.Client, list[Process]]]:
+    """A client, and the workers `w0`, `w1` ... that serve `model`."""
+    async with contextlib.AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(start(nats_url, fleet, f"w{i}", model, *options, **engine_args))
+            for i in range(count)
+        ]
+        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet))
+        await rb.fleet.wait_for_workers(count)
+        yield rb, processes
+
+
+async def until(rb: bus.Client, condition: Callable[[FleetState], bool]) -> FleetState:
+    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
+    while True:
+        state = await rb.fleet.state()
+        if condition(state):
+            return state
+
+
+def worker_of(state: FleetState, name: str) -> WorkerPresence:
+    """What one worker says of itself."""
+    [worker] = [worker for worker in state.workers if worker.worker == name]
+    return worker
+
+
+def is_in(name: str, *states: WorkerState) -> Callable[[FleetState], bool]:
+    """The worker is there, in one of these states."""
+    return lambda state: any(worker.worker == name and worker.state in states for worker in state.workers)
+
+
+def ask(*token_ids: int, max_tokens: int = 16, **fields: object) -> GenerateRequest:
+    """A greedy request."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=list(token_ids) or [1, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def assert_same(one: Generation, other: Generation) -> None:
+    """Both have the same tokens, logprobs and routing."""
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    for a, b in ((one.logprobs, other.logprobs), (one.routed_experts, other.routed_experts)):
+        assert a is not None
+        assert b is not None
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,148 @@
+"""Pause, resume, drain and abort through the real command line, on worker processes."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import bus
+from bus import Chunk, FinishReason, GenerateRequest
+from schemas.presence import WorkerState
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, assert_same, folders, is_in, serving, start, until, worker_of
+from tests.support.invariants import check_stream
+
+pytestmark = pytest.mark.slow
+
+LONG = 100_000
+"""Tokens of a request that does not end by itself."""
+
+
+class Stream:
+    """A request whose chunks are read by a task of its own."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.chunks: list[Chunk] = []
+        self.has_begun = asyncio.Event()
+
+    async def read(self, rb: bus.Client) -> None:
+        async for chunk in rb.generate(self.request):
+            self.chunks.append(chunk)
+            if chunk.num_tokens:
+                self.has_begun.set()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended."""
+        end = self.chunks[-1].end
+        return None if end is None else end.finish_reason
+
+
+def table(stdout: str) -> list[list[str]]:
+    """Worker and result of each row that a command printed."""
+    return [line.split()[:2] for line in stdout.splitlines()[1:-1]]
+
+
+async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Paused, no worker takes anything and what is sent waits in the queue; after the resume all is answered.
+
+    A stream in flight goes on where it was, with all its tokens. A worker that starts meanwhile is paused, too.
+    """
+    one, _ = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
+        expected = await rb.complete(ask(max_tokens=400))
+        stream = Stream(ask(max_tokens=400))
+        reading = tasks.create_task(stream.read(rb))
+        await stream.has_begun.wait()
+
+        paused = await run_rollbus(nats_url, fleet, "pause")
+        async with start(nats_url, fleet, "w2", one):
+            late = tasks.create_task(rb.complete(ask(7, 8, 9)))
+            state = await until(rb, is_in("w2", WorkerState.PAUSED))
+            state = await until(rb, lambda state: sum(depth.waiting for depth in state.queues) == 1)
+            shown = await run_rollbus(nats_url, fleet, "status")
+            is_done = (late.done(), reading.done())
+            resumed = await run_rollbus(nats_url, fleet, "resume")
+            await late
+            await reading
+
+    assert (paused.code, table(paused.stdout)) == (0, [["w0", "applied"], ["w1", "applied"]])
+    assert (resumed.code, table(resumed.stdout)) == (0, [[f"w{i}", "applied"] for i in range(3)])
+    assert is_done == (False, False)
+    assert [(worker.state, worker.pause_mode) for worker in state.workers] == [(WorkerState.PAUSED, "keep")] * 3
+    assert shown.stdout.count("paused (keep)") == 4  # three workers, and what is desired
+    check_stream(stream.chunks, stream.request)
+    tokens = [token_id for chunk in stream.chunks for token_id in chunk.token_ids.tolist()]
+    assert tokens == expected.token_ids.tolist()
+
+
+async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """`pause --mode wait` beyond its time: exit code 1 with what is in flight; nothing is taken; `abort` ends the rest.
+
+    Ended streams have `abort`, and whole chunks.
+    """
+    one, _ = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
+        stream = Stream(ask(max_tokens=LONG // 2))
+        reading = tasks.create_task(stream.read(rb))
+        await stream.has_begun.wait()
+
+        waited = await run_rollbus(nats_url, fleet, "pause", "--mode", "wait", "--timeout-s", "0.3", "--json")
+        between = worker_of(await rb.fleet.state(), "w0")
+        is_reading = not reading.done()
+        aborted = await run_rollbus(nats_url, fleet, "pause", "--mode", "abort")
+        await reading
+
+    told = json.loads(waited.stdout)
+    assert (waited.code, told["workers"][0]["result"], told["workers"][0]["code"]) == (1, "failed", "timeout")
+    assert "1" in told["workers"][0]["why"]
+    assert (between.state, between.in_flight, is_reading) == (WorkerState.PAUSED, 1, True)
+    assert (aborted.code, stream.finish_reason) == (0, FinishReason.ABORT)
+    check_stream(stream.chunks, stream.request)
+
+
+async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Its requests go on at another worker as if nothing had happened, and it takes no more until it is resumed."""
+    one, _ = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
+        expected = await rb.complete(ask(max_tokens=600))
+        going = tasks.create_task(rb.complete(ask(max_tokens=600)))
+        state = await until(rb, lambda state: any(worker.in_flight for worker in state.workers))
+        [busy] = [worker.worker for worker in state.workers if worker.in_flight]
+
+        drained = await run_rollbus(nats_url, fleet, "drain", busy)
+        after = worker_of(await rb.fleet.state(), busy)
+        result = await going
+        resumed = await run_rollbus(nats_url, fleet, "resume", "--worker", busy)
+        await until(rb, is_in(busy, WorkerState.SERVING))
+
+    assert (drained.code, table(drained.stdout)) == (0, [[busy, "applied"]])
+    assert (after.state, after.in_flight) == (WorkerState.DRAINED, 0)
+    assert (resumed.code, table(resumed.stdout)) == (0, [[busy, "applied"]])
+    assert (result.attempts, result.exact, result.worker_ids[0]) == (2, True, busy)
+    assert_same(result, expected)
+
+
+async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Their streams end with `abort`, others go on; it is said which worker had them; unknown ids are no error."""
+    one, _ = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
+        named = Stream(ask(max_tokens=LONG // 2, request_id="named"))
+        other = tasks.create_task(rb.complete(ask(4, 5, 6, max_tokens=300)))
+        reading = tasks.create_task(named.read(rb))
+        await named.has_begun.wait()
+
+        ended = await run_rollbus(nats_url, fleet, "abort", "named", "unknown")
+        await reading
+        again = await run_rollbus(nats_url, fleet, "abort", "named", "--json")
+        result = await other
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert [line.split("  ")[-1].strip() for line in ended.stdout.splitlines()[1:-1]].count("ended named") == 1
+    assert named.finish_reason is FinishReason.ABORT
+    check_stream(named.chunks, named.request)
+    assert again.code == 0
+    assert [worker["request_ids"] or [] for worker in json.loads(again.stdout)["workers"]] == [[], []]
+    assert len(result.token_ids) == 300

@@ -1,0 +1,221 @@
+"""What is refused: each refusal says what is wrong, and nothing has changed afterwards."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+from bus import FleetState
+from bus.connection import publish, subscribe
+from bus.subjects import Subjects
+from frontend.cli.exits import ExitCode
+from schemas.control import Ack, AckStatus, Pause
+from schemas.errors import ControlCode
+from schemas.messages import decode_ack, encode_json
+from schemas.presence import WorkerState
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, assert_same, folders, serving, write_adapter, write_checkpoint
+from tests.support.connections import opened
+
+pytestmark = pytest.mark.slow
+
+MakeSource = Callable[[Path, Path], Path]
+"""From the allowed root and a folder beside it: what is asked for."""
+
+
+def outside(_root: Path, beside: Path) -> Path:
+    """A good checkpoint, in a folder that is not allowed."""
+    return write_checkpoint(beside / "good", seed=3)
+
+
+def up_and_out(root: Path, beside: Path) -> Path:
+    """The same, by way of `..`."""
+    write_checkpoint(beside / "good", seed=3)
+    return root / ".." / beside.name / "good"
+
+
+def linked_out(root: Path, beside: Path) -> Path:
+    """A link in the root that leads out of it."""
+    (root / "link").symlink_to(write_checkpoint(beside / "good", seed=3))
+    return root / "link"
+
+
+def truncated(root: Path, _beside: Path) -> Path:
+    """A shard that lacks its last byte."""
+    folder = write_checkpoint(root / "truncated", seed=3)
+    shard = folder / "model-2.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    return folder
+
+
+def incomplete(root: Path, _beside: Path) -> Path:
+    """A shard that is not there."""
+    folder = write_checkpoint(root / "incomplete", seed=3)
+    (folder / "model-2.safetensors").unlink()
+    return folder
+
+
+def misshapen(root: Path, _beside: Path) -> Path:
+    """Tensors of other shapes."""
+    return write_checkpoint(root / "misshapen", seed=3, shape=(8, 5))
+
+
+def absent(root: Path, _beside: Path) -> Path:
+    """Nothing."""
+    return root / "absent"
+
+
+def foreign_adapter(root: Path, _beside: Path) -> Path:
+    """An adapter for a module that the model does not have."""
+    return write_adapter(root / "foreign", module="model.layers.7.self_attn.q_proj")
+
+
+def adapter_outside(_root: Path, beside: Path) -> Path:
+    """A good adapter, in a folder that is not allowed."""
+    return write_adapter(beside / "adapter")
+
+
+def standing(state: FleetState) -> object:
+    """All of the fleet's state that a refused command must leave alone."""
+    workers = [
+        (worker.worker, worker.incarnation, worker.state, worker.weight_version, worker.target_version, worker.loras)
+        for worker in state.workers
+    ]
+    # What was recorded and set back leaves an epoch, and nothing else.
+    desired = {
+        model: [(name, it.command) for name, it in told.registers.items()] for model, told in state.desired.items()
+    }
+    return workers, desired
+
+
+@contextlib.asynccontextmanager
+async def unchanged(nats_url: str, fleet: str, tmp_path: Path, *commands: str) -> AsyncIterator[tuple[Path, Path]]:
+    """Two workers with weights of version 2; yields their root and a folder beside it. In the end all is as before.
+
+    `commands` are given after the update, before the block.
+    """
+    root, beside = tmp_path / "root", tmp_path / "beside"
+    one, two = folders(root)
+    beside.mkdir()
+    async with serving(nats_url, fleet, one, 2) as (rb, _):
+        ready = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
+        assert ready.code == 0, ready
+        for command in commands:
+            assert (await run_rollbus(nats_url, fleet, command)).code == 0
+        result, state = await rb.complete(ask()), standing(await rb.fleet.state())
+
+        yield root, beside
+
+        assert standing(await rb.fleet.state()) == state
+        assert_same(await rb.complete(ask()), result)
+
+
+SOURCES: list[tuple[str, MakeSource, str]] = [
+    ("update-weights", outside, "path_refused"),
+    ("update-weights", up_and_out, "path_refused"),
+    ("update-weights", linked_out, "path_refused"),
+    ("update-weights", truncated, "bad_source"),
+    ("update-weights", incomplete, "bad_source"),
+    ("update-weights", misshapen, "bad_source"),
+    ("update-weights", absent, "absent"),
+    ("load-lora", foreign_adapter, "bad_source"),
+    ("load-lora", adapter_outside, "path_refused"),
+    ("load-lora", outside, "path_refused"),
+]
+NAMED: dict[MakeSource, str] = {
+    truncated: "model-2.safetensors",
+    incomplete: "model-2.safetensors",
+    misshapen: "[8, 5]",
+}
+"""What the message must name."""
+
+
+async def test_bad_sources_are_refused_by_all_before_anything_is_touched(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """Outside the roots, also by `..` or a link; truncated, incomplete, of other shapes, of another base: exit code 1.
+
+    Both workers say why; versions, desired state, adapters and what the weights give are as before.
+    """
+    async with unchanged(nats_url, fleet, tmp_path) as (root, beside):
+        for i, (command, make, code) in enumerate(SOURCES):
+            (beside / str(i)).mkdir()
+            source = make(root, beside / str(i))
+            args = ("math", str(source)) if command == "load-lora" else (str(source), "--version", "3")
+            ended = await run_rollbus(nats_url, fleet, command, *args)
+
+            assert ended.code == ExitCode.FAILED, (make, ended)
+            assert [line.split()[1] for line in ended.stdout.splitlines()[1:3]] == ["failed", "failed"], (make, ended)
+            why = ended.stderr.splitlines()[-1]
+            assert why.startswith("rollbus: "), (make, ended)
+            assert code in why, (make, ended)
+            assert NAMED.get(make, "") in why, (make, ended)
+
+
+async def test_a_version_that_is_not_newer_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An older version, and the same one from another source, are refused before any worker is asked."""
+    async with unchanged(nats_url, fleet, tmp_path) as (root, _):
+        for version in ("1", "2"):
+            ended = await run_rollbus(nats_url, fleet, "update-weights", str(root / "one"), "--version", version)
+            assert (ended.code, "old_version" in ended.stderr) == (ExitCode.FAILED, True), ended
+
+
+async def test_commands_for_nobody_are_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A model that nobody serves, and a worker that is not there, are named; exit code 5, and nothing is recorded."""
+    async with unchanged(nats_url, fleet, tmp_path) as (root, _):
+        for args in (("--model", "other"), ("--worker", "w9"), ("--worker", "w0", "--worker", "w9")):
+            for command in (("pause",), ("update-weights", str(root / "one"), "--version", "3")):
+                ended = await run_rollbus(nats_url, fleet, *command, *args)
+
+                assert ended.code in (ExitCode.NO_WORKERS, ExitCode.USAGE), ended
+                assert args[-1] in ended.stderr
+                assert ended.stderr.count("\n") == 1
+
+
+async def final(acks: asyncio.Queue[Ack]) -> Ack:
+    """The next final answer."""
+    while not (ack := await acks.get()).status.is_final:
+        pass
+    return ack
+
+
+async def test_a_stale_command_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A command of an epoch that another has passed is answered `stale` by every worker, and has no effect."""
+    subjects = Subjects(fleet)
+    acks: asyncio.Queue[Ack] = asyncio.Queue(100)
+
+    async def take(message: Msg) -> None:
+        acks.put_nowait(decode_ack(message.data))
+
+    async with unchanged(nats_url, fleet, tmp_path, "pause", "resume"), opened(nats_url) as connection:
+        await subscribe(connection, subjects.acks_to("admin"), take)
+        await connection.flush()
+        await publish(connection, subjects.control("admin"), encode_json(Pause(model="m", epoch=2)))
+        answers = [await final(acks) for _ in range(2)]
+
+    assert {ack.worker for ack in answers} == {"w0", "w1"}
+    for ack in answers:
+        assert ack.status is AckStatus.STALE
+        assert ack.error is not None
+        assert ack.error.code is ControlCode.STALE
+        assert ack.error.message
+
+
+async def test_a_full_disk_changes_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Weights that cannot be fetched into a cache that takes nothing: refused by name, and all serve as before."""
+    root = tmp_path / "root"
+    one, two = folders(root)
+    full = tmp_path / "full"
+    full.write_text("a file where the cache's folder should be")
+    async with serving(nats_url, fleet, one, 1, options=("--cache-dir", str(full))) as (rb, _):
+        ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--upload")
+        state = await rb.fleet.state()
+
+    assert ended.code == ExitCode.FAILED
+    assert "storage" in ended.stderr
+    assert [(worker.state, worker.weight_version) for worker in state.workers] == [(WorkerState.SERVING, 1)]
+    assert "weights" not in state.desired["m"].registers if "m" in state.desired else True

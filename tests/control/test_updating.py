@@ -1,0 +1,230 @@
+"""New weights through the real command line, on worker processes: what tokens bear, and what holds when it fails."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bus
+from bus import Chunk
+from frontend.cli.exits import ExitCode
+from schemas.presence import WorkerState
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, assert_same, folders, is_in, serving, start, until, worker_of
+from tests.support.invariants import check_stream
+
+pytestmark = pytest.mark.slow
+
+
+async def read(rb: bus.Client, first: int, chunks: list[Chunk], begun: asyncio.Event) -> None:
+    """Read a stream; `begun` is set when it has tokens."""
+    async for chunk in rb.generate(ask(first, max_tokens=800)):
+        chunks.append(chunk)
+        if chunk.num_tokens:
+            begun.set()
+
+
+def versions_of(chunks: Sequence[Chunk]) -> list[int]:
+    """The version of each token."""
+    return [chunk.weight_version for chunk in chunks for _ in range(chunk.num_tokens)]
+
+
+async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Streams of two workers go on to their ends, first with tokens of version 1, then of 2, none of 1 after one of 2.
+
+    A third worker that starts afterwards from the old weights serves version 2, and equals one started on the new ones.
+    """
+    one, two = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 2, step_s=0.01) as (rb, _):
+        streams: list[list[Chunk]] = [[] for _ in range(6)]
+        before = await rb.complete(ask())
+        async with asyncio.TaskGroup() as tasks:
+            for i, chunks in enumerate(streams):
+                begun = asyncio.Event()
+                tasks.create_task(read(rb, i, chunks, begun))
+                await begun.wait()
+            ended = await run_rollbus(
+                nats_url, fleet, "update-weights", str(two), "--version", "2", "--mode", "keep", "--json"
+            )
+        after = await rb.complete(ask())
+        async with start(nats_url, fleet, "w2", one):
+            await rb.fleet.wait_for_workers(3)
+            await run_rollbus(nats_url, fleet, "drain", "w0", "w1")
+            late = await rb.complete(ask())
+    async with start(nats_url, f"{fleet}-fresh", "w0", two), bus.connect(nats_url, fleet=f"{fleet}-fresh") as other:
+        await other.fleet.wait_for_workers()
+        fresh = await other.complete(ask())
+
+    told = json.loads(ended.stdout)
+    assert (ended.code, ended.stderr, told["complete"]) == (0, "", True)
+    assert [(worker["worker"], worker["weight_version"]) for worker in told["workers"]] == [("w0", 2), ("w1", 2)]
+    for i, chunks in enumerate(streams):
+        check_stream(chunks, ask(i, max_tokens=800))
+        versions = versions_of(chunks)
+        assert len(versions) == 800
+        assert set(versions) == {1, 2}
+        assert all(a <= b for a, b in pairwise(versions))
+    assert {*before.weight_versions.tolist()} == {1}
+    assert {*after.weight_versions.tolist()} == {*late.weight_versions.tolist()} == {2}
+    assert late.worker_ids == ("w2",)
+    assert before.token_ids.tolist() != after.token_ids.tolist()
+    assert_same(after, fresh)
+    assert_same(late, fresh)
+
+
+async def test_a_worker_killed_during_the_update_is_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Exit code 3: the ledger says who is missing; the other serves version 2 as it says; the killed one catches up."""
+    one, two = folders(tmp_path)
+    slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
+    async with serving(nats_url, fleet, one, 2, **slow) as (rb, [_, victim]), asyncio.TaskGroup() as tasks:
+        update = tasks.create_task(run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json"))
+        await until(rb, is_in("w1", WorkerState.UPDATING))
+        victim.kill()
+        ended = await update
+        state = await rb.fleet.state()
+        result = await rb.complete(ask())
+        async with start(nats_url, fleet, "w1", one, **slow):
+            again = worker_of(await until(rb, is_in("w1", WorkerState.SERVING)), "w1")
+
+    told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
+    assert (ended.code, told["w0"]["result"], told["w1"]["result"]) == (ExitCode.PARTIAL, "applied", "missing")
+    assert "w1 is missing" in ended.stderr
+    [survivor] = [worker for worker in state.workers if worker.state is WorkerState.SERVING]
+    assert (survivor.worker, survivor.weight_version, survivor.target_version) == ("w0", 2, 2)
+    assert {*result.weight_versions.tolist()} == {2}
+    assert (again.weight_version, again.target_version) == (2, 2)
+
+
+async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The only worker is killed in the middle: exit code 4. What was recorded holds: started again it has version 2."""
+    one, two = folders(tmp_path)
+    slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
+    async with serving(nats_url, fleet, one, 1, **slow) as (rb, [process]), asyncio.TaskGroup() as tasks:
+        update = tasks.create_task(run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2"))
+        await until(rb, is_in("w0", WorkerState.UPDATING))
+        process.kill()
+        ended = await update
+        async with start(nats_url, fleet, "w0", one):
+            again = worker_of(await until(rb, is_in("w0", WorkerState.SERVING)), "w0")
+
+    assert ended.code == ExitCode.TIMEOUT
+    assert ended.stdout.splitlines()[1].split()[:2] == ["w0", "missing"]
+    assert "w0 is missing" in ended.stderr
+    assert again.weight_version == 2
+
+
+async def test_a_half_written_worker_serves_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Exit code 3: it is poisoned and says why, the other serves; a restart brings it to the desired weights."""
+    one, two = folders(tmp_path)
+    fails: dict[str, Any] = {"faults": {"load": "half_written", "good_loads": 1}}  # the first is the proof at the start
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        async with start(nats_url, fleet, "w1", one, **fails):
+            await rb.fleet.wait_for_workers(2)
+            ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
+            poisoned = worker_of(await rb.fleet.state(), "w1")
+            shown = await run_rollbus(nats_url, fleet, "status")
+            results = [await rb.complete(ask(i)) for i in range(8)]
+        async with start(nats_url, fleet, "w1", one):
+            back = worker_of(await until(rb, is_in("w1", WorkerState.SERVING)), "w1")
+
+    told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
+    assert ended.code == ExitCode.PARTIAL
+    assert (told["w0"]["result"], told["w1"]["result"], told["w1"]["code"]) == ("applied", "failed", "half_written")
+    assert (poisoned.state, poisoned.free_slots) == (WorkerState.POISONED, 0)
+    assert poisoned.last_error
+    assert "poisoned" in shown.stdout
+    assert poisoned.last_error in shown.stdout
+    assert {worker for result in results for worker in result.worker_ids} == {"w0"}
+    assert back.weight_version == 2
+
+
+async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An engine that says ok and routes otherwise: its canary differs from the others', and it serves nothing."""
+    one, two = folders(tmp_path)
+    lies: dict[str, Any] = {"faults": {"load": "wrong_experts", "good_loads": 1}}
+    async with serving(nats_url, fleet, one, 2) as (rb, _), start(nats_url, fleet, "w2", one, **lies):
+        await rb.fleet.wait_for_workers(3)
+        ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
+        liar = worker_of(await until(rb, is_in("w2", WorkerState.POISONED)), "w2")
+
+    told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
+    assert ended.code == ExitCode.PARTIAL
+    assert [told[f"w{i}"]["result"] for i in range(3)] == ["applied", "applied", "failed"]
+    assert told["w2"]["code"] == "not_verified"
+    assert liar.last_error
+
+
+async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Exit code 1, and a worker that starts afterwards is not led to weights that nobody could load."""
+    one, two = folders(tmp_path)
+    fails: dict[str, Any] = {"faults": {"load": "refused", "good_loads": 1}}
+    async with serving(nats_url, fleet, one, 2, **fails) as (rb, _):
+        ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
+        state = await until(rb, lambda state: all(worker.state is WorkerState.SERVING for worker in state.workers))
+        result = await rb.complete(ask())
+
+    assert ended.code == ExitCode.FAILED
+    assert "weights" not in state.desired["m"].registers
+    assert [worker.weight_version for worker in state.workers] == [1, 1]
+    assert {*result.weight_versions.tolist()} == {1}
+
+
+async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An older version is refused, and nothing changed, unless --allow-rollback is given; then it is as it was."""
+    one, two = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        before = await rb.complete(ask())
+        first = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
+        refused = await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "1")
+        still = worker_of(await rb.fleet.state(), "w0")
+        allowed = await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "1", "--allow-rollback")
+        after = await rb.complete(ask())
+
+    assert (first.code, refused.code, allowed.code) == (0, ExitCode.FAILED, 0)
+    assert "old_version" in refused.stderr
+    assert (still.state, still.weight_version, still.target_version) == (WorkerState.SERVING, 2, 2)
+    assert_same(after, before)
+
+
+async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A canary of --json goes in as --expected-canary: the same weights pass, others are refused as not verified.
+
+    The only worker then goes back to the version before.
+    """
+    one, two = folders(tmp_path)
+    path = tmp_path / "canary.json"
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        first = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
+        path.write_text(json.dumps(json.loads(first.stdout)["workers"][0]["canary"]))
+        expect = ("--expected-canary", str(path))
+        await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "3")
+        same = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "4", *expect)
+        other = await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "5", *expect)
+        state = worker_of(await until(rb, is_in("w0", WorkerState.SERVING)), "w0")
+
+    assert (same.code, same.stderr) == (0, "")
+    assert other.code == ExitCode.FAILED
+    assert "not_verified" in other.stderr
+    assert (state.weight_version, state.target_version) == (4, 4)
+
+
+async def test_weights_and_adapters_come_through_nats(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """With --upload workers need no folder: they load what was sent, and so does one that starts afterwards."""
+    one, two = folders(tmp_path / "theirs")
+    mine = two.rename(tmp_path / "mine")
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        ended = await run_rollbus(nats_url, fleet, "update-weights", str(mine), "--version", "2", "--upload")
+        first = await rb.complete(ask())
+        async with start(nats_url, fleet, "w1", one):
+            await rb.fleet.wait_for_workers(2)
+            await run_rollbus(nats_url, fleet, "drain", "w0")
+            second = await rb.complete(ask())
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert {*first.weight_versions.tolist()} == {2}
+    assert second.worker_ids == ("w1",)
+    assert_same(first, second)
