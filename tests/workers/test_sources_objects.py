@@ -1,5 +1,6 @@
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,30 @@ async def test_clearing_deletes_what_was_fetched_and_nothing_else(nats_url: str,
         assert not cache.exists()
         await sources.clear()
         assert (await sources.checkpoint(source, ignore)).is_dir()
+
+
+async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
+    """While a checkpoint is being fetched, one on this machine is checked; a second fetch waits its turn."""
+    fetching, go_on = asyncio.Event(), asyncio.Event()
+    folders: list[str] = []
+
+    class Slow(ObjectReader):
+        async def fetch_folder(self, objects: str, into: Path, report: Callable[[str], None]) -> Path:
+            folders.append(objects)
+            fetching.set()
+            await go_on.wait()
+            return write_checkpoint(into / objects.replace("/", "-"))
+
+    root = write_checkpoint(tmp_path / "root" / "step-1").parent
+    slow = Slow("nats://127.0.0.1:1", name="test")
+    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", objects=slow)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(sources.checkpoint(WeightSource(objects="b/1"), ignore))
+        await fetching.wait()
+        second = tasks.create_task(sources.checkpoint(WeightSource(objects="b/2"), ignore))
+
+        assert await sources.checkpoint(WeightSource(path=str(root / "step-1")), ignore) == root / "step-1"
+        assert folders == ["b/1"]
+        go_on.set()
+
+    assert [task.result().name for task in (first, second)] == ["b-1", "b-2"]

@@ -54,7 +54,7 @@ class Sources:
         self._cache = cache
         self._objects = objects
         self._own: _Own | None = None
-        # One at a time: they share the cache.
+        # What is fetched comes one at a time, as it shares the cache.
         self._lock = asyncio.Lock()
         self._checkpoints: list[Path] = []
         """Fetched, the last used one last."""
@@ -102,10 +102,10 @@ class Sources:
         max_kept: int,
         check: Callable[[Path], None],
     ) -> Path:
+        if source.path is not None:
+            report("checking")
+            return await asyncio.to_thread(_allowed, source.path, self._roots, check)
         async with self._lock:
-            if source.path is not None:
-                report("checking")
-                return await asyncio.to_thread(_allowed, source.path, self._roots, check)
             folder = await self._fetch(source, report)
             kept[:] = [*(other for other in kept if other != folder), folder]
             report("checking")
