@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from nats.aio.msg import Msg
 
 import bus
@@ -18,7 +19,17 @@ from schemas.messages import decode_command, encode_json
 from schemas.presence import Capabilities, WorkerPresence, WorkerState
 from tests.support.connections import opened
 
-__all__ = ["ACCEPTED", "APPLIED", "ControlledWorker", "Reply", "controlled", "failed", "obedient", "silent"]
+__all__ = [
+    "ACCEPTED",
+    "APPLIED",
+    "ControlledWorker",
+    "Reply",
+    "controlled",
+    "failed",
+    "incomplete",
+    "obedient",
+    "silent",
+]
 
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
 """Gives the fields of the answers to a command, in order."""
@@ -40,6 +51,13 @@ def obedient(_command: AnyCommand) -> Sequence[dict[str, Any]]:
 def silent(_command: AnyCommand) -> Sequence[dict[str, Any]]:
     """Says nothing."""
     return ()
+
+
+async def incomplete(command: Awaitable[bus.Ledger]) -> bus.CommandIncomplete:
+    """The error that a command ends with."""
+    with pytest.raises(bus.CommandIncomplete) as caught:
+        await command
+    return caught.value
 
 
 @dataclass

@@ -1,0 +1,276 @@
+"""Commands from `rb.fleet` to workers by hand: who must answer, and what the ledger says."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+import bus
+from bus.client.fleet import Fleet
+from bus.embedded import EmbeddedServer
+from bus.protocol.desired import effective
+from schemas.control import Abort, AckStatus, Pause
+from schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
+from schemas.presence import WorkerState
+from tests.support.hand_control import ACCEPTED, controlled, failed, incomplete
+from tests.support.nats_server import change_config, require_binary
+
+Give = Callable[[Fleet], Awaitable[bus.Ledger]]
+"""Gives a command to a fleet."""
+
+pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+
+
+async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
+    """It is recorded, each worker hears it once with its epoch, and the ledger has all of them."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        ledger = await control.rb.fleet.pause(mode="wait")
+        state = await control.store.read("m")
+
+        assert ledger.is_complete
+        assert (set(ledger.applied), ledger.epochs, ledger.command) == ({"a", "b"}, {"m": 1}, "pause")
+        assert state is not None
+        assert state.registers["pause"].command == control["a"].heard[0]
+        assert control["a"].heard == control["b"].heard
+        assert control.count("pause") == 2
+
+
+async def test_every_command_can_be_given(nats_url: str, fleet: str) -> None:
+    """Each method sends its command with the options it was given; those that set something have an epoch."""
+    async with controlled(nats_url, fleet, "a") as control:
+        fleet_ = control.rb.fleet
+        for command in (
+            fleet_.pause(clear_cache=True, timeout_s=7),
+            fleet_.resume(model="m"),
+            fleet_.flush_cache(preempt=True),
+            fleet_.drain(["a"]),
+            fleet_.sleep(2),
+            fleet_.wake(workers=["a"]),
+            fleet_.abort(["r1", "r2", "r1"]),
+            fleet_.check_weights("/ckpt"),
+            fleet_.unload_lora("x"),
+            fleet_.init_weight_transfer({"port": 1}),
+            fleet_.start_weight_update(mode="wait"),
+            fleet_.update_weight_chunk({"names": ["w"]}),
+            fleet_.finish_weight_update(5),
+        ):
+            assert (await command).is_complete
+        heard = {command.command: command for command in control["a"].heard}
+
+        assert [name for name, command in heard.items() if command.epoch is not None] == [
+            "pause", "resume", "flush_cache", "drain", "sleep", "wake", "unload_lora", "finish_weight_update",
+        ]  # fmt: skip
+        assert heard["pause"] == Pause(id=heard["pause"].id, clear_cache=True, timeout_s=7, model="m", epoch=1)
+        assert heard["abort"] == Abort(id=heard["abort"].id, request_ids=("r1", "r2"))
+        assert heard["drain"].workers == ("a",)
+
+
+async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
+    """Nobody there, or nobody who could answer: an error that says so, and nothing is recorded."""
+    async with controlled(nats_url, fleet) as control:
+        with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
+            await control.rb.fleet.pause()
+        with pytest.raises(NoWorkers):
+            await control.rb.fleet.update_weights("/ckpt", version=1)
+        assert await control.store.models() == ()
+    async with controlled(nats_url, fleet, "a") as control:
+        await control["a"].announce(WorkerState.STARTING)
+        with pytest.raises(NoWorkers, match=r"\(a is starting\)"):
+            await control.rb.fleet.resume(model="m")
+        assert await control.store.models() == ()
+
+
+async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
+    """One that is not there is named, and nothing is recorded or told to the others."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        with pytest.raises(InvalidRequest, match="workers names z, which cannot answer"):
+            await control.rb.fleet.pause(workers=["a", "z"])
+        with pytest.raises(InvalidRequest, match="workers is a string"):
+            await control.rb.fleet.drain("a")
+
+        assert await control.store.models() == ()
+        assert control.count("pause") == 0
+
+
+async def test_a_command_for_one_worker_concerns_no_other(nats_url: str, fleet: str) -> None:
+    """It is recorded for that worker, and only that one must answer; a later one for all removes that."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        ledger = await control.rb.fleet.drain(["a"])
+        state = await control.store.read("m")
+
+        assert set(ledger.applied) == {"a"}
+        assert control["b"].heard == []
+        assert state is not None
+        assert set(effective(state, "a")) == {"pause"}
+        assert effective(state, "b") == {}
+        await control.rb.fleet.resume()
+        state = await control.store.read("m")
+        assert state is not None
+        assert state.workers == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fleet: fleet.pause(mode="maybe"), "mode"),
+        (lambda fleet: fleet.pause(timeout_s=0), "timeout_s"),
+        (lambda fleet: fleet.pause(workers=[]), "workers is empty"),
+        (lambda fleet: fleet.pause(workers=["a.b"]), "workers"),
+        (lambda fleet: fleet.pause(model=""), "model"),
+        (lambda fleet: fleet.sleep(3), "level"),
+        (lambda fleet: fleet.abort([]), "request_ids"),
+        (lambda fleet: fleet.check_weights(), "exactly one"),
+        (lambda fleet: fleet.check_weights("/a", objects="b/c"), "exactly one"),
+        (lambda fleet: fleet.update_weights("/a", version=-1), "version"),
+        (lambda fleet: fleet.update_weights(objects="b/c", version=1, upload=True), "upload is set"),
+        (lambda fleet: fleet.load_lora("", "/a"), "name"),
+        (lambda fleet: fleet.init_weight_transfer({"x": object()}), "cannot be sent"),
+    ],
+)
+async def test_a_wrong_field_is_refused_before_anybody_hears(
+    nats_url: str, fleet: str, change: Give, message: str
+) -> None:
+    """The error names it; no worker is told, and nothing is recorded."""
+    async with controlled(nats_url, fleet, "a") as control:
+        with pytest.raises(InvalidRequest, match=message):
+            await change(control.rb.fleet)
+
+        assert control["a"].heard == []
+        assert await control.store.models() == ()
+
+
+async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: str) -> None:
+    """One of two fails: the error has the ledger, and what is desired stays, since the other has applied it."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        control["b"].reply = lambda _: (ACCEPTED, failed(ControlCode.CACHE_IN_USE, "2 requests hold it"))
+        error = await incomplete(control.rb.fleet.sleep())
+        state = await control.store.read("m")
+
+        assert (set(error.ledger.applied), set(error.ledger.failed)) == ({"a"}, {"b"})
+        assert "1 of 2 workers: b failed: cache_in_use: 2 requests hold it" in str(error)
+        assert state is not None
+        assert state.registers["sleep"].epoch == 1
+
+
+async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None:
+    """No worker could: what is desired is as before in a new epoch, and the error says so."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        await control.rb.fleet.wake()
+        for name in ("a", "b"):
+            control[name].reply = lambda _: ({"status": AckStatus.UNSUPPORTED},)
+        error = await incomplete(control.rb.fleet.sleep())
+        state = await control.store.read("m")
+
+        assert set(error.ledger.unsupported) == {"a", "b"}
+        assert "All workers of m failed: what is desired of them was set back." in str(error)
+        assert state is not None
+        assert (state.registers["sleep"].command.command, state.epoch) == ("wake", 3)
+
+
+@pytest.mark.parametrize("method", [Fleet.pause, Fleet.flush_cache])
+async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fleet: str, method: Give) -> None:
+    """Neither is set back: a worker that could not finish its requests in time is paused all the same."""
+    async with controlled(nats_url, fleet, "a") as control:
+        control["a"].reply = lambda _: (failed(ControlCode.TIMEOUT),)
+        await incomplete(method(control.rb.fleet))
+        state = await control.store.read("m")
+
+        assert state is not None
+        assert state.epoch == 1
+
+
+async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
+    """Of commands given at once each has an epoch of its own, and what is desired is the last one's."""
+    async with controlled(nats_url, fleet, "a") as control, bus.connect(nats_url, fleet=fleet, client="you") as you:
+        async with asyncio.TaskGroup() as tasks:
+            pauses = [tasks.create_task(control.rb.fleet.pause()) for _ in range(5)]
+            resumes = [tasks.create_task(you.fleet.resume()) for _ in range(5)]
+        epochs = {task.result().epochs["m"]: task.result() for task in (*pauses, *resumes)}
+        state = await control.store.read("m")
+
+        assert set(epochs) == set(range(1, 11))
+        assert state is not None
+        assert state.registers["pause"].command.id == epochs[10].id
+
+
+async def test_a_command_for_several_models(nats_url: str, fleet: str) -> None:
+    """Each model has a desired state of its own; what one of them refuses is recorded for none."""
+    models = {"a": "m", "b": "n", "c": "n"}
+    async with controlled(nats_url, fleet, *models, models=models) as control:
+        ledger = await control.rb.fleet.pause()
+        assert set(ledger.applied) == {"a", "b", "c"}
+        assert ledger.epochs == {"m": 1, "n": 1}
+        assert {(command.model, command.epoch) for command in control["b"].heard} == {("n", 1)}
+
+        assert (await control.rb.fleet.pause(workers=["a", "b"])).epochs == {"m": 2, "n": 2}
+        assert (await control.rb.fleet.resume(model="n")).epochs == {"n": 3}
+        for attempt in (
+            control.rb.fleet.update_weights("/ckpt", version=1),
+            control.rb.fleet.load_lora("x", "/x"),
+            control.rb.fleet.unload_lora("x"),
+            control.rb.fleet.finish_weight_update(1),
+        ):
+            with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
+                await attempt
+        assert {model: state.epoch for model, state in (await control.store.read_all()).items()} == {"m": 2, "n": 3}
+
+
+async def test_garbage_in_the_desired_state(nats_url: str, fleet: str) -> None:
+    """A command says that it cannot be read, also where it is one model of two; a reset clears it."""
+    models = {"a": "m", "b": "n"}
+    async with controlled(nats_url, fleet, *models, models=models) as control:
+        await control.rb.fleet.pause(model="m")  # which makes the bucket
+        await control.nats.jetstream().publish(control.store.subject("n"), b"garbage")
+        with pytest.raises(RemoteProtocolError, match="a reset clears it"):
+            await control.rb.fleet.pause()
+        assert control.count("pause") == 1
+        assert set((await control.rb.fleet.state()).desired) == {"m"}
+
+        assert await control.rb.fleet.reset() == ("m", "n")
+        assert await control.rb.fleet.reset("n") == ()
+        assert (await control.rb.fleet.pause()).is_complete
+        assert set((await control.rb.fleet.state()).desired) == {"m", "n"}
+
+
+async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> None:
+    """By model, also of one whose workers are gone."""
+    async with controlled(nats_url, fleet, "a") as control:
+        assert (await control.rb.fleet.state()).desired == {}
+        await control.rb.fleet.pause()
+        await control["a"].announce(WorkerState.STOPPED)
+        state = await control.rb.fleet.state()
+
+        assert state.workers == ()
+        assert state.desired["m"].registers["pause"].epoch == 1
+
+
+async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: str, fleet: str) -> None:
+    """A request for their model is taken; whoever waits for workers waits for those that serve."""
+    async with controlled(nats_url, fleet, "a") as control:
+        await control["a"].announce(WorkerState.PAUSED)
+        with pytest.raises(NoWorkers, match=r"0 of 1 workers came up within 0.7 s \(a is paused\)"):
+            await control.rb.fleet.wait_for_workers(timeout_s=0.7)
+        await control["a"].announce(WorkerState.SERVING)
+        await control.rb.fleet.wait_for_workers()
+
+
+async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be recorded fails at once, and no worker is told; events work, and so does the state."""
+    require_binary()
+    change_config(monkeypatch)
+    async with EmbeddedServer() as server, controlled(server.url, "f", "a") as control:
+        with pytest.raises(BusBroken, match="no JetStream"):
+            await control.rb.fleet.pause()
+        assert control["a"].heard == []
+        assert (await control.rb.fleet.abort(["r"])).is_complete
+        assert [worker.worker for worker in (await control.rb.fleet.state()).workers] == ["a"]
+
+
+async def test_without_a_bucket_the_first_command_makes_one(tmp_path: Path) -> None:
+    """On a new server commands work, and the state is empty before."""
+    require_binary()
+    async with EmbeddedServer(store_dir=tmp_path) as server, controlled(server.url, "f", "a") as control:
+        assert (await control.rb.fleet.state()).desired == {}
+        assert await control.rb.fleet.reset() == ()
+        assert (await control.rb.fleet.pause()).is_complete

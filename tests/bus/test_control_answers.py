@@ -1,0 +1,167 @@
+"""What workers answer, and do not: lost, late, stale, repeated and forged words, and workers that die."""
+
+import asyncio
+
+import pytest
+
+from bus.control import collector
+from schemas.control import Ack, AckStatus, AnyCommand, FlushCache
+from schemas.errors import ControlCode, InvalidRequest
+from schemas.messages import encode_json
+from schemas.presence import WorkerState
+from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, incomplete, silent
+
+pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat commands soon, and wait no longer for answers than the command says."""
+    monkeypatch.setattr(collector, "REPEAT_S", 0.1)
+    monkeypatch.setattr(collector, "MARGIN_S", 0.0)
+
+
+async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet: str) -> None:
+    """Nobody waits for the time to be over; the ledger says what became of it, and of the others."""
+    async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
+        control["b"].reply = lambda _: (ACCEPTED,)
+        pausing = tasks.create_task(incomplete(control.rb.fleet.pause(timeout_s=50)))
+        await control["b"].waiting.get()
+        await control["b"].announce(WorkerState.STOPPED)
+        error = await pausing
+
+        assert error.ledger.missing == {"b": "it is stopped"}
+        assert set(error.ledger.applied) == {"a"}
+        assert error.ledger.seconds < 50
+
+
+async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fleet: str) -> None:
+    """Its new life does not answer for the old one."""
+    async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
+        control["a"].reply = silent
+        pausing = tasks.create_task(incomplete(control.rb.fleet.pause(timeout_s=50)))
+        command = await control["a"].waiting.get()
+        control["a"].incarnation = "life-2"
+        await control["a"].announce()
+        await control["a"].ack(command, **APPLIED)
+
+        assert (await pausing).ledger.missing == {"a": "it came back as a new incarnation"}
+
+
+@pytest.mark.usefixtures("brief")
+async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str) -> None:
+    """When the time is over: one was at it, the other never spoke."""
+    async with controlled(nats_url, fleet, "a", "b", "c") as control:
+        control["b"].reply = lambda _: (ACCEPTED, {"status": AckStatus.PROGRESS, "stage": "pausing"})
+        control["c"].reply = silent
+        ledger = (await incomplete(control.rb.fleet.pause(timeout_s=0.3))).ledger
+
+        assert (set(ledger.applied), list(ledger.missing)) == ({"a"}, ["c"])
+        assert ledger.late["b"].stage == "pausing"
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_lost_nudge_is_repeated_to_those_that_owe(nats_url: str, fleet: str) -> None:
+    """Who has not answered hears the command again, under the same id and epoch; who has answered does not."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        control["b"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["b"].heard) > 2 else ()
+        ledger = await control.rb.fleet.pause()
+        repeats = control["b"].heard
+
+        assert ledger.is_complete
+        assert len(control["a"].heard) == 1
+        assert {(command.id, command.epoch) for command in repeats} == {(ledger.id, 1)}
+        assert [command.workers for command in repeats] == [None, ("b",), ("b",)]
+
+
+@pytest.mark.usefixtures("brief")
+async def test_a_lost_final_answer_is_asked_for_again(nats_url: str, fleet: str) -> None:
+    """A worker that has only accepted hears the command again, and repeats its last word."""
+    async with controlled(nats_url, fleet, "a") as control:
+        control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
+
+        assert (await control.rb.fleet.pause()).is_complete
+
+
+async def test_stale_and_repeated_answers(nats_url: str, fleet: str) -> None:
+    """A worker for which a later command counts says `stale`; answers after the final one change nothing."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        control["a"].reply = lambda _: (ACCEPTED, {"status": AckStatus.STALE}, APPLIED)
+        control["b"].reply = lambda _: (ACCEPTED, APPLIED, APPLIED, failed(ControlCode.TIMEOUT), ACCEPTED)
+        ledger = (await incomplete(control.rb.fleet.pause())).ledger
+
+        assert (set(ledger.stale), set(ledger.applied)) == ({"a"}, {"b"})
+
+
+async def test_answers_of_others_and_garbage_are_passed_over(nats_url: str, fleet: str) -> None:
+    """What does not decode, or bears another's name, is counted and harms nobody."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        subjects = control["a"].subjects
+
+        async def noise(command: AnyCommand) -> None:
+            await control.nats.publish(subjects.ack("me", "a"), b"garbage")
+            forged = Ack(
+                id=command.id, command="pause", worker="b", incarnation="life-1", model="m", status=AckStatus.FAILED
+            )
+            await control.nats.publish(subjects.ack("me", "a"), encode_json(forged))
+            await control["a"].ack(command, **APPLIED)
+
+        control["a"].reply = silent
+        async with asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(control.rb.fleet.pause())
+            await noise(await control["a"].waiting.get())
+
+        assert pausing.result().is_complete
+        assert control.rb.fleet.bad_messages == 2
+
+
+async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
+    """It keeps its epoch; while it is under way it cannot be sent a second time."""
+    async with controlled(nats_url, fleet, "a") as control:
+        command = FlushCache(id="once")
+        first = await control.rb.fleet.send(command)
+        second = await control.rb.fleet.send(command)
+        assert first.epochs == second.epochs == {"m": 1}
+
+        control["a"].reply = silent
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(control.rb.fleet.send(FlushCache(id="slow")))
+            while (heard := await control["a"].waiting.get()).id != "slow":
+                pass
+            with pytest.raises(InvalidRequest, match="id is slow, which is under way"):
+                await control.rb.fleet.send(FlushCache(id="slow"))
+            await control["a"].ack(heard, **APPLIED)
+        assert running.result().is_complete
+
+
+async def test_progress_is_told(nats_url: str, fleet: str) -> None:
+    """`on_ack` hears each answer that is news, once and in order; what it raises reaches the caller."""
+    heard: list[tuple[str, str | None]] = []
+    async with controlled(nats_url, fleet, "a") as control:
+        loading = {"status": AckStatus.PROGRESS, "stage": "loading"}
+        control["a"].reply = lambda _: (ACCEPTED, ACCEPTED, loading, loading, APPLIED, APPLIED)
+        await control.rb.fleet.pause(on_ack=lambda ack: heard.append((ack.status, ack.stage)))
+        assert heard == [("accepted", None), ("progress", "loading"), ("applied", None)]
+
+        def fail(ack: Ack) -> None:
+            raise ZeroDivisionError(ack.worker)
+
+        with pytest.raises(ZeroDivisionError):
+            await control.rb.fleet.pause(on_ack=fail)
+        assert (await control.rb.fleet.resume()).is_complete
+
+
+async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> None:
+    """The caller goes, the command stays; the client serves on."""
+    async with controlled(nats_url, fleet, "a") as control:
+        control["a"].reply = silent
+        async with asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(control.rb.fleet.pause())
+            command = await control["a"].waiting.get()
+            pausing.cancel()
+        state = await control.store.read("m")
+
+        assert state is not None
+        assert state.registers["pause"].command.id == command.id
+        control["a"].reply = lambda _: (APPLIED,)
+        assert (await control.rb.fleet.resume()).is_complete
