@@ -23,6 +23,8 @@ class Heard:
     """On the clock that `CommandLog.begin` was given."""
     epoch: int | None
     """In which it is recorded, as far as is known; None for events too."""
+    needs_read: int = 0
+    """The look at the desired state that can tell what became of it, see `DesiredReader.look`."""
     last: Ack | None = None
     """What was said last."""
 

@@ -60,6 +60,7 @@ class Control:
         self._parts = parts
         self._subjects = Subjects(config.fleet)
         self._store = DesiredStore(parts.nats, self._subjects)
+        self._registers = registers
         self._log = CommandLog()
         self._answers = Answers(parts, self._log)
         self.reconciler = Reconciler(parts, registers)
@@ -113,8 +114,8 @@ class Control:
 
     @property
     def problem(self) -> str | None:
-        """Why this worker serves nothing, or does not know what is desired; None where there is no problem."""
-        return self.reconciler.problem or self.reader.problem
+        """Why this worker serves nothing, does not know what is desired, or lacks something; None: no problem."""
+        return self.reconciler.problem or self.reader.problem or self._registers.problem
 
     # What is heard
 
@@ -150,7 +151,6 @@ class Control:
         if heard is not None:
             heard.controller = controller
             self._answers.repeat(heard)
-            self.reader.look()
             return
         heard = self._log.begin(command, controller, time.monotonic())
         if heard is None:
@@ -164,7 +164,7 @@ class Control:
     def _begin(self, heard: Heard) -> None:
         command = heard.command
         if command.register is not None and command.epoch is not None:
-            self.reader.look()
+            heard.needs_read = self.reader.look()
         elif command.register is not None:
             self._lanes["record"].put_nowait(heard)
         elif isinstance(command, Abort | State):
@@ -194,7 +194,7 @@ class Control:
             except ControlError as exc:
                 self._answers.end(heard, failure(exc))
             else:
-                self.reader.look()
+                heard.needs_read = self.reader.look()
                 return
 
     async def _carry_out(self, heard: Heard) -> None:
@@ -229,7 +229,9 @@ class Control:
             register, timeout_s = heard.command.register, heard.command.timeout_s
             if register is None:
                 continue
-            outcome = None if heard.epoch is None else self.reconciler.outcome_of(register, heard.epoch)
+            outcome = None
+            if heard.epoch is not None and self.reader.num_read >= heard.needs_read:
+                outcome = self.reconciler.outcome_of(register, heard.epoch)
             if outcome is None and now > heard.heard_at + timeout_s + LATE_S:
                 what = "recorded" if heard.epoch is None else "brought about"
                 problem = f"not {what} within {timeout_s:g} s; the worker is {self._parts.life.state}"

@@ -41,6 +41,8 @@ class DesiredReader:
         """Of the state that was read."""
         self.target_version: int | None = None
         """Of the weights that it should have; None: nothing is recorded about that."""
+        self.num_read = 0
+        """Calls of `look` that were followed."""
         self.is_fresh = False
         """It was read, and since it last had to be."""
         self.problem: str | None = None
@@ -50,16 +52,16 @@ class DesiredReader:
         """One line with the epoch."""
         return f"<DesiredReader epoch={self.epoch} fresh={self.is_fresh} problem={self.problem}>"
 
-    def look(self) -> None:
-        """Something may have changed."""
+    def look(self) -> int:
+        """Something may have changed; returns what `num_read` is once that was read."""
         self._num_asked += 1
         self._wanted.set()
+        return self._num_asked
 
     def forget(self) -> None:
         """What was read does not count any more: this worker was not there for a while."""
         self.is_fresh = False
-        self._num_needed = self._num_asked + 1
-        self.look()
+        self._num_needed = self.look()
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -77,6 +79,7 @@ class DesiredReader:
             else:
                 self.problem = None
                 self._take(state)
+                self.num_read = num_asked
                 self.is_fresh = num_asked >= self._num_needed
                 self._on_read()
             with contextlib.suppress(TimeoutError):

@@ -111,11 +111,11 @@ class Reconciler:
 
     def outcome_of(self, register: str, epoch: int) -> Outcome | None:
         """What became of the command that was recorded in `epoch`; None: it is not known yet."""
-        dealt = self._dealt.get(register)
-        if dealt is not None and dealt.epoch == epoch:
-            return dealt.outcome
-        if self._epoch_read < epoch or self._epoch_of(register) == epoch:
+        if self._epoch_read < epoch:
             return None
+        if self._epoch_of(register) == epoch:
+            dealt = self._dealt.get(register)
+            return dealt.outcome if dealt is not None and dealt.epoch == epoch else None
         message = f"a later command has set {register}"
         return Outcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
 
