@@ -8,7 +8,6 @@ import pytest
 from schemas.chunk import FinishReason
 from schemas.control import UnloadLora
 from schemas.errors import ControlCode, ControlError, ErrorCode
-from schemas.presence import LoraInfo
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 
@@ -30,7 +29,7 @@ async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
         assert with_adapter != without
         assert {token.lora_version for token in worker.tokens("r")} == {7}
         assert {token.lora_version for token in worker.tokens("s")} == {None}
-        assert worker.loras.infos == (LoraInfo(name="a", version=7),)
+        assert worker.links.versions.loras == {"a": 7}
         assert worker.stages == ["checking", "pausing", "loading"]
 
 
@@ -102,7 +101,7 @@ async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> 
         end = worker.end("r")
         assert end is not None
         assert end.finish_reason is FinishReason.ABORT
-        assert worker.loras.infos == ()
+        assert worker.links.versions.loras == {}
         assert worker.engine.loras == {}
         await worker.until_tokens("s", len(worker.tokens("s")) + 5)
 
@@ -136,7 +135,7 @@ async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path
             with pytest.raises(ControlError) as caught:
                 await load(worker, name, worker.adapter("2", 2), 2)
             assert caught.value.code is ControlCode.ENGINE_ERROR
-        assert worker.loras.infos == (LoraInfo(name="a", version=1),)
+        assert worker.links.versions.loras == {"a": 1}
         await worker.flow.go()
         await worker.until_tokens("r", len(worker.tokens("r")) + 5)
         assert {token.lora_version for token in worker.tokens("r")} == {1}
@@ -169,7 +168,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fai
         worker.engine.fails = fails
         with pytest.raises(ControlError):
             await worker.loras.load(load_lora("a", worker.adapter("2", 2), 2, timeout_s=1.0), worker.report)
-        assert worker.loras.infos == ()
+        assert worker.links.versions.loras == {}
         end = worker.end("r")
         assert end is not None
         assert end.error is not None
@@ -184,7 +183,7 @@ async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) 
         worker.engine.faults = SyntheticFaults(unload_lora=True)
         with pytest.raises(ControlError, match="kept the adapter"):
             await worker.loras.unload(UnloadLora(name="a"))
-        assert worker.loras.infos == (LoraInfo(name="a", version=1),)
+        assert worker.links.versions.loras == {"a": 1}
 
 
 async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> None:
@@ -245,8 +244,9 @@ async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) ->
         worker.engine.faults = SyntheticFaults(loses_loras=True)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         assert worker.standing == (2, False)
-        assert worker.loras.infos == (LoraInfo(name="b", version=1),)
+        assert worker.links.versions.loras == {"b": 1}
         assert "adapter_config.json" in worker.loras.gone["a"]
+        assert "adapter a was lost with older weights" in (worker.loras.problem or "")
         end = worker.end("r")
         assert end is not None
         assert end.error is not None
@@ -254,4 +254,4 @@ async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) ->
         await worker.flow.go()
         await worker.until_tokens("s", len(worker.tokens("s")) + 20)
         await load(worker, "a", worker.adapter("a"), 2)
-        assert worker.loras.gone == {}
+        assert worker.loras.problem is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from schemas.control import LoadLora, UnloadLora, WeightSource
 from schemas.errors import ControlCode, ControlError
-from schemas.presence import LoraInfo
+from schemas.limits import MAX_ERROR_CHARS
 from workers.control.deadline import Deadline
 from workers.control.flow import Flow
 from workers.engine_runner import EngineRunner
@@ -55,9 +55,10 @@ class Loras:
         return f"<Loras {self._versions.loras} gone={sorted(self.gone)}>"
 
     @property
-    def infos(self) -> tuple[LoraInfo, ...]:
-        """What requests may name, by name."""
-        return tuple(LoraInfo(name=name, version=version) for name, version in sorted(self._versions.loras.items()))
+    def problem(self) -> str | None:
+        """What was lost, for people; None: nothing."""
+        lost = [f"adapter {name} was lost with older weights: {reason}" for name, reason in sorted(self.gone.items())]
+        return "; ".join(lost)[:MAX_ERROR_CHARS] or None
 
     def is_current(self, command: LoadLora) -> bool:
         """There is nothing to load: it is here."""

@@ -53,6 +53,11 @@ class Registers:
         """The engine has given up its memory."""
         return self._sleep_level > 0
 
+    @property
+    def problem(self) -> str | None:
+        """What was had and is lost; None: nothing."""
+        return self._loras.problem
+
     async def bring(self, command: AnyCommand, report: Report) -> Canary | None:
         """Do what a command says; resume and drain, which show once the worker settles, need nothing here.
 
