@@ -1,11 +1,14 @@
 """What happens when processes are killed. These tests kill the engines that the others share, so they come last."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,6 +37,13 @@ async def read_on(running: RunningEngine) -> None:
         await running.next()
 
 
+async def is_told(call: Coroutine[Any, Any, None]) -> bool:
+    """Wait for a call into the engine, which must not outlive it."""
+    with pytest.raises(EngineDead):
+        await call
+    return True
+
+
 async def until_dead(running: RunningEngine) -> None:
     """Read until the engine is dead; then expect it to refuse requests, and aborts to do no harm."""
     try:
@@ -47,15 +57,21 @@ async def until_dead(running: RunningEngine) -> None:
 
 
 def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
-    """When the engine core is killed under way, `steps` and `add` raise `EngineDead`, and its own child goes too."""
+    """When the engine core is killed under way, whoever calls or reads it hears `EngineDead`; its child goes too."""
     core = engine_core(dense)
     workers = core.children(recursive=True)
 
     async def scenario() -> None:
         await dense.add(LONG)
         await dense.next()
-        core.kill()
-        await until_dead(dense)
+        async with asyncio.TaskGroup() as group:
+            core.suspend()
+            calls = [group.create_task(is_told(call)) for call in (dense.engine.pause(), dense.engine.resume())]
+            # Once they are sent, nobody will answer.
+            await asyncio.sleep(0)
+            core.kill()
+            await until_dead(dense)
+        assert all(call.result() for call in calls)
 
     dense.call(scenario())
 

@@ -41,9 +41,11 @@ class Adapters:
         serial = self._loaded.new_serial()
         number = self._numbers.setdefault(name, next(self._next_number))
         try:
-            if not await self._calls.call("add_lora", LoRARequest(name, number, str(path), load_inplace=True)):
-                raise ControlError(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
+            await self._calls.on_workers("rollbus_load_lora", name=name, number=number, path=str(path))
         except ControlError as exc:
+            if exc.code is ControlCode.HALF_WRITTEN:
+                # Some of vLLM's processes may have the new one and some the old one.
+                await self._calls.call("remove_lora", number)
             if number not in await self._calls.call("list_loras"):
                 self._forget(name)
             raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not loaded: {exc.message}") from exc

@@ -79,23 +79,37 @@ class Calls:
                 # What the engine core raised comes back as a bare Exception (core_client.py: _process_utility_output).
                 raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM says: {exc}") from exc
 
-    async def on_workers(self, method: str, **options: Any) -> list[Any]:
-        """Call a method of vLLM's worker class in every one of its processes; returns what each answered.
+    async def on_workers(self, method: str, **options: Any) -> list[dict[str, Any]]:
+        """Call a method of `WorkerExtension` in every worker process; returns their answers, see `answers`.
+
+        Not vLLM's own methods: when one of them raises in one of several processes, vLLM leaves the answers of the
+        others unread and takes them for those to the next call; and its engine core may not end when it is told to.
 
         Raises:
-            ControlError: `engine_error`, one of them raised something.
+            ControlError: what all of them answered; `half_written` where they differ, or vLLM did not get so far.
             EngineDead: the engine is gone.
         """
-        core = self._llm.engine_core
-        engines = getattr(core, "core_engines", ())
+        try:
+            found = await self._ask_workers(method, options)
+        except ControlError as exc:
+            raise ControlError(ControlCode.HALF_WRITTEN, exc.message) from exc
+        failed = [answer for answer in found if answer["code"] is not None]
+        if failed:
+            is_same = len(failed) == len(found) and len({answer["code"] for answer in failed}) == 1
+            code = ControlCode(failed[0]["code"]) if is_same else ControlCode.HALF_WRITTEN
+            raise ControlError(code, failed[0]["error"])
+        return found
+
+    async def _ask_workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+        arguments = (method, WORKERS_TIMEOUT_S, (), options)
+        engines = getattr(self._llm.engine_core, "core_engines", ())
         if len(engines) <= 1:
-            answers: list[Any] = await self.call("collective_rpc", method, WORKERS_TIMEOUT_S, (), options)
-            return answers
+            found: list[dict[str, Any]] = await self.call("collective_rpc", *arguments)
+            return found
         # Of several engines vLLM would return the first one's answers only (core_client.py: DPLBAsyncMPClient).
-        arguments = ("collective_rpc", method, WORKERS_TIMEOUT_S, (), options)
+        name = "engine_core._call_utility_async"
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.call("engine_core._call_utility_async", *arguments, engine=engine))
-                for engine in engines
+                group.create_task(self.call(name, "collective_rpc", *arguments, engine=engine)) for engine in engines
             ]
         return [answer for task in tasks for answer in task.result()]

@@ -4,11 +4,16 @@ vLLM takes the name of one class for that (`worker_extension_cls`). Where the us
 a class that is both, which this module makes up when it is asked for: `extension_name` says how it is called.
 """
 
+import logging
 from typing import Any
 
+from schemas.errors import ControlCode
+from workers.engines.vllm.answers import done, failed
 from workers.engines.vllm.reloading import Reload
 
 __all__ = ["WorkerExtension", "extension_name"]
+
+logger = logging.getLogger(__name__)
 
 AND = "+"
 DOT = ":"
@@ -16,23 +21,29 @@ DOT = ":"
 
 
 class WorkerExtension:
-    """The methods; their names clash with none of vLLM's."""
+    """The methods. They never raise, see `Calls.on_workers`; their names clash with none of vLLM's."""
 
     def rollbus_load_weights(self, path: str) -> dict[str, Any]:
         """Replace all weights by those in the folder `path`; see `Reload.load`."""
         return self._rollbus_reload().load(path)
 
-    def rollbus_begin_reload(self) -> None:
-        """Weights are about to come by other ways than `rollbus_load_weights`."""
-        self._rollbus_reload().begin()
+    def rollbus_transfer(self, step: str, info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call a method of vLLM's weight transfer; see `Reload.transfer`."""
+        return self._rollbus_reload().transfer(step, info)
 
-    def rollbus_end_reload(self) -> None:
-        """All of them have come."""
-        self._rollbus_reload().end()
+    def rollbus_load_lora(self, name: str, number: int, path: str) -> dict[str, Any]:
+        """Load an adapter, or replace the one of this number; an error says nothing about what is left of that."""
+        from vllm.lora.request import LoRARequest
 
-    def rollbus_give_up_reload(self) -> None:
-        """No more will come."""
-        self._rollbus_reload().give_up()
+        worker: Any = self
+        try:
+            if worker.add_lora(LoRARequest(name, number, path, load_inplace=True)):
+                return done()
+        except Exception as exc:
+            # Whatever vLLM finds wrong with the files.
+            logger.exception("lora.load_failed name=%s", name)
+            return failed(ControlCode.ENGINE_ERROR, exc)
+        return failed(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
 
     def _rollbus_reload(self) -> Reload:
         """The one object for this worker; a mixed-in class has no constructor that vLLM would call."""

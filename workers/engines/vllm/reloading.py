@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import ControlCode
+from workers.engines.vllm.answers import done, failed
 
-__all__ = ["Reload"]
+__all__ = ["FINISH_TRANSFER", "INIT_TRANSFER", "START_TRANSFER", "UPDATE_TRANSFER", "Reload"]
 
 logger = logging.getLogger(__name__)
 
+INIT_TRANSFER = "init_weight_transfer_engine"
+START_TRANSFER = "start_weight_update"
+UPDATE_TRANSFER = "update_weights"
+FINISH_TRANSFER = "finish_weight_update"
+"""Methods of vLLM's worker class."""
 MAX_NAMED = 3
 """Tensors that a message names."""
+
+
+class _NotLoaded(Exception):
+    """A parameter is not what the files say."""
 
 
 class Reload:
@@ -39,38 +49,60 @@ class Reload:
         """Load the checkpoint in the folder `path`.
 
         Returns:
-            `code`: None when it is loaded, else a `ControlCode`: `unsupported` and `engine_error` say that nothing was
-            touched. `error`: what went wrong. `compared`: how many parameters were compared with the files.
+            An answer: `unsupported` and `engine_error` say that nothing was touched, `half_written` that it was;
+            `compared`, how many parameters were compared with the files.
         """
         if not hasattr(self._worker, "reload_weights"):
-            return _failed(ControlCode.UNSUPPORTED, "this release of vLLM cannot load weights again")
+            return failed(ControlCode.UNSUPPORTED, "this release of vLLM cannot load weights again")
         unreadable = _find_unreadable(Path(path))
         if unreadable is not None:
-            return _failed(ControlCode.ENGINE_ERROR, unreadable)
+            return failed(ControlCode.ENGINE_ERROR, unreadable)
         config = self._runner.model_config
         before = config.model, config.revision
-        self.begin()
         try:
+            self.begin()
             self._worker.reload_weights(weights_path=path)
             self.end()
-            problem = self._find_difference(Path(path))
+            self._check_equal(Path(path))
         except Exception as exc:
             # Whatever is thrown under way means the same: some weights are new and some are not.
             logger.exception("weights.load_failed path=%s", path)
-            problem = f"{type(exc).__name__}: {exc}"
-        if problem is not None:
             # vLLM changes it before it loads anything.
             config.model, config.revision = before
             self.give_up()
-            return _failed(ControlCode.HALF_WRITTEN, problem)
-        return {"code": None, "error": None, "compared": len(self._copied or ())}
+            return failed(ControlCode.HALF_WRITTEN, exc)
+        return done(compared=len(self._copied or ()))
+
+    def transfer(self, step: str, info: dict[str, Any] | None) -> dict[str, Any]:
+        """Call the method `step` of vLLM's weight transfer with `info`, if there is any.
+
+        Returns:
+            An answer: what fails once weights may have come is `half_written`, and ends the update.
+        """
+        if not hasattr(self._worker, step):
+            return failed(ControlCode.UNSUPPORTED, f"this release of vLLM has no {step}")
+        try:
+            if step == START_TRANSFER:
+                self.begin()
+            getattr(self._worker, step)(*(() if info is None else (info,)))
+            if step == FINISH_TRANSFER:
+                self.end()
+        except Exception as exc:
+            logger.exception("weights.transfer_failed step=%s", step)
+            if step == INIT_TRANSFER:
+                return failed(ControlCode.ENGINE_ERROR, exc)
+            self.give_up()
+            return failed(ControlCode.HALF_WRITTEN, exc)
+        return done()
 
     def begin(self) -> None:
         """Weights are about to come: clear up what an earlier reload left, and watch the experts."""
         if self._copied is None:
-            self._copied = frozenset(self._equal_in(Path(self._runner.model_config.model)))
+            folder = Path(self._runner.model_config.model)
+            # It may be gone, or hold other weights by now.
+            self._copied = frozenset(self._equal_in(folder)) if _find_unreadable(folder) is None else frozenset()
             if not self._copied:
-                logger.warning("weights.none_comparable model=%s", self._runner.model_config.model)
+                logger.warning("weights.none_comparable model=%s", folder)
         self.give_up()
         self._experts = [_CpuExperts(layer) for layer in self._model().modules() if _CpuExperts.fits(layer)]
 
@@ -95,14 +127,11 @@ class Reload:
     def _model(self) -> Any:
         return self._runner.get_model()
 
-    def _find_difference(self, folder: Path) -> str | None:
+    def _check_equal(self, folder: Path) -> None:
         wrong = sorted((self._copied or frozenset()) - self._equal_in(folder))
-        if not wrong:
-            return None
-        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-        return (
-            f"vLLM says that it has loaded them, but these differ from the files: {', '.join(wrong[:MAX_NAMED])}{more}"
-        )
+        if wrong:
+            more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+            raise _NotLoaded(f"vLLM says that all is loaded, but {', '.join(wrong[:MAX_NAMED])}{more} are as before")
 
     def _equal_in(self, folder: Path) -> set[str]:
         """Names of the parameters that are, bit for bit, tensors of the same name in `folder`."""
@@ -215,7 +244,3 @@ def _find_unreadable(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as exc:
         return f"{type(exc).__name__}: {exc}"
     return None if files else f"there are no safetensors files in {folder}"
-
-
-def _failed(code: ControlCode, error: str) -> dict[str, Any]:
-    return {"code": str(code), "error": error, "compared": 0}

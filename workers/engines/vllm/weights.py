@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from schemas.errors import ControlCode, ControlError
 from workers.engines.vllm.calls import Calls
 from workers.engines.vllm.loaded import Loaded
+from workers.engines.vllm.reloading import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -46,17 +47,7 @@ class Weights:
         _check_supported(self._load_refusal)
         self._is_transferring = False
         self._loaded.replace_weights()
-        try:
-            answers = await self._calls.on_workers("rollbus_load_weights", path=str(path))
-        except ControlError as exc:
-            # The workers answer with what went wrong in them; this is something else, at any time.
-            raise ControlError(ControlCode.HALF_WRITTEN, f"loading {path} failed: {exc.message}") from exc
-        failed = [answer for answer in answers if answer["code"] is not None]
-        if failed:
-            codes = {answer["code"] for answer in failed}
-            is_untouched = len(failed) == len(answers) and len(codes) == 1
-            code = ControlCode(failed[0]["code"]) if is_untouched else ControlCode.HALF_WRITTEN
-            raise ControlError(code, f"{path} was not loaded: {failed[0]['error']}")
+        answers = await self._calls.on_workers("rollbus_load_weights", path=str(path))
         # As the worker processes have it.
         self._model_config.model = str(path)
         self._model_config.revision = None
@@ -65,44 +56,34 @@ class Weights:
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to vLLM's transfer engine; see `Engine.init_weight_transfer`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         _check_supported(self._transfer_refusal)
-        await self._calls.call("init_weight_transfer_engine", WeightTransferInitRequest(init_info=dict(info)))
+        await self._calls.on_workers("rollbus_transfer", step=INIT_TRANSFER, info=dict(info))
 
     async def start_transfer(self) -> None:
         """Begin to take weights; see `Engine.start_weight_update`."""
         _check_supported(self._transfer_refusal)
         self._loaded.replace_weights()
-        await self._calls.on_workers("rollbus_begin_reload")
-        await self._transfer("start_weight_update")
+        await self._transfer(START_TRANSFER)
         self._is_transferring = True
 
     async def take_chunk(self, info: Mapping[str, Any]) -> None:
         """Take some weights; see `Engine.update_weight_chunk`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._check_transferring()
-        await self._transfer("update_weights", WeightTransferUpdateRequest(update_info=dict(info)))
+        await self._transfer(UPDATE_TRANSFER, info=dict(info))
 
     async def finish_transfer(self) -> None:
         """All weights are there; see `Engine.finish_weight_update`."""
         self._check_transferring()
-        await self._transfer("finish_weight_update")
-        try:
-            await self._calls.on_workers("rollbus_end_reload")
-        except ControlError as exc:
-            raise ControlError(ControlCode.HALF_WRITTEN, f"the weights were not put in order: {exc.message}") from exc
+        await self._transfer(FINISH_TRANSFER)
         self._is_transferring = False
         self._loaded.adapters.clear()
 
-    async def _transfer(self, name: str, *args: Any) -> None:
+    async def _transfer(self, step: str, **info: Any) -> None:
         try:
-            await self._calls.call(name, *args)
-        except ControlError as exc:
+            await self._calls.on_workers("rollbus_transfer", step=step, **info)
+        except ControlError:
             self._is_transferring = False
-            await self._calls.on_workers("rollbus_give_up_reload")
-            raise ControlError(ControlCode.HALF_WRITTEN, f"{name} failed: {exc.message}") from exc
+            raise
 
     def _check_transferring(self) -> None:
         _check_supported(self._transfer_refusal)
