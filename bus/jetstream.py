@@ -86,7 +86,11 @@ async def _request(nats: Client, subject: str, payload: bytes, headers: dict[str
     except nats_errors.NoRespondersError:
         raise
     except nats_errors.TimeoutError as error:
-        raise BusBroken(f"JetStream did not answer within {API_TIMEOUT_S:g} s") from error
+        # A server drops what a user may not publish, and tells only the log.
+        raise BusBroken(
+            f"JetStream did not answer on {subject} within {API_TIMEOUT_S:g} s: it is overloaded, or this user may not "
+            "publish there"
+        ) from error
     except nats_errors.Error as error:
         raise BusBroken(f"JetStream cannot be reached: {error}") from error
     answer: dict[str, Any] = json.loads(message.data)

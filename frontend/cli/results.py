@@ -203,7 +203,7 @@ def _sample(
         values = getattr(generation, name)
         if values is not None:
             sample[name] = _json_logprobs(values)
-    for name in ("top_token_ids", "prompt_top_token_ids"):
+    for name in ("top_token_ids", "prompt_top_token_ids", "lora_versions"):
         values = getattr(generation, name)
         if values is not None:
             sample[name] = values.tolist()

@@ -44,7 +44,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
     """Routing in a line decodes to the array; minus infinity becomes -9999; float32 values come back exactly."""
     path = tmp_path / "out.jsonl"
-    result = generation(1, stop_reason=8, cached_tokens=0, worker_ids=("w",))
+    adapter = np.array([5, 5], np.int32)
+    result = generation(1, stop_reason=8, cached_tokens=0, worker_ids=("w",), lora_versions=adapter)
 
     with open_results(path, None) as results:
         results.append(result_line(PROMPTS[1], result, None, results.rows))
@@ -61,6 +62,7 @@ def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
         "finish_reason": "length",
         "stop_reason": 8,
         "weight_versions": [3, 3],
+        "lora_versions": [5, 5],
         "attempts": 1,
         "worker_ids": ["w"],
         "cached_tokens": 0,
