@@ -91,6 +91,20 @@ async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> N
         assert second not in {first, third}
 
 
+async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None:
+    """However many others are fetched meanwhile; afterwards it is as old as it is."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in range(5)]
+        first = await sources.checkpoint(steps[0], ignore)
+
+        with sources.using(first):
+            others = [await sources.checkpoint(source, ignore) for source in steps[1:4]]
+            assert set((tmp_path / "cache").iterdir()) == {first, *others[1:]}
+        last = await sources.checkpoint(steps[4], ignore)
+
+        assert set((tmp_path / "cache").iterdir()) == {others[2], last}
+
+
 async def test_new_content_under_an_old_name_is_fetched(nats_url: str, tmp_path: Path) -> None:
     """What was fetched before under the same prefix is not taken for it."""
     async with store(nats_url, tmp_path) as (uploads, sources):

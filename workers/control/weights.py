@@ -156,9 +156,10 @@ class Weights:
             # Now, while nothing was touched: until the flow goes on, nothing is cached anew.
             await self._flush(command.mode, deadline, report)
         load = self._runner.engine.load_weights
-        canary = await self.replace(
-            lambda: load(path), deadline, report, fingerprint=fingerprint, expected=command.expected_canary
-        )
+        with self._sources.using(path):
+            canary = await self.replace(
+                lambda: load(path), deadline, report, fingerprint=fingerprint, expected=command.expected_canary
+            )
         self.stamp(command.version, command.source)
         return canary
 
@@ -184,7 +185,8 @@ class Weights:
             raise ControlError(ControlCode.HALF_WRITTEN, "the engine has dropped weights that cannot be had again")
         load, folder = self._runner.engine.load_weights, path
         fingerprint = await fingerprint_of(path)
-        await self.replace(lambda: load(folder), deadline, report, fingerprint=fingerprint, expected=self.canary)
+        with self._sources.using(folder):
+            await self.replace(lambda: load(folder), deadline, report, fingerprint=fingerprint, expected=self.canary)
 
     def distrust(self, reason: str) -> None:
         """They are not what they should be, nor is what they gave; the caller ends what is in flight."""

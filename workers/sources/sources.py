@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -60,6 +60,8 @@ class Sources:
         """Fetched, the last used one last."""
         self._adapters: list[Path] = []
         """Likewise."""
+        self._in_use: set[Path] = set()
+        """Stays in any case."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -86,6 +88,15 @@ class Sources:
         The rest is as in `checkpoint`; of fetched adapters as many stay as a desired state may have.
         """
         return await self._get(source, report, self._adapters, MAX_LORAS, self._check_adapter)
+
+    @contextlib.contextmanager
+    def using(self, folder: Path) -> Iterator[None]:
+        """Let `folder` stay, whatever is fetched while the block runs: an engine reads it."""
+        self._in_use.add(folder)
+        try:
+            yield
+        finally:
+            self._in_use.discard(folder)
 
     async def clear(self) -> None:
         """Delete what this or an earlier life of the worker fetched; nothing else that lies in the cache."""
@@ -115,7 +126,8 @@ class Sources:
                 kept.remove(folder)
                 await self._delete(folder)
                 raise
-            old, kept[:] = kept[:-max_kept], kept[-max_kept:]
+            old = [other for other in kept[:-max_kept] if other not in self._in_use]
+            kept[:] = [other for other in kept if other not in old]
             for unused in old:
                 await self._delete(unused)
             return folder
