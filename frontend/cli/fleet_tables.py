@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from bus import FleetState, QueueDepth
-from schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Sleep, UpdateWeights
+from schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from schemas.desired import DesiredState, Recorded
 from schemas.presence import Capabilities, WorkerPresence
 
@@ -124,6 +124,8 @@ def _registers(registers: Mapping[str, Recorded]) -> list[str]:
                 version, source = str(finish.version), "the transfer engine"
             case Pause(mode=mode):
                 states.append(f"paused ({mode})")
+            case Resume():
+                states.append("resumed")
             case Drain():
                 states.append("drained")
             case Sleep():
@@ -131,7 +133,7 @@ def _registers(registers: Mapping[str, Recorded]) -> list[str]:
             case LoadLora() as load:
                 loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
             case _:
-                # Resume, wake, flush and unload leave nothing to be seen.
+                # Wake, flush and unload leave nothing to be seen.
                 pass
     return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 

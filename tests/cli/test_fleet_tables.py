@@ -151,7 +151,7 @@ def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
         ["a", "0", "-", "-", "-", "-"],
         ["m", "9", "4", "/w/4", "paused (wait), asleep", "math (2)"],
         ["m, only w", "-", "-", "-", "drained", "-"],
-        ["m, only x", "-", "-", "-", "-", "-"],
+        ["m, only x", "-", "-", "-", "resumed", "-"],
     ]
     assert {len(row) for row in rows} == {len(DESIRED_COLUMNS)}
     transferred = DesiredState(model="m", registers={"weights": recorded(1, FinishWeightUpdate(version=8))})

@@ -1,6 +1,7 @@
-"""Forget what workers were told to do: pause, weights, adapters. For when that does not fit the model any more.
+"""Forget what workers were told: pause, weights, adapters. For when that does not fit the model any more.
 
-Workers that run go on as they are. Those that start afterwards begin as their own options say.
+Workers that run keep the weights that they have; a pause and adapters are undone. Those that start afterwards begin
+with the weights of their own options.
 """
 
 import argparse
