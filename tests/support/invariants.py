@@ -1,4 +1,6 @@
-"""The invariants that hold after every test and fault, as checks: I1 to I3 of results, I6 to I8 of what is left behind.
+"""The invariants that hold after every test and fault, as checks.
+
+I1 to I3 are of results, I4 and I5 of what workers said to commands, I6 to I8 of what is left behind.
 
 async with observing(server.url, fleet) as observer:
     async with ...workers and clients...:
@@ -28,6 +30,7 @@ from schemas.presence import WorkerPresence
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 from tests.support.connections import opened
+from tests.support.control_history import ControlHistory
 from tests.support.fleet import check_generation
 
 __all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing", "until"]
@@ -116,11 +119,16 @@ async def until(look: Callable[[], Awaitable[object]], expected: object) -> None
 
 @contextlib.asynccontextmanager
 async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
-    """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8)."""
+    """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8).
+
+    Of commands that were given in the block, workers have kept what they said (I4, I5).
+    """
     tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     async with opened(url) as connection:
         observer = Observer(connection, fleet)
+        await observer.listen()
         yield observer
+        assert observer.history.problems == []
         await until(observer.connections, [])
         assert await observer.num_slow_consumers() == 0
 
@@ -128,7 +136,10 @@ async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
         return [task.get_name() for task in asyncio.all_tasks() - tasks]
 
     async def threads_left() -> list[str]:
-        return [thread.name for thread in set(threading.enumerate()) - threads]
+        # What `asyncio.to_thread` uses stays with its event loop, and idles.
+        return [
+            thread.name for thread in set(threading.enumerate()) - threads if not thread.name.startswith("asyncio_")
+        ]
 
     await until(tasks_left, [])
     await until(threads_left, [])
@@ -141,11 +152,43 @@ class Observer:
         self._nats = connection
         self._subjects = Subjects(fleet)
         self._root = self._subjects.ping.removesuffix("ping")
+        self._hears_frames = False
+        self.history = ControlHistory()
+        """What was heard of commands."""
+
+    async def listen(self) -> None:
+        """Hear of commands from now on, and of frames once there was one: most fleets are given none."""
+        receive = self._nats._process_msg
+
+        async def note(sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+            self.history.take(subject.decode(), data)
+            await receive(sid, subject, reply, data, headers)
+
+        # Here messages still are in the order in which they came; handlers have one of their own for each subscription.
+        self._nats._process_msg = note  # type: ignore[method-assign]
+        for kind in ("control.*", "ack.*.*"):
+            await subscribe(self._nats, f"{self._root}{kind}", self._hear_frames)
+        await subscribe(self._nats, f"$KV.rollbus.{self._subjects.fleet}.*", self._hear_frames)
+        assert await self._nats.confirm(timeout_s=SETTLES_WITHIN_S)
+
+    async def _hear_frames(self, _message: Msg) -> None:
+        if not self._hears_frames:
+            self._hears_frames = True
+            for kind in ("frame.*.*", "plain.>"):
+                await subscribe(self._nats, f"{self._root}{kind}", _ignore)
 
     async def check_at_rest(self) -> None:
-        """Once all requests have ended: nothing waits or is in hand, and no worker works or holds anything (I6, I7)."""
+        """Once all requests have ended: nothing waits or is in hand, and no worker works or holds anything (I6, I7).
+
+        No worker owes an answer to a command (I5).
+        """
         await until(self.queued, {})
         await until(self.busy_workers, {})
+        await until(self.unanswered, [])
+
+    async def unanswered(self) -> list[str]:
+        """Commands that a worker has accepted, and said nothing final of."""
+        return self.history.unanswered({presence.incarnation for presence in (await self.presences()).values()})
 
     async def queued(self) -> dict[str, Mapping[str, int]]:
         """By stream and consumer, what is in it; those without are left out. Every stream is within its bounds (I6)."""
@@ -208,7 +251,8 @@ class Observer:
         return [
             str(connection.get("name"))
             for connection in await self._list_connections()
-            if any(subject.startswith(self._root) for subject in connection.get("subscriptions_list") or [])
+            if connection["cid"] != self._nats.client_id
+            and any(subject.startswith(self._root) for subject in connection.get("subscriptions_list") or [])
         ]
 
     async def pending_bytes(self, name: str) -> int:
@@ -232,3 +276,7 @@ class Observer:
         found: dict[str, Any] = json.loads(answer.data)
         assert "error" not in found, found["error"]
         return found
+
+
+async def _ignore(_message: Msg) -> None:
+    """The history has taken it."""

@@ -1,0 +1,127 @@
+"""What was heard of commands, in order, and whether workers kept to what they said (I4, I5)."""
+
+from dataclasses import dataclass, field
+
+from bus.protocol.desired import effective
+from schemas.control import Ack, AckStatus
+from schemas.errors import InvalidRequest, RemoteProtocolError
+from schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
+
+__all__ = ["ControlHistory"]
+
+PAUSE, WEIGHTS = "pause", "weights"
+REGISTERS = {"pause": PAUSE, "update_weights": WEIGHTS, "finish_weight_update": WEIGHTS}
+"""Of the commands that bind what a worker publishes once it has applied them."""
+REFUSED = "unreadable"
+"""Stands for the command's name where a worker could not read it."""
+
+
+@dataclass
+class Promise:
+    """What a worker said that it applied, until something later may have taken its place."""
+
+    ack: Ack
+    register: str
+    links: dict[str, int] = field(default_factory=dict)
+    """By `<client>/<incarnation>`, the frames sent before: sent again, they are no news."""
+
+
+class ControlHistory:
+    """Takes every message of one fleet about commands, and frames, in the order in which the server had them.
+
+    A command, or a write of the desired state, ends what an earlier one had bound from the moment when it is heard:
+    so nothing is mistaken for a broken promise, and what happens in between is not looked at.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        """Promises that were broken, for people; empty in a fleet that is right."""
+        self._accepted: dict[tuple[str, str, str], str] = {}
+        self._finals: dict[tuple[str, str, str], Ack] = {}
+        self._promises: dict[tuple[str, str], Promise] = {}
+        self._numbers: dict[str, dict[str, int]] = {}
+
+    def unanswered(self, incarnations: set[str]) -> list[str]:
+        """Commands that these lives of workers accepted without saying anything final yet, by worker and name."""
+        return sorted(
+            f"{worker} {command}"
+            for (worker, incarnation, command_id), command in self._accepted.items()
+            if incarnation in incarnations and (worker, incarnation, command_id) not in self._finals
+        )
+
+    def take(self, subject: str, data: bytes) -> None:
+        """Take a message; what does not decode says nothing."""
+        tokens = subject.split(".")
+        try:
+            if tokens[0] == "$KV":
+                self._take_desired(data)
+            elif len(tokens) < 5:
+                return  # an answer to a question of the observer's own
+            elif tokens[3] == "control":
+                self._take_command(data)
+            elif tokens[3] == "ack":
+                self._take_ack(decode_ack(data))
+            elif tokens[3] == "frame":
+                self._take_frame(tokens[4], decode_frame(data))
+            elif tokens[3] == "plain":
+                self._take_frame("", decode_frame(data))
+        except (InvalidRequest, RemoteProtocolError):
+            return
+
+    def _take_command(self, data: bytes) -> None:
+        command = decode_command(data)
+        for key, promise in list(self._promises.items()):
+            ack = promise.ack
+            is_meant = command.model in (None, ack.model) and ack.worker in (command.workers or (ack.worker,))
+            is_news = (ack.worker, ack.incarnation, command.id) not in self._finals
+            if command.register == promise.register and is_meant and is_news:
+                del self._promises[key]
+
+    def _take_desired(self, data: bytes) -> None:
+        try:
+            state = decode_desired(data)
+        except RemoteProtocolError:
+            self._promises.clear()  # deleted, or spoilt: nobody knows what workers will make of it
+            return
+        for key, promise in list(self._promises.items()):
+            recorded = effective(state, promise.ack.worker).get(promise.register)
+            if promise.ack.model == state.model and (recorded is None or recorded.command.id != promise.ack.id):
+                del self._promises[key]
+
+    def _take_ack(self, ack: Ack) -> None:
+        key = ack.worker, ack.incarnation, ack.id
+        final = self._finals.get(key)
+        if ack.status is AckStatus.ACCEPTED:
+            self._accepted[key] = ack.command
+        if not ack.status.is_final:
+            if final is not None:
+                self.problems.append(f"{ack.worker} said {ack.status} of {ack.command} after {final.status} (I5)")
+            return
+        if final is None:
+            self._finals[key] = ack
+        elif ack != final and (ack.command != REFUSED or ack.error != final.error):
+            self.problems.append(f"{ack.worker} said {ack.status} of {ack.command} after {final.status} (I5)")
+        register = REGISTERS.get(ack.command)
+        if final is None and ack.status is AckStatus.APPLIED and register is not None:
+            sent = {**self._numbers.get(ack.incarnation, {}), **(ack.frames or {})}
+            self._promises[ack.incarnation, register] = Promise(ack, register, sent)
+
+    def _take_frame(self, client: str, frame: Frame) -> None:
+        link = f"{client}/{frame.client_incarnation}"
+        numbers = self._numbers.setdefault(frame.incarnation, {})
+        numbers[link] = max(numbers.get(link, 0), frame.number + 1)
+        versions = {chunk.weight_version for chunk in frame.chunks if chunk.num_tokens}
+        if not versions:
+            return
+        for register in (PAUSE, WEIGHTS):
+            promise = self._promises.get((frame.incarnation, register))
+            if promise is None or frame.number < promise.links.get(link, 0):
+                continue
+            ack = promise.ack
+            if register == PAUSE:
+                self.problems.append(f"{ack.worker} published tokens in frame {frame.number} while paused (I4)")
+            elif versions != {ack.weight_version}:
+                self.problems.append(
+                    f"{ack.worker} published tokens of versions {sorted(versions)} in frame {frame.number} after its "
+                    f"update to {ack.weight_version} (I4)"
+                )
