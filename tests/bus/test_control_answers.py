@@ -10,6 +10,7 @@ from schemas.errors import ControlCode, InvalidRequest
 from schemas.messages import encode_json
 from schemas.presence import WorkerState
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, incomplete, silent
+from tests.support.tcp_proxy import tcp_proxy
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
 
@@ -165,3 +166,34 @@ async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> 
         assert state.registers["pause"].command.id == command.id
         control["a"].reply = lambda _: (APPLIED,)
         assert (await control.rb.fleet.resume()).is_complete
+
+
+@pytest.mark.usefixtures("brief")
+async def test_answers_that_were_missed_in_an_outage_are_asked_for_again(nats_url: str, fleet: str) -> None:
+    """The controller is cut off when its workers answer: once it is back it asks them again, and misses nobody."""
+    async with tcp_proxy(nats_url) as proxy, controlled(nats_url, fleet, "a", "b", client_url=proxy.url) as control:
+        for name in ("a", "b"):
+            control[name].reply = silent
+        async with asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(control.rb.fleet.pause())
+            heard = {name: await control[name].waiting.get() for name in ("a", "b")}
+            proxy.cut()
+            for name, command in heard.items():
+                await control[name].ack(command, **APPLIED)
+                control[name].reply = lambda _: (APPLIED,)
+            await proxy.restore()
+
+        assert set(pausing.result().applied) == {"a", "b"}
+        assert {command.epoch for worker in control.workers.values() for command in worker.heard} == {1}
+
+
+async def test_a_large_fleet_answers(nats_url: str, fleet: str) -> None:
+    """Two hundred workers, each heard and each in the ledger; one that fails is found among them."""
+    names = [f"w{i}" for i in range(200)]
+    async with controlled(nats_url, fleet, *names) as control:
+        assert set((await control.rb.fleet.pause()).applied) == set(names)
+        control["w7"].reply = lambda _: (failed(ControlCode.ENGINE_ERROR),)
+        error = await incomplete(control.rb.fleet.resume())
+
+        assert set(error.ledger.failed) == {"w7"}
+        assert len(error.ledger.applied) == 199

@@ -148,9 +148,9 @@ class Controls:
 
 @contextlib.asynccontextmanager
 async def controlled(
-    nats_url: str, fleet: str, *names: str, models: dict[str, str] | None = None
+    nats_url: str, fleet: str, *names: str, models: dict[str, str] | None = None, client_url: str | None = None
 ) -> AsyncIterator[Controls]:
-    """Run workers by hand that serve `m`, or what `models` says, and the client `me`."""
+    """Run workers by hand that serve `m`, or what `models` says, and the client `me`, which may go another way."""
     subjects = Subjects(fleet)
     async with opened(nats_url) as nats, asyncio.timeout(60):
         workers = {name: ControlledWorker(nats, subjects, name, model=(models or {}).get(name, "m")) for name in names}
@@ -158,5 +158,5 @@ async def controlled(
             await subscribe(nats, subjects.controls, worker.take)
             await subscribe(nats, subjects.ping, worker.answer_ping)
         await nats.flush()
-        async with bus.connect(nats_url, fleet=fleet, client="me") as rb:
+        async with bus.connect(client_url or nats_url, fleet=fleet, client="me") as rb:
             yield Controls(rb, workers, DesiredStore(nats, subjects), nats)
