@@ -12,6 +12,7 @@ import pytest
 from schemas.errors import EngineDead
 from workers.engines.vllm import VllmEngine
 from workers.engines.vllm import launch as launch_module
+from workers.engines.vllm.capabilities import describe_engine, find_refusals
 from workers.engines.vllm.ownership import OwnedExecutor
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -43,6 +44,22 @@ async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args
     with pytest.raises(EngineDead):
         _ = engine.capabilities
     assert engine_processes() == before
+
+
+def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
+    """What the worker adds to the arguments is not told; made-up weights cannot be loaded again."""
+    given = {"load_format": "dummy", "max_num_seqs": 7, "enable_lora": True, "max_loras": 3, "max_cpu_loras": 3}
+    config = launch_module.engine_arguments(str(models["dense"]), given).create_engine_config()
+    config.scheduler_config.max_num_seqs += launch_module.OWN_SLOTS
+
+    capabilities = describe_engine(config)
+
+    assert (capabilities.max_num_seqs, capabilities.max_loras) == (7, 3)
+    assert (config.scheduler_config.max_num_seqs, config.lora_config.max_loras) == (8, 4)
+    assert not capabilities.weight_updates
+    assert "'dummy'" in str(find_refusals(config).weight_updates)
+    config.model_config.model = "organization/name"
+    assert "local folder" in str(find_refusals(config).weight_updates)
 
 
 async def test_missing_model_is_said(tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
             # vLLM starts, and dies of the first request.
             raise EngineDead("engine argument 'enable_lora': on a CPU vLLM has no adapters for models with experts")
         args.max_loras += CPU_UNUSED_LORAS
+        if args.max_cpu_loras is not None:
+            args.max_cpu_loras = max(args.max_cpu_loras, args.max_loras)
     block_size = given.get("block_size")
     if current_platform.is_cpu() and isinstance(block_size, int) and block_size % 32 and not model_config.use_mla:
         raise EngineDead(f"engine argument 'block_size' is {block_size}; allowed on a CPU: multiples of 32")
