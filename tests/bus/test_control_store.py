@@ -196,10 +196,11 @@ async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fl
 
 @pytest.mark.slow
 async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
-    """On a new server nothing is desired, and the first command makes the bucket; so does one after it was deleted."""
+    """The first command makes it, although somebody listens where it is written to; so does one after its deletion."""
     require_binary()
     async with EmbeddedServer(store_dir=tmp_path) as server, opened(server.url) as nats:
         store = DesiredStore(nats, Subjects("f"))
+        await nats.subscribe(store.subject("m"))
         assert await store.read("m") is None
         assert await store.models() == ()
         assert not await store.reset("m")
