@@ -86,7 +86,8 @@ async def start(
     """Run a worker process on the synthetic engine, with weights of version 1 and the folder of `model` as root."""
     own = ("--worker-id", name, "--served-model-name", MODEL, "--weight-version", "1")
     source = ("--model", str(model), "--engine", "synthetic", "--weight-root", str(model.parent))
-    async with worker_process(nats_url, fleet, *source, *own, *options, engine_args=engine_args) as process:
+    cache = ("--cache-dir", str(model.parent.parent / "cache" / fleet))
+    async with worker_process(nats_url, fleet, *source, *own, *cache, *options, engine_args=engine_args) as process:
         yield process
 
 
