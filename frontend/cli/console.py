@@ -42,7 +42,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns)
+    table = Table()
+    for column in columns:
+        # A narrow terminal breaks long names over lines; cut off, they could not be copied.
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(file=out, markup=False, highlight=False).print(table)

@@ -34,6 +34,22 @@ def test_a_terminal_table_has_borders_and_the_same_cells() -> None:
     assert len(out.getvalue().splitlines()) == 5
 
 
+def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells that do not fit are broken over lines, so that a worker's id can still be read."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "24")
+    out = Terminal()
+
+    print_table(("worker", "state"), [["trainer-7-12345-abcd", "serving"]], out=out)
+
+    cells = [line.split("│") for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert "".join(cell[1].strip() for cell in cells) == "trainer-7-12345-abcd"
+
+
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Logs and pipes get no bar."""
     with progress("working", 2) as advance, waiting("waiting") as show:
