@@ -39,7 +39,6 @@ from workers.life import HEARTBEAT_S, Life
 from workers.links import Links
 from workers.routes import ClientLink, Route
 from workers.sending import Sending
-from workers.sources import Sources
 from workers.worker_stats import WorkerStats
 
 __all__ = ["Worker"]
@@ -70,6 +69,7 @@ class Worker:
         self._last_error: str | None = None
         self._death: EngineDead | None = None
         self._stopping = asyncio.Event()
+        self._sources = make_sources(config)
         # Made by `run`, once there is a connection.
         self._nats: Connection
         self._runner: EngineRunner
@@ -78,7 +78,6 @@ class Worker:
         self._intake: Intake
         self._sending: Sending
         self._flow: Flow
-        self._sources: Sources
         self._control: Control
         self._puller: QueuePuller
         self._max_payload = 0
@@ -156,7 +155,6 @@ class Worker:
             describe=self.presence,
             on_dead=self._die,
         )
-        self._sources = make_sources(parts)
         self._control = make_control(parts, self._sources)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:

@@ -48,9 +48,8 @@ async def test_a_kept_stream_goes_on_where_it_was(nats_url: str, fleet: str) -> 
     assert stream_of(client.chunks["paused"]) == stream_of(client.chunks["undisturbed"])
     assert paused.in_flight == 1
     assert boss.chunks_between(paused, resumed) == 0
-    frames = [
-        said for said in boss.said[: boss.said.index(paused)] if hasattr(said, "chunks") and not said.is_heartbeat
-    ]
+    before = boss.said[: boss.said.index(paused)]
+    frames = [said for said in before if isinstance(said, Frame) and not said.is_heartbeat]
     assert paused.frames == {"hand/h1": len(frames)}
 
 
@@ -365,3 +364,44 @@ async def test_a_fenced_worker_serves_nothing(nats_url: str, fleet: str) -> None
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert client.presences["w"].last_error == "its canary differs"
         assert client.presences["w"].state is WorkerState.POISONED
+
+
+async def test_a_frozen_engine_is_not_dead(nats_url: str, fleet: str) -> None:
+    """The engine's time limit stands still under pause(keep), however long that is; heartbeats and leases go on."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, engine_timeout_s=0.5),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(request_for(300, "r"))
+        await client.until(lambda: client.chunks["r"])
+        await boss.applied("pause")
+        uptime_s, life = client.presences["w"].uptime_s, client.presences["w"].incarnation
+        await client.until(lambda: client.presences["w"].uptime_s > uptime_s + 2.5)
+        await boss.applied("resume")
+        await client.until_ended("r")
+
+        assert client.error_of("r") is None
+        assert client.presences["w"].incarnation == life
+
+
+async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(nats_url: str, fleet: str) -> None:
+    """A plain request past its deadline, and one that its client stops, end while the engine is frozen."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        plain = request_for(4_000_000, "plain", timeout_s=1.0)
+        await client.enqueue(plain, incarnation="", reply_to=f"{client.subjects.plain(client.name)}x")
+        await client.until(lambda: client.chunks["r"])
+        await boss.applied("pause")
+        await client.abort("w", client.offers[0][1])
+        await client.until_ended("r")
+        await client.until(lambda: client.presences["w"].in_flight == 0)
+
+        assert client.presences["w"].state is WorkerState.PAUSED
+        await boss.applied("pause", mode="wait")

@@ -4,20 +4,24 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from bus.control.store import DesiredStore
 from bus.embedded import EmbeddedServer
-from schemas.control import AckStatus, AnyCommand
+from schemas.control import AckStatus, AnyCommand, WeightSource
 from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ErrorCode
+from schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
 from schemas.presence import WorkerState
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
 from tests.workers.control_requests import SLOW, endless, request_for, until_left, until_state
+from workers.control import reconcile
+from workers.sources import Sources
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +204,8 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
         await boss.applied("pause")
         await server.kill()
         await server.restart()
+        client.presences.clear()
+        await until_state(client, "w", WorkerState.PAUSED)
         await boss.applied("pause", mode="keep")
         await boss.applied("resume")
         await client.until_ended("r")
@@ -296,3 +302,29 @@ async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(nats_ur
         await client.enqueue(request_for(3, "s"))
         await client.until_ended("s")
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {3}
+
+
+async def test_weights_that_could_not_be_fetched_are_tried_again(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that catches up while the storage is away is outdated, and has the weights once the storage is back."""
+    is_away = True
+
+    async def checkpoint(_self: Sources, _source: WeightSource, _report: Callable[[str], None]) -> Path:
+        if is_away:
+            raise ControlError(ControlCode.STORAGE, "it is away")
+        return tmp_path
+
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(Sources, "checkpoint", checkpoint)
+    monkeypatch.setattr(reconcile, "FETCH_RETRY_S", 0.0)
+    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
+        await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})
+        async with synthetic_worker(nats_url, fleet, worker_id="w"):
+            await until_state(client, "w", WorkerState.OUTDATED)
+            assert client.presences["w"].last_error == "it is away"
+            is_away = False
+            await client.until_serving("w")
+
+        assert client.presences["w"].weight_version == 5
+        assert client.presences["w"].last_error is None

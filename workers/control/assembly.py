@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bus.objects import ObjectReader
+from workers.config import WorkerConfig
 from workers.control.control import Control
 from workers.control.loras import Loras
 from workers.control.parts import Parts
@@ -14,9 +15,8 @@ from workers.sources import Sources
 __all__ = ["make_control", "make_sources"]
 
 
-def make_sources(parts: Parts) -> Sources:
+def make_sources(config: WorkerConfig) -> Sources:
     """Where this worker's weights and adapters may come from."""
-    config = parts.config
     return Sources(
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),

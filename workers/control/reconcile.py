@@ -32,6 +32,8 @@ CUT_S = 1.0
 slow network, must not hold it up."""
 MARGIN_S = 5.0
 """Beyond a command's own `timeout_s`, which its parts keep by themselves: nothing here may hang for ever."""
+FETCH_RETRY_S = 30.0
+"""Before weights are tried again that could not be fetched: the object store, or the disk, may be there again."""
 RESET_S = 60.0
 """For undoing what is no longer desired."""
 
@@ -66,6 +68,7 @@ class Reconciler:
         # As many as the desired state has, and those of which it has none any more for as long as that takes.
         self._dealt: dict[str, Dealt] = {}
         self._epoch_read = 0
+        self._missed_at = 0.0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
         # Registers are brought one at a time, and some events must not come in between.
@@ -97,6 +100,7 @@ class Reconciler:
             logger.warning("desired.lost epoch=%s was=%s", self._reader.epoch, self._epoch_read)
             self._dealt = {register: Dealt(-1, dealt.outcome) for register, dealt in self._dealt.items()}
         self._epoch_read = self._reader.epoch
+        self._retry_weights()
         versions = self._links.versions
         wanted = self._reader.target_version
         versions.target_version = versions.weight_version if wanted is None else wanted
@@ -104,6 +108,14 @@ class Reconciler:
             self._waiting[1].reschedule(asyncio.get_running_loop().time())
         self._is_due.set()
         self._listeners.on_change()
+
+    def _retry_weights(self) -> None:
+        """Make weights due again that failed for a reason which passes by itself."""
+        dealt = self._dealt.get(WEIGHTS)
+        error = None if dealt is None or dealt.outcome is None else dealt.outcome.error
+        is_passing = error is not None and error.code is ControlCode.STORAGE
+        if dealt is not None and is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
+            self._dealt[WEIGHTS] = Dealt(-1, dealt.outcome)
 
     def _epoch_of(self, register: str) -> int | None:
         recorded = self._reader.effective.get(register)
@@ -214,6 +226,8 @@ class Reconciler:
 
     def _failed(self, due: Due, error: ControlError) -> Outcome:
         logger.error("command.not_applied register=%s error=%s", due.register, error)
+        if due.register == WEIGHTS:
+            self._missed_at = time.monotonic()
         return failure(error)
 
     async def _cut(self) -> None:

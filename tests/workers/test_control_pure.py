@@ -1,0 +1,162 @@
+"""What a worker decides about commands, without a bus: what is due, what it is then, and what it says once."""
+
+import itertools
+
+import pytest
+
+from bus.protocol.states import WorkerEvent
+from schemas.control import (
+    Ack,
+    AckStatus,
+    AnyCommand,
+    Drain,
+    FinishWeightUpdate,
+    FlushCache,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    WeightSource,
+)
+from schemas.desired import Recorded
+from schemas.errors import ControlCode, ControlError
+from schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
+from workers.control.command_log import CommandLog, Heard
+from workers.control.desire import Dealt, Due, Outcome, failure, next_due, standing
+
+UPDATE = UpdateWeights(version=2, source=WeightSource(path="/w"))
+BAD = failure(ControlError(ControlCode.BAD_SOURCE, "no"))
+
+
+def recorded(*commands: AnyCommand) -> dict[str, Recorded]:
+    """These commands, recorded from epoch 1 on."""
+    return {str(command.register): Recorded(epoch=epoch, command=command) for epoch, command in enumerate(commands, 1)}
+
+
+def test_registers_are_brought_in_the_order_of_recording() -> None:
+    """Due is the register of the lowest epoch that was not dealt with; then none, whatever came of it."""
+    effective = recorded(UPDATE, Pause(), FlushCache())
+    dealt: dict[str, Dealt] = {}
+    order = []
+    while (due := next_due(effective, dealt)) is not None:
+        order.append(due.register)
+        dealt[due.register] = Dealt(effective[due.register].epoch, BAD)
+
+    assert order == ["weights", "pause", "flush"]
+
+
+def test_what_was_set_again_is_due_again() -> None:
+    """A register is due whenever its epoch is another than that dealt with: a later one, or one that was set back."""
+    effective = recorded(Resume(), Pause())
+
+    assert next_due(effective, {"pause": Dealt(1, Outcome())}) == Due("pause", effective["pause"])
+    assert next_due(effective, {"pause": Dealt(2, None)}) is None
+    assert next_due(effective, {"pause": Dealt(-1, Outcome())}) == Due("pause", effective["pause"])
+
+
+def test_what_is_desired_no_longer_comes_first() -> None:
+    """A register that was dealt with and is gone is undone before others are brought."""
+    assert next_due(recorded(Pause()), {"sleep": Dealt(7, Outcome())}) == Due("sleep", None)
+
+
+@pytest.mark.parametrize(
+    ("commands", "outcomes", "expected"),
+    [
+        ([], {}, WorkerEvent.CAUGHT_UP),
+        ([Resume(), UPDATE, Wake()], {}, WorkerEvent.CAUGHT_UP),
+        ([Pause()], {}, WorkerEvent.PAUSED),
+        ([Pause()], {"pause": BAD}, WorkerEvent.PAUSED),
+        ([Drain()], {}, WorkerEvent.DRAINED),
+        ([Sleep()], {}, WorkerEvent.SLEPT),
+        ([Sleep()], {"sleep": BAD}, WorkerEvent.CAUGHT_UP),
+        ([Sleep(), Pause()], {}, WorkerEvent.SLEPT),
+        ([Sleep(), Drain()], {}, WorkerEvent.DRAINED),
+        ([UPDATE], {"weights": BAD}, WorkerEvent.MISSED),
+        ([UPDATE, Pause()], {"weights": BAD}, WorkerEvent.MISSED),
+        ([FinishWeightUpdate(version=2)], {"weights": BAD}, WorkerEvent.STRANDED),
+        ([FlushCache()], {"flush": BAD}, WorkerEvent.CAUGHT_UP),
+    ],
+)
+def test_what_a_worker_is_follows_from_its_registers(
+    commands: list[AnyCommand], outcomes: dict[str, Outcome], expected: WorkerEvent
+) -> None:
+    """What forbids to serve comes before what asks not to; a pause that failed is one, a sleep that failed is none."""
+    effective = recorded(*commands)
+    dealt = {name: Dealt(item.epoch, outcomes.get(name, Outcome())) for name, item in effective.items()}
+
+    assert standing(effective, dealt, is_poisoned=False) is expected
+    assert standing(effective, dealt, is_poisoned=True) is WorkerEvent.SPOILT
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (ControlCode.UNSUPPORTED, AckStatus.UNSUPPORTED),
+        (ControlCode.STALE, AckStatus.STALE),
+        (ControlCode.HALF_WRITTEN, AckStatus.FAILED),
+    ],
+)
+def test_an_error_is_a_final_word(code: ControlCode, status: AckStatus) -> None:
+    """What an engine cannot do is unsupported, what came too late stale, all else failed; long texts are cut."""
+    outcome = failure(ControlError(code, "x" * 2 * MAX_ERROR_CHARS))
+
+    assert outcome.status is status
+    assert outcome.error is not None
+    assert len(outcome.error.message) == MAX_ERROR_CHARS
+
+
+def word(heard: Heard, status: AckStatus) -> Ack:
+    """Something said about a command."""
+    command = heard.command
+    return Ack(id=command.id, command=command.command, worker="w", incarnation="i", model="m", status=status)
+
+
+def begun(log: CommandLog, command_id: str) -> Heard:
+    """A command that was just heard."""
+    heard = log.begin(Pause(id=command_id), "boss", 0.0)
+    assert heard is not None
+    return heard
+
+
+def test_nothing_is_said_after_the_final_word() -> None:
+    """Of two final words, in whatever order, the first alone is said; it is kept for those who ask again."""
+    finals = [status for status in AckStatus if status.is_final]
+    for first, second in itertools.product(finals, AckStatus):
+        log = CommandLog()
+        heard = begun(log, "c")
+        assert log.note(heard, word(heard, AckStatus.ACCEPTED))
+        assert log.note(heard, word(heard, first))
+        assert not log.note(heard, word(heard, second))
+
+        assert log.find("c") is heard
+        assert heard.last is not None
+        assert heard.last.status is first
+        assert log.under_way == []
+
+
+def test_commands_under_way_and_ended_are_bounded() -> None:
+    """No more than so many are under way; of the ended ones the oldest is forgotten."""
+    log = CommandLog()
+    heard = [begun(log, f"c{number}") for number in range(MAX_SEEN_COMMANDS)]
+    assert log.begin(Pause(id="one-more"), "boss", 0.0) is None
+    for item in heard:
+        log.note(item, word(item, AckStatus.APPLIED))
+    last = begun(log, "last")
+    log.note(last, word(last, AckStatus.APPLIED))
+
+    assert log.find("c0") is None
+    assert log.find("c1") is heard[1]
+    assert log.find("last") is last
+
+
+def test_another_life_answers_nothing_of_what_was_under_way() -> None:
+    """After a fence nothing is said of commands heard before, except to repeat final words."""
+    log = CommandLog()
+    ended, open_one = begun(log, "ended"), begun(log, "open")
+    log.note(ended, word(ended, AckStatus.APPLIED))
+    log.drop()
+
+    assert not log.note(open_one, word(open_one, AckStatus.APPLIED))
+    assert log.find("open") is None
+    assert log.find("ended") is ended
