@@ -41,6 +41,11 @@ class ControlHistory:
         self._promises: dict[tuple[str, str], Promise] = {}
         self._numbers: dict[str, dict[str, int]] = {}
 
+    @property
+    def num_answered(self) -> int:
+        """Commands that ended, counted for each life of each worker."""
+        return len(self._finals)
+
     def unanswered(self, incarnations: set[str]) -> list[str]:
         """Commands that these lives of workers accepted without saying anything final yet, by worker and name."""
         return sorted(

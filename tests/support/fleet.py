@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 
@@ -20,8 +21,13 @@ from workers.worker import Worker
 async def synthetic_worker(
     nats_url: str, fleet: str, *, config: SyntheticConfig | None = None, model: str = "synthetic", **fields: object
 ) -> AsyncIterator[tuple[Worker, SyntheticEngine]]:
-    """Run a worker until the block ends; afterwards its engine holds no request (I7)."""
-    engine = SyntheticEngine(config)
+    """Run a worker until the block ends; afterwards its engine holds no request (I7).
+
+    Args:
+        fields: of its configuration; with `model_path` the engine has the weights of that checkpoint.
+    """
+    folder = fields.get("model_path")
+    engine = SyntheticEngine(config, None if folder is None else Path(str(folder)))
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model=model, **fields), engine)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(), name="worker")

@@ -1,0 +1,104 @@
+"""Commands while requests run: what workers said holds, and nothing shows in the results but what must."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bus
+from bus import CommandIncomplete, Ledger
+from tests.control.support import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import check_results, observing
+from tests.support.load import VOCAB_SIZE, Load, greedy
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
+
+
+async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
+    """Kept and awaited pauses, alone, twice, and crossed by another controller's resumes, leave every result exact."""
+    load = await Load.mixed(150, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="a"),
+        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="b"),
+        bus.connect(nats_url, fleet=fleet) as rb,
+        bus.connect(nats_url, fleet=fleet) as other,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        await other.fleet.wait_for_workers(2)
+
+        async def keep() -> None:
+            await rb.fleet.pause()
+            await other.fleet.pause()
+            await rb.fleet.resume()
+
+        async def wait() -> None:
+            ledger = await other.fleet.pause(mode="wait")
+            assert {ack.in_flight for ack in ledger.applied.values()} == {0}
+            await rb.fleet.resume()
+
+        async def cross() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for turn in range(4):
+                    tasks.create_task(_tolerant(rb.fleet.pause(mode=("keep", "wait")[turn % 2])))
+                    tasks.create_task(_tolerant(other.fleet.resume()))
+            await rb.fleet.resume()
+
+        await load.run(rb, strikes={20: keep, 50: wait, 80: cross})
+        await observer.check_at_rest()
+
+    assert observer.history.num_answered >= 2 * 6
+
+
+async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Weights are replaced twice under streams, and once under a pause: in a stream versions only rise."""
+    checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(4)]
+
+    def worker(name: str) -> contextlib.AbstractAsyncContextManager[object]:
+        roots = (str(tmp_path),)
+        return synthetic_worker(
+            nats_url, fleet, config=CONFIG, worker_id=name, weight_roots=roots, model_path=str(checkpoints[0])
+        )
+
+    requests = [greedy(prompt, 60, request_id=f"r{prompt}") for prompt in range(60)]
+    async with (
+        observing(nats_url, fleet) as observer,
+        worker("a"),
+        worker("b"),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+
+        async def update(version: int) -> None:
+            await rb.fleet.update_weights(checkpoints[version], version=version)
+
+        async def update_paused() -> None:
+            await rb.fleet.pause()
+            await update(3)
+            await rb.fleet.resume()
+
+        results = []
+        strikes = {5: lambda: update(1), 20: lambda: update(2), 35: update_paused}
+        async for generation in rb.complete_many(requests):
+            results.append(generation)
+            if len(results) in strikes:
+                await strikes[len(results)]()
+        await observer.check_at_rest()
+
+    check_results(results, requests)
+    assert all(np.all(np.diff(result.weight_versions) >= 0) for result in results)
+    assert {int(version) for result in results for version in result.weight_versions} == {0, 1, 2, 3}
+    assert {result.attempts for result in results} == {1}
+
+
+async def _tolerant(command: Awaitable[Ledger]) -> None:
+    """Carry out a command in whose place a later one may come."""
+    with contextlib.suppress(CommandIncomplete):
+        await command
