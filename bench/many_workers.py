@@ -1,0 +1,47 @@
+"""Many workers with synthetic engines in one process: `python -m bench.many_workers URL FLEET PREFIX COUNT`.
+
+They run until standard input ends, so that they go with the program that started them.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+
+import uvloop
+
+from workers.config import WorkerConfig
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.worker import Worker
+
+__all__ = ["many_workers"]
+
+
+@contextlib.asynccontextmanager
+async def many_workers(url: str, fleet: str, prefix: str, count: int) -> AsyncIterator[list[Worker]]:
+    """Run `count` workers, called `prefix` and a number, until the block ends."""
+    config = SyntheticConfig(max_num_seqs=4)
+    workers = [
+        Worker(
+            WorkerConfig(nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}"),
+            SyntheticEngine(config),
+        )
+        for i in range(count)
+    ]
+    async with asyncio.TaskGroup() as tasks:
+        for worker in workers:
+            tasks.create_task(worker.run(), name="worker")
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+async def _main(url: str, fleet: str, prefix: str, count: str) -> None:
+    async with many_workers(url, fleet, prefix, int(count)):
+        await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    uvloop.run(_main(*sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""A fleet of hundreds: every worker answers every command."""
+
+import pytest
+
+import bus
+from bench.many_workers import many_workers
+from schemas.control import Ack, AckStatus
+from tests.support.invariants import observing
+
+pytestmark = pytest.mark.slow
+
+COUNT = 200
+
+
+async def test_two_hundred_workers_acknowledge(nats_url: str, fleet: str) -> None:
+    """Pause and resume are applied by all 200, each in its own words, and so is a command to one of them."""
+    async with (
+        observing(nats_url, fleet) as observer,
+        many_workers(nats_url, fleet, "w", COUNT) as workers,
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(COUNT)
+        accepted: list[str] = []
+        ledgers = [
+            await rb.fleet.pause(on_ack=lambda ack: accepted.append(ack.worker) if _is_accepted(ack) else None),
+            await rb.fleet.resume(),
+        ]
+        alone = await rb.fleet.pause(workers=["w7"])
+        paused = [worker.presence().worker for worker in workers if worker.presence().pause_mode is not None]
+        await rb.fleet.resume()
+        await observer.check_at_rest()
+
+    names = {f"w{i}" for i in range(COUNT)}
+    assert [set(ledger.applied) for ledger in ledgers] == [names, names]
+    assert [ledger.epochs for ledger in (*ledgers, alone)] == [{"synthetic": 1}, {"synthetic": 2}, {"synthetic": 3}]
+    assert sorted(accepted) == sorted(names)
+    assert (set(alone.applied), paused) == ({"w7"}, ["w7"])
+
+
+def _is_accepted(ack: Ack) -> bool:
+    return ack.status is AckStatus.ACCEPTED
