@@ -268,6 +268,8 @@ class Reconciler:
                 await self._arrange(event)
         except TimeoutError:
             raise EngineDead(f"it neither froze nor went on for {self._engine_timeout_s:g} s") from None
+        except ControlError as exc:
+            raise EngineDead(f"it neither froze nor went on: {exc.message}") from exc
         if not self._may_act():
             return  # fenced meanwhile
         self.epoch = epoch
