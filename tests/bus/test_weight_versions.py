@@ -38,8 +38,12 @@ async def announce(worker: HandWorker, version: int, target: int | None) -> None
     await publish(worker.nats, worker.subjects.presence(worker.name), encode_json(presence))
 
 
-async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: str) -> None:
+async def test_only_workers_with_the_wanted_weights_serve(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two workers with versions 1 and 2, all requests for 2 or later end at the second, as first attempts."""
+    # Which of the two the queue gives a request to is chance.
+    monkeypatch.setattr(admission, "MAX_TOO_NEW_S", 0.02)
     async with (
         synthetic_worker(nats_url, fleet, worker_id="old", weight_version=1),
         synthetic_worker(nats_url, fleet, worker_id="new", weight_version=2),
