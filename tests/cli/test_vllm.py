@@ -117,7 +117,10 @@ def test_the_readme_runs(up: Up) -> None:
 
 
 def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[str]) -> None:
-    """One answer appears token by token with its experts, all questions are completed, every layer has its row."""
+    """One answer appears token by token with its experts, all questions are completed, every layer has its row.
+
+    Requests wait while the fleet is paused, an answer goes on with new weights, and a flushed cache is empty.
+    """
     prompts = list(read_prompts(QUESTIONS, Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
         prompts=prompts,
@@ -137,6 +140,13 @@ def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[s
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out)
     assert f"all {len(prompts)}: " in out
     assert re.findall(r"^(\d)  +\d+ \(\d+%\)", out, re.MULTILINE) == list("0123")
+    assert f"{min(len(prompts), 8)} requests sent meanwhile: all of them wait in the queue" in out
+    versions = re.findall(r"^ +\d+  ['\"].*['\"] +([12])$", out, re.MULTILINE)
+    assert versions == sorted(versions)
+    assert set(versions) == {"1", "2"}
+    [cached] = re.findall(r"sent again: (\d+) of them are in the cache", out)
+    assert int(cached) > 0
+    assert out.rstrip().endswith("and once more: 0")
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

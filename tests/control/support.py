@@ -12,6 +12,7 @@ import numpy as np
 import bus
 from bus import FleetState, GenerateRequest, Generation, SamplingParams
 from schemas.presence import WorkerPresence, WorkerState
+from tests.support.invariants import observing
 from tests.support.worker_process import worker_process
 
 __all__ = [
@@ -83,20 +84,26 @@ def folders(root: Path) -> tuple[Path, Path]:
 async def start(
     nats_url: str, fleet: str, name: str, model: Path, *options: str, **engine_args: Any
 ) -> AsyncIterator[Process]:
-    """Run a worker process on the synthetic engine, with weights of version 1 and the folder of `model` as root."""
+    """Run a worker process on the synthetic engine, with weights of version 1 and the folder of `model` as root.
+
+    It is stopped in order on leaving, unless it has ended before.
+    """
     own = ("--worker-id", name, "--served-model-name", MODEL, "--weight-version", "1")
     source = ("--model", str(model), "--engine", "synthetic", "--weight-root", str(model.parent))
     cache = ("--cache-dir", str(model.parent.parent / "cache" / fleet))
     async with worker_process(nats_url, fleet, *source, *own, *cache, *options, engine_args=engine_args) as process:
         yield process
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
 
 
 @contextlib.asynccontextmanager
 async def serving(
     nats_url: str, fleet: str, model: Path, count: int, *, options: Sequence[str] = (), **engine_args: Any
 ) -> AsyncIterator[tuple[bus.Client, list[Process]]]:
-    """A client, and the workers `w0`, `w1` ... that serve `model`."""
-    async with contextlib.AsyncExitStack() as stack:
+    """A client, and the workers `w0`, `w1` ... that serve `model`; in the end the invariants hold."""
+    async with observing(nats_url, fleet) as observer, contextlib.AsyncExitStack() as stack:
         processes = [
             await stack.enter_async_context(start(nats_url, fleet, f"w{i}", model, *options, **engine_args))
             for i in range(count)
@@ -104,6 +111,7 @@ async def serving(
         rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet))
         await rb.fleet.wait_for_workers(count)
         yield rb, processes
+        await observer.check_at_rest()
 
 
 async def until(rb: bus.Client, condition: Callable[[FleetState], bool]) -> FleetState:

@@ -165,15 +165,19 @@ async def test_a_version_that_is_not_newer_is_refused(nats_url: str, fleet: str,
 
 
 async def test_commands_for_nobody_are_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A model that nobody serves, and a worker that is not there, are named; exit code 5, and nothing is recorded."""
-    async with unchanged(nats_url, fleet, tmp_path) as (root, _):
-        for args in (("--model", "other"), ("--worker", "w9"), ("--worker", "w0", "--worker", "w9")):
-            for command in (("pause",), ("update-weights", str(root / "one"), "--version", "3")):
+    """A model or worker that is not there is a usage error that names it; an empty fleet is exit code 5."""
+    update = ("update-weights", str(tmp_path / "root" / "one"), "--version", "3")
+    async with unchanged(nats_url, fleet, tmp_path):
+        for args in (("--model", "other"), ("--worker", "w0", "--worker", "w9")):
+            for command in (("pause",), update):
                 ended = await run_rollbus(nats_url, fleet, *command, *args)
 
-                assert ended.code in (ExitCode.NO_WORKERS, ExitCode.USAGE), ended
+                assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (ExitCode.USAGE, "", 1), ended
                 assert args[-1] in ended.stderr
-                assert ended.stderr.count("\n") == 1
+        for command in (("pause",), update):
+            ended = await run_rollbus(nats_url, f"{fleet}-empty", *command)
+
+            assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (ExitCode.NO_WORKERS, "", 1), ended
 
 
 async def final(acks: asyncio.Queue[Ack]) -> Ack:
