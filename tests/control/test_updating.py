@@ -117,15 +117,24 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
     assert again.weight_version == 2
 
 
-async def test_a_half_written_worker_serves_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Exit code 3: it is poisoned and says why, the other serves; a restart brings it to the desired weights."""
+@pytest.mark.parametrize(
+    ("fault", "code", "state"),
+    [
+        ("half_written", "half_written", WorkerState.POISONED),
+        ("refused", "engine_error", WorkerState.OUTDATED),
+    ],
+)
+async def test_a_worker_that_could_not_load_serves_nothing(
+    fault: str, code: str, state: WorkerState, nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """Exit code 3: it keeps its version, says why and takes nothing; the other serves; a restart brings it back."""
     one, two = folders(tmp_path)
-    fails: dict[str, Any] = {"faults": {"load": "half_written", "good_loads": 1}}  # the first is the proof at the start
+    fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first is the proof at the start
     async with serving(nats_url, fleet, one, 1) as (rb, _):
         async with start(nats_url, fleet, "w1", one, **fails):
             await rb.fleet.wait_for_workers(2)
             ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
-            poisoned = worker_of(await rb.fleet.state(), "w1")
+            failed = worker_of(await rb.fleet.state(), "w1")
             shown = await run_rollbus(nats_url, fleet, "status")
             results = [await rb.complete(ask(i)) for i in range(8)]
         async with start(nats_url, fleet, "w1", one):
@@ -133,11 +142,11 @@ async def test_a_half_written_worker_serves_nothing(nats_url: str, fleet: str, t
 
     told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
     assert ended.code == ExitCode.PARTIAL
-    assert (told["w0"]["result"], told["w1"]["result"], told["w1"]["code"]) == ("applied", "failed", "half_written")
-    assert (poisoned.state, poisoned.free_slots) == (WorkerState.POISONED, 0)
-    assert poisoned.last_error
-    assert "poisoned" in shown.stdout
-    assert poisoned.last_error in shown.stdout
+    assert (told["w0"]["result"], told["w1"]["result"], told["w1"]["code"]) == ("applied", "failed", code)
+    assert (failed.state, failed.weight_version, failed.target_version, failed.free_slots) == (state, 1, 2, 0)
+    assert failed.last_error
+    assert failed.last_error in shown.stdout
+    assert state in shown.stdout
     assert {worker for result in results for worker in result.worker_ids} == {"w0"}
     assert back.weight_version == 2
 

@@ -1,0 +1,76 @@
+"""LoRA adapters through the real command line, on worker processes."""
+
+from pathlib import Path
+
+import pytest
+
+import bus
+from bus import ErrorCode, Generation, RequestError
+from frontend.cli.exits import ExitCode
+from schemas.presence import LoraInfo
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, folders, serving, start, worker_of, write_adapter
+
+pytestmark = pytest.mark.slow
+
+
+async def with_adapter(rb: bus.Client) -> Generation:
+    """What the adapter `math` makes of a prompt."""
+    return await rb.complete(ask(lora="math"))
+
+
+def tokens(generation: Generation) -> list[int]:
+    """Its tokens."""
+    return [int(token_id) for token_id in generation.token_ids]
+
+
+def lora_versions(generation: Generation) -> set[int]:
+    """The versions of the adapter that its tokens bear."""
+    return set() if generation.lora_versions is None else {int(version) for version in generation.lora_versions}
+
+
+async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Loaded, replaced under its name, kept over new weights, had by a late worker, unloaded: tokens bear it all."""
+    one, two = folders(tmp_path / "root")
+    first = write_adapter(tmp_path / "root" / "first")
+    second = write_adapter(tmp_path / "mine" / "second", module="model.layers.0.mlp.down_proj")
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        plain = await rb.complete(ask())
+        loaded = await run_rollbus(nats_url, fleet, "load-lora", "math", str(first))
+        results = [await with_adapter(rb)]
+        swapped = await run_rollbus(nats_url, fleet, "load-lora", "math", str(second), "--upload", "--version", "7")
+        results.append(await with_adapter(rb))
+        updated = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
+        results.append(await with_adapter(rb))
+        async with start(nats_url, fleet, "w1", one):
+            await rb.fleet.wait_for_workers(2)
+            late = worker_of(await rb.fleet.state(), "w1")
+        unloaded = [await run_rollbus(nats_url, fleet, "unload-lora", name) for name in ("math", "unknown")]
+        with pytest.raises(RequestError) as caught:
+            await with_adapter(rb)
+
+    assert [ended.code for ended in (loaded, swapped, updated, *unloaded)] == [0] * 5
+    assert [lora_versions(result) for result in results] == [{1}, {7}, {7}]
+    assert [set(result.weight_versions.tolist()) for result in results] == [{1}, {1}, {2}]
+    assert plain.lora_versions is None
+    assert len({tuple(tokens(result)) for result in (plain, *results)}) == 4
+    assert late.loras == (LoraInfo(name="math", version=7),)
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+async def test_a_load_that_fails_leaves_the_adapter_of_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An adapter of another base is refused; requests get the one that was there, and the fleet serves as before."""
+    one, _ = folders(tmp_path)
+    good = write_adapter(tmp_path / "good")
+    foreign = write_adapter(tmp_path / "foreign", module="model.layers.7.self_attn.q_proj")
+    async with serving(nats_url, fleet, one, 2) as (rb, _):
+        await run_rollbus(nats_url, fleet, "load-lora", "math", str(good), "--version", "3")
+        before = await with_adapter(rb)
+        refused = await run_rollbus(nats_url, fleet, "load-lora", "math", str(foreign), "--version", "4")
+        after = await with_adapter(rb)
+        state = await rb.fleet.state()
+
+    assert refused.code == ExitCode.FAILED
+    assert "is for another base" in refused.stderr
+    assert (lora_versions(after), tokens(after)) == ({3}, tokens(before))
+    assert [worker.loras for worker in state.workers] == [(LoraInfo(name="math", version=3),)] * 2
