@@ -1,4 +1,4 @@
-from typing import Any
+import re
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from schemas.control import (
 )
 from schemas.desired import DesiredState, Recorded
 from schemas.presence import Capabilities, LoraInfo, RoutedExpertsInfo, WorkerPresence, WorkerState
+from tests.cli.support import ROOT
 
 STARTING = WorkerPresence(
     worker="w",
@@ -158,23 +159,28 @@ def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
     assert desired_rows({"m": transferred})[0][2:4] == ["8", "the transfer engine"]
 
 
-def names(value: Any) -> Any:
-    """The names of all maps in a JSON value, without what they hold."""
-    if isinstance(value, dict):
-        return {name: names(inner) for name, inner in value.items()}
-    return [names(inner) for inner in value] if isinstance(value, list) else None
+STATE = FleetState(
+    fleet="f",
+    workers=(PAUSED,),
+    queues=(QueueDepth(model="m", lane="high", waiting=3, in_hand=0),),
+    desired={"m": DESIRED},
+)
+
+
+def test_the_names_of_the_state_are_documented() -> None:
+    """docs/operations.md has every name that `rollbus status --json` prints, and the states that a worker may be in."""
+    text = (ROOT / "docs/operations.md").read_text().partition("## rollbus status")[2].partition("\n## ")[0]
+    written = state_as_json(STATE)
+    [worker], [queue] = written["workers"], written["queues"]
+    known = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`[^`]+`", text))))
+
+    assert {*written, *worker, *worker["capabilities"], *queue, *written["desired"]["m"]} - known == set()
+    assert {state.value for state in WorkerState} - {"failed", "stopped", "unknown"} - known == set()
 
 
 def test_the_names_of_the_state_are_pinned() -> None:
     """Programs that read `rollbus status --json` find what they found before: names may be added, not changed."""
-    state = FleetState(
-        fleet="f",
-        workers=(PAUSED,),
-        queues=(QueueDepth(model="m", lane="high", waiting=3, in_hand=0),),
-        desired={"m": DESIRED},
-    )
-
-    written = msgspec.json.decode(msgspec.json.encode(state_as_json(state)))
+    written = msgspec.json.decode(msgspec.json.encode(state_as_json(STATE)))
 
     capabilities = [
         "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
