@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,11 @@ from schemas.errors import ErrorCode, RequestError, RequestTimeout
 from schemas.limits import MAX_DELIVERIES
 from schemas.messages import encode_json
 from schemas.presence import WorkerPresence, WorkerState
+from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import MODEL, HandWorker, chunk, failure, hand_worker, request
-from tests.support.invariants import until
+from tests.support.invariants import observing, until
 from workers import admission
 
 pytestmark = pytest.mark.slow
@@ -144,6 +146,38 @@ async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: st
 
     assert [taken.message.target_version for taken in (direct, queued, resumed)] == [7, 7, None]
     assert (error.code, error.retryable) == (ErrorCode.TOO_STALE, False)
+
+
+async def test_requests_that_wait_meet_new_weights(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Of three requests that wait during an update, one wanted it, one does not mind, and one has become too stale."""
+    old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
+    roots = (str(tmp_path),)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, model_path=str(old), weight_roots=roots),
+        bus.connect(nats_url, fleet=fleet) as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        early = tasks.create_task(rb.complete(request(1, min_weight_version=1)))
+        await rb.complete(request(1))  # until then the worker has seen the one before
+        await rb.fleet.pause()
+        patient = tasks.create_task(rb.complete(request(1, max_weight_lag=1)))
+        stale = tasks.create_task(failed(rb.complete(request(1, max_weight_lag=0))))
+        await until(lambda: waiting(rb), 3)
+        await rb.fleet.update_weights(new, version=1)
+        await rb.fleet.resume()
+        generations = [await early, await patient]
+        error = await stale
+        await observer.check_at_rest()
+
+    assert [generation.weight_versions.tolist() for generation in generations] == [[1], [1]]
+    assert (error.code, "from version 0 to 1" in error.message) == (ErrorCode.TOO_STALE, True)
+
+
+async def waiting(rb: bus.Client) -> int:
+    """Requests in the queue."""
+    return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
 async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet: str) -> None:
