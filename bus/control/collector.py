@@ -135,12 +135,13 @@ class Collector:
         deadline = time.monotonic() + timeout_s + MARGIN_S
         await self._publish(nudge.command for nudge in nudges)
         repeat_at = time.monotonic() + REPEAT_S
-        while roll.owing and time.monotonic() < deadline:
+        while not roll.is_settled and time.monotonic() < deadline:
             await _wait(under_way.changed, min(repeat_at, deadline))
             _hand_over(under_way.news, on_ack)
             if time.monotonic() >= repeat_at:
                 await self._repeat(roll, nudges)
                 repeat_at = time.monotonic() + REPEAT_S
+        _hand_over(under_way.news, on_ack)
 
     async def _repeat(self, roll: Roll, nudges: Sequence[Nudge]) -> None:
         if not self._nats.is_connected:

@@ -8,10 +8,11 @@ that was asked is gone.
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from bus.protocol.fleet_view import Gone
-from schemas.control import Ack, AckStatus
-from schemas.errors import RollbusError
+from schemas.control import Ack, AckError, AckStatus
+from schemas.errors import ControlCode, RollbusError
 from schemas.presence import WorkerPresence
 
 __all__ = ["CommandIncomplete", "Ledger", "Roll"]
@@ -80,6 +81,8 @@ class Roll:
         self.id = id
         self._since = now
         self._lives = {worker.worker: worker.incarnation for worker in workers}
+        # Those that live and have given no final answer.
+        self._owing = set(self._lives)
         # By worker: the last word of each that has said one.
         self._acks: dict[str, Ack] = {}
         # Those that are gone and had not answered finally: why.
@@ -87,12 +90,17 @@ class Roll:
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<Roll {self.command} {self.id} workers={len(self._lives)} owing={len(self.owing)}>"
+        return f"<Roll {self.command} {self.id} workers={len(self._lives)} owing={len(self._owing)}>"
 
     @property
     def owing(self) -> tuple[str, ...]:
         """Workers that live and have given no final answer, by id."""
-        return tuple(sorted(w for w in self._lives if w not in self._gone and not self._is_final(w)))
+        return tuple(sorted(self._owing))
+
+    @property
+    def is_settled(self) -> bool:
+        """Nobody owes an answer any more."""
+        return not self._owing
 
     @property
     def gone(self) -> dict[str, str]:
@@ -106,10 +114,14 @@ class Roll:
             return False
         if ack.incarnation != self._lives[worker]:
             self._gone.setdefault(worker, "it came back as a new incarnation")
+            self._owing.discard(worker)
             return False
+        if ack.command != self.command and ack.status is not AckStatus.FAILED:
+            ack = _of_another(ack)
         if ack.status.is_final:
             # Also of one that we believed gone: its own word counts more.
             self._gone.pop(worker, None)
+            self._owing.discard(worker)
         else:
             last = self._acks.get(worker)
             if last is not None and (ack.status is AckStatus.ACCEPTED or _said(ack) == _said(last)):
@@ -125,6 +137,7 @@ class Roll:
         if not gone.is_final and gone.incarnation != self._lives[worker]:
             return False
         self._gone[worker] = gone.reason
+        self._owing.discard(worker)
         return True
 
     def ledger(self, now: float, epochs: dict[str, int] | None = None) -> Ledger:
@@ -157,6 +170,15 @@ class Roll:
 
     def _is_final(self, worker: str) -> bool:
         return worker in self._acks and self._acks[worker].status.is_final
+
+
+def _of_another(ack: Ack) -> Ack:
+    """What an answer to another command under our id means: ours was not done."""
+    error = AckError(
+        code=ControlCode.INVALID_COMMAND,
+        message=f"id is that of another command, {ack.command}; allowed: a new id for each",
+    )
+    return replace(ack, status=AckStatus.FAILED, error=error)
 
 
 def _said(ack: Ack) -> tuple[AckStatus, str | None]:

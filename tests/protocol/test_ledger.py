@@ -130,6 +130,18 @@ def test_others_answers_do_not_count() -> None:
     assert set(asked.ledger(101.0).missing) == {"a"}
 
 
+def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
+    """A worker that knows the id from another command repeats that one's answer: what we asked for was not done."""
+    asked = roll("a")
+    assert asked.take(replace(ack("a", AckStatus.APPLIED), command="resume"))
+
+    ledger = asked.ledger(101.0)
+    assert asked.is_settled
+    error = ledger.failed["a"].error
+    assert error is not None and error.code is ControlCode.INVALID_COMMAND
+    assert error.message == "id is that of another command, resume; allowed: a new id for each"
+
+
 def test_one_that_dies_owing_is_missing_at_once() -> None:
     """Nothing more is expected of it, and the ledger says why; it is not repeated to."""
     asked = roll("a", "b")
