@@ -99,8 +99,8 @@ class WorkerState(enum.StrEnum):
     ASLEEP = "asleep"
     """As a command said. The engine has given up its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """It could not get the desired weights or adapters and has intact ones of before: it serves nothing. A good update
-    or a restart brings it back."""
+    """It could not get the desired weights and has intact ones of before: it serves nothing, unlike one that lacks only
+    an adapter. A good update or a restart brings it back."""
     POISONED = "poisoned"
     """Its weights are half written, or not what they should be: it serves nothing. A good update or a restart brings it
     back."""

@@ -21,6 +21,8 @@ MAX_TOO_NEW_S = 30.0
 """Between two looks at a request for weights of which nobody has heard: it may wait long, and should not cost much."""
 MAX_DOUBLINGS = 5
 """From one second to more than that."""
+ADAPTER_S = 0.25
+"""Before the first other look at a request for an adapter that this worker could not load: another mostly has it."""
 MAX_SHOWN_LORAS = 8
 """Names in an error message: enough to see a misspelt one."""
 
@@ -53,17 +55,20 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
 
 
 def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_delivered: int) -> float:
-    """After how many seconds the queue should hand this request out again, as it is for later weights; 0: it is not.
+    """After how many seconds the queue should hand this request out again; 0: this worker has what it is for.
+
+    It waits for later weights, or for an adapter that this worker lacks and another may have.
 
     Args:
         num_delivered: how often the queue has handed it out, from 1: the wait grows with it.
     """
+    factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
     wanted = request.min_weight_version
-    if wanted is None or wanted <= versions.weight_version:
-        return 0.0
-    if wanted <= versions.target_version:
-        return WEIGHTS_ARE_COMING_S
-    return min(MAX_TOO_NEW_S, 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS))
+    if wanted is not None and wanted > versions.target_version and wanted > versions.weight_version:
+        return min(MAX_TOO_NEW_S, factor)
+    if _is_with_others(request, versions):
+        return ADAPTER_S * factor
+    return WEIGHTS_ARE_COMING_S if wanted is not None and wanted > versions.weight_version else 0.0
 
 
 def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int | None, versions: Versions) -> None:
@@ -168,6 +173,12 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.UNSUPPORTED,
             message="return_routed_experts is true, and this model has no experts whose routing could be returned",
         )
+    if _is_with_others(request, versions):
+        # As from a worker without a free slot: who handed it over puts it into the queue.
+        raise RequestRejected(
+            code=ErrorCode.QUEUE_FULL,
+            message=f"lora {request.lora!r} is desired of the fleet and not loaded on this worker",
+        )
     if request.lora is not None and request.lora not in versions.loras:
         loaded = sorted(versions.loras)[:MAX_SHOWN_LORAS]
         raise RequestRejected(
@@ -180,6 +191,11 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.WEIGHTS_TOO_OLD,
             message=f"weight version {versions.weight_version} is older than min_weight_version={wanted}",
         )
+
+
+def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
+    """This worker lacks its adapter, and others should have it."""
+    return request.lora is not None and request.lora not in versions.loras and request.lora in versions.wanted_loras
 
 
 def _token_range(capabilities: Capabilities) -> str:

@@ -45,7 +45,7 @@ class IntakeStats:
     returned: int = 0
     """Given back to the queue, as this worker takes none now or more came than may wait."""
     too_new: int = 0
-    """Given back to the queue, for workers with later weights."""
+    """Given back to the queue, for workers with later weights, or with an adapter that this one lacks."""
     refused: int = 0
     """Direct ones for which there was no free slot."""
     not_serving: int = 0
@@ -288,11 +288,11 @@ class Intake:
 
 
 def _is_poison(message: QueuedRequest | None, request: GenerateRequest | RequestError) -> bool:
-    """Delivered too often, other than by waiting for later weights, which may take any number of deliveries."""
+    """Delivered too often, other than by waiting for weights or an adapter, which may take any number of deliveries."""
     if message is None or message.num_delivered <= MAX_DELIVERIES:
         return False
     # What is refused at once meets no engine, however often it comes.
-    return isinstance(request, GenerateRequest) and request.min_weight_version is None
+    return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
 
 
 def _ack(message: QueuedRequest | None) -> Instructions:

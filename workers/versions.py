@@ -15,3 +15,5 @@ class Versions:
     """Of those that it should have."""
     loras: dict[str, int] = field(default_factory=dict)
     """Of each adapter that is loaded, by the name that requests call it."""
+    wanted_loras: frozenset[str] = frozenset()
+    """Names of adapters that some worker of the model should have: another may have what this one lacks."""

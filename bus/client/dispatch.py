@@ -152,7 +152,9 @@ class Dispatch:
 
     def hindrance(self, child: Child) -> str:
         """What keeps it from being admitted, to follow a colon; empty where nothing is known of that."""
-        model, wanted = child.live.model, child.live.call.request.min_weight_version
+        model, wanted, lora = child.live.model, child.live.call.request.min_weight_version, child.live.call.request.lora
+        if lora is not None and all(lora not in (info.name for info in p.loras) for p in self._watch.serving(model)):
+            return f"it waits for a worker with the adapter {lora!r}{self._watch.snapshot.others(model)}"
         newest = max((worker.weight_version for worker in self._watch.serving(model)), default=None)
         if wanted is None or (newest is not None and newest >= wanted):
             return ""

@@ -12,7 +12,16 @@ from schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora
 from schemas.desired import DesiredState, Recorded, Seen
 from schemas.errors import ControlCode, ControlError
 
-__all__ = ["WEIGHTS", "cleared", "effective", "next_lora_version", "record", "set_back", "target_version"]
+__all__ = [
+    "WEIGHTS",
+    "cleared",
+    "effective",
+    "next_lora_version",
+    "record",
+    "set_back",
+    "target_version",
+    "wanted_loras",
+]
 
 WEIGHTS = "weights"
 """The register that says which weights a worker should have."""
@@ -78,6 +87,14 @@ def target_version(state: DesiredState | None, worker: str) -> int | None:
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
     return recorded.command.version
+
+
+def wanted_loras(state: DesiredState | None) -> frozenset[str]:
+    """Names of the adapters that any worker should have."""
+    if state is None:
+        return frozenset()
+    commands = (item.command for own in (state.registers, *state.workers.values()) for item in own.values())
+    return frozenset(command.name for command in commands if isinstance(command, LoadLora))
 
 
 def next_lora_version(state: DesiredState, register: str) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.protocol.desired import cleared, effective, next_lora_version, record, set_back, target_version
+from bus.protocol.desired import cleared, effective, next_lora_version, record, set_back, target_version, wanted_loras
 from schemas import limits
 from schemas.control import (
     AnyCommand,
@@ -296,3 +296,12 @@ def test_a_state_of_the_largest_kind_can_be_stored() -> None:
     state = recorded(UpdateWeights(version=1, source=ONE, workers=names))
 
     assert len(msgspec.json.encode(state)) < 512 * 1024
+
+
+def test_adapters_that_anyone_should_have_are_wanted() -> None:
+    """Those of all workers, and those of single ones; not what was unloaded everywhere."""
+    a, b, c = (LoadLora(name=name, source=ONE, version=1) for name in "abc")
+    state = recorded(a, replace(b, workers=("w",)), c, UnloadLora(name="c"), UnloadLora(name="a", workers=("v",)))
+
+    assert wanted_loras(state) == {"a", "b"}
+    assert wanted_loras(None) == wanted_loras(EMPTY) == frozenset()

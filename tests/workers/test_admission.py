@@ -79,6 +79,20 @@ def test_an_adapter_must_be_loaded() -> None:
         check_request(request(lora="c"), CAPABILITIES, Versions(0, 0))
 
 
+def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
+    """It is no reason to refuse: the queue hands the request out again, ever later; who hands it over hears `full`."""
+    versions = Versions(3, 3, {"a": 1}, frozenset({"a", "b"}))
+    waits = [wait_for_weights_s(request(lora="b"), versions, count) for count in (1, 2, 3, 99)]
+    assert waits == [0.25, 0.5, 1.0, 8.0]
+    with pytest.raises(RequestRejected, match="lora 'b' is desired of the fleet and not loaded on this worker") as e:
+        check_request(request(lora="b"), CAPABILITIES, versions)
+    assert e.value.code is ErrorCode.QUEUE_FULL
+    for name in ("a", "c", None):
+        assert wait_for_weights_s(request(lora=name), versions, 1) == 0
+    assert wait_for_weights_s(request(lora="b", min_weight_version=4), versions, 2) == 2
+    assert wait_for_weights_s(request(lora="a", min_weight_version=4), Versions(3, 4, {"a": 1}), 2) == 0.25
+
+
 def test_older_weights_are_refused_where_nobody_else_can_be_asked() -> None:
     """A request that was handed over directly for later weights goes back to its client."""
     check_request(request(min_weight_version=3), CAPABILITIES, Versions(3, 3))

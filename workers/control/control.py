@@ -115,7 +115,7 @@ class Control:
     @property
     def problem(self) -> str | None:
         """Why this worker serves nothing, does not know what is desired, or lacks something; None: no problem."""
-        return self.reconciler.problem or self.reader.problem or self._registers.problem
+        return self.reconciler.problem or self.reader.problem or self._registers.problem or self.reconciler.lacking
 
     # What is heard
 

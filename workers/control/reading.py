@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from bus.control.store import DesiredStore
-from bus.protocol.desired import effective, target_version
+from bus.protocol.desired import effective, target_version, wanted_loras
 from schemas.desired import DesiredState, Recorded
 from schemas.errors import BusBroken, BusClosed, RemoteProtocolError
 
@@ -41,6 +41,8 @@ class DesiredReader:
         """Of the state that was read."""
         self.target_version: int | None = None
         """Of the weights that it should have; None: nothing is recorded about that."""
+        self.wanted_loras: frozenset[str] = frozenset()
+        """Names of the adapters that any worker of the model should have."""
         self.num_read = 0
         """Calls of `look` that were followed."""
         self.is_fresh = False
@@ -90,3 +92,4 @@ class DesiredReader:
         self.effective = {} if state is None else effective(state, self._worker)
         self.epoch = 0 if state is None else state.epoch
         self.target_version = target_version(state, self._worker)
+        self.wanted_loras = wanted_loras(state)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bus.protocol.desired import WEIGHTS
 from bus.protocol.states import SPEAKING, WorkerEvent
-from schemas.control import AckError, AckStatus, Canary, Drain, Pause, PauseMode, Resume, Sleep
+from schemas.control import LORA_REGISTER, AckError, AckStatus, Canary, Drain, Pause, PauseMode, Resume, Sleep
 from schemas.errors import ControlCode, ControlError, EngineDead
 from schemas.limits import MAX_ERROR_CHARS
 from schemas.presence import WorkerState
@@ -104,6 +104,7 @@ class Reconciler:
         versions = self._links.versions
         wanted = self._reader.target_version
         versions.target_version = versions.weight_version if wanted is None else wanted
+        versions.wanted_loras = self._reader.wanted_loras
         if self._waiting is not None and self._epoch_of(PAUSE) != self._waiting[0]:
             self._waiting[1].reschedule(asyncio.get_running_loop().time())
         self._is_due.set()
@@ -134,6 +135,17 @@ class Reconciler:
     def has_newer_weights(self, epoch: int | None) -> bool:
         """Other weights were recorded after `epoch`; None: since nobody knows when."""
         return epoch is not None and (self._epoch_of(WEIGHTS) or 0) > epoch
+
+    @property
+    def lacking(self) -> str | None:
+        """Which adapters are not as desired, and why, for people; None: all are."""
+        errors = {
+            register.removeprefix(LORA_REGISTER): dealt.outcome.error
+            for register, dealt in sorted(self._dealt.items())
+            if register.startswith(LORA_REGISTER) and dealt.outcome is not None
+        }
+        lines = [f"adapter {name} is not as desired: {error.message}" for name, error in errors.items() if error]
+        return "; ".join(lines)[:MAX_ERROR_CHARS] or None
 
     @property
     def pause_mode(self) -> PauseMode | None:

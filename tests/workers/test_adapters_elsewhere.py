@@ -1,0 +1,58 @@
+"""Which worker a request with an adapter ends at, where not all have it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bus
+from schemas.errors import ErrorCode, RequestRejected, RequestTimeout
+from tests.control.support import write_adapter, write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_worker import request
+from tests.support.invariants import observing
+from workers import admission
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+FAILS = SyntheticConfig.from_args({"faults": {"load_lora": True}})
+
+
+async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_it(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two workers failed: whoever gets a request first, from the queue or of a session, the other serves it.
+
+    However often the queue hands it out meanwhile it is no poison, and a name that nobody should have is refused.
+    """
+    monkeypatch.setattr(admission, "ADAPTER_S", 0.002)
+    one = write_checkpoint(tmp_path / "one", seed=1)
+    adapter = write_adapter(tmp_path / "adapter")
+    fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(one), "model": "m"}
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, worker_id="lacks", config=FAILS, **fields) as (lacks, _),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(1)
+        async with synthetic_worker(nats_url, fleet, worker_id="has", **fields):
+            await rb.fleet.wait_for_workers(2)
+            with pytest.raises(bus.CommandIncomplete) as partial:
+                await rb.fleet.load_lora("math", adapter)
+            wanted = [
+                request(request_id=f"r{i}", lora="math", session_id=f"s{i}" if i % 2 else None) for i in range(40)
+            ]
+            results = [generation async for generation in rb.complete_many(wanted)]
+            [said] = [worker.last_error for worker in (await rb.fleet.state()).workers if worker.worker == "lacks"]
+            with pytest.raises(RequestRejected, match="lora 'maths' is not loaded") as unknown:
+                await rb.complete(request(lora="maths"))
+        with pytest.raises(RequestTimeout, match="it waits for a worker with the adapter 'math'"):
+            await rb.complete(request(lora="math", timeout_s=0.5))
+        await observer.check_at_rest()
+
+    assert str(said).startswith("adapter math is not as desired: ")
+    assert list(partial.value.ledger.failed) == ["lacks"]
+    assert {result.worker_ids for result in results} == {("has",)}
+    assert lacks.stats().intake.too_new > 0
+    assert unknown.value.code is ErrorCode.UNSUPPORTED
