@@ -63,7 +63,7 @@ class UpdateOptions(SourceOptions, total=False):
     allow_rollback: bool
     """The version may be older than the present one, or the same with another source. Default: False."""
     expected_canary: Canary | None
-    """What the trainer's own copy of the weights gives; workers compare theirs with it."""
+    """What the trainer's own copy of the weights makes of `bus.canary_request`; workers compare theirs with it."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +209,11 @@ class Fleet:
         return await self.send(control.Wake(**fields), on_ack=on_ack)
 
     async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> Ledger:
-        """End requests in flight, of whichever client; `Ack.request_ids` says which of them a worker had."""
+        """End requests in flight, of whichever client; not those that wait in the queue.
+
+        `Ack.request_ids` says which of them a worker had, and `Ledger.not_found` which none had. That is an error,
+        `CommandIncomplete`, where it is true of all.
+        """
         fields, on_ack = _split(options)
         return await self.send(control.Abort(request_ids=_names("request_ids", request_ids), **fields), on_ack=on_ack)
 
@@ -231,6 +235,14 @@ class Fleet:
         Args:
             path: of a folder with a whole checkpoint; the workers must have it below one of their weight roots.
             version: of the new weights, which every token sampled from them bears; higher than the present one.
+
+        To have the workers prove that they compute what the trainer does, give them `expected_canary`:
+
+            [worker, *_] = (await rb.fleet.state()).workers
+            request = bus.canary_request(worker.capabilities)
+            ids, logprobs = greedy(request.prompt_token_ids, request.sampling.max_tokens)  # the trainer's own model
+            canary = bus.Canary(token_ids=tuple(ids), logprobs=tuple(logprobs))
+            await rb.fleet.update_weights(path, version=7, expected_canary=canary)
 
         Raises:
             ControlError: also where the folder could not be uploaded. Nothing was changed.

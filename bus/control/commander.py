@@ -20,7 +20,7 @@ from bus.protocol.fleet_view import Gone
 from bus.protocol.ledger import CommandIncomplete, Ledger, Roll
 from bus.protocol.roster import Roster, muster
 from bus.subjects import Subjects
-from schemas.control import AnyCommand
+from schemas.control import Abort, AnyCommand
 from schemas.desired import DesiredState
 from schemas.errors import InvalidRequest, NoWorkers, RollbusError
 from schemas.messages import decode_command, encode_json
@@ -164,7 +164,10 @@ class Commander:
                 nudges = [Nudge(recording.command, recording.workers) for recording in recordings]
             await self._collector.collect(roll, nudges, command.timeout_s, on_ack)
         epochs = {recording.model: recording.epoch for recording in recordings}
-        return Outcome(roll.ledger(time.monotonic(), epochs), recordings, roll.gone)
+        ledger = roll.ledger(time.monotonic(), epochs)
+        if isinstance(command, Abort):
+            ledger = ledger.of_abort(command.request_ids)
+        return Outcome(ledger, recordings, roll.gone)
 
     async def conclude(self, outcome: Outcome) -> Ledger:
         """Return the ledger if it is complete; set back what every worker of a model failed at.

@@ -43,13 +43,27 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Those that answered, but not finally in time: their last word. They may still apply it."""
     missing: dict[str, str] = {}
     """Those that never answered, or are gone: why."""
+    not_found: tuple[str, ...] = ()
+    """Of an `abort`: what no worker has said that it had. It waits in the queue, has ended, or never was."""
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that had to answer has applied it."""
-        return bool(self.applied) and not any(
-            (self.failed, self.unsupported, self.stale, self.late, self.missing),
+        """Every worker that had to answer has applied it, and it was not all for nothing."""
+        return (
+            bool(self.applied)
+            and not any((self.failed, self.unsupported, self.stale, self.late, self.missing))
+            and not self.has_found_nothing
         )
+
+    @property
+    def has_found_nothing(self) -> bool:
+        """Nothing of what it names was anywhere."""
+        return bool(self.not_found) and not any(ack.request_ids for ack in self.applied.values())
+
+    def of_abort(self, request_ids: Iterable[str]) -> "Ledger":
+        """This ledger, of a command to end these requests."""
+        found = {name for ack in self.applied.values() for name in ack.request_ids or ()}
+        return replace(self, not_found=tuple(name for name in request_ids if name not in found))
 
 
 class CommandIncomplete(RollbusError):
@@ -197,7 +211,11 @@ def _message(ledger: Ledger, note: str) -> str:
     if len(reasons) > MAX_NAMED:
         shown += f"; and {len(reasons) - MAX_NAMED} more"
     total = len(ledger.applied) + len(reasons)
-    text = f"{ledger.command} was applied by {len(ledger.applied)} of {total} workers: {shown}"
+    text = f"{ledger.command} was applied by {len(ledger.applied)} of {total} workers"
+    if ledger.has_found_nothing:
+        text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
+        text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
+    text += f": {shown}" if shown else ""
     return f"{text}. {note}" if note else text
 
 

@@ -57,9 +57,9 @@ def exit_code_of_ledger(ledger: "Ledger") -> ExitCode:
     """
     if ledger.is_complete:
         return ExitCode.OK
-    if ledger.applied:
+    if ledger.applied and not ledger.has_found_nothing:
         return ExitCode.PARTIAL
-    refused = ledger.failed or ledger.unsupported or ledger.stale
+    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.applied
     return ExitCode.FAILED if refused else ExitCode.TIMEOUT
 
 

@@ -49,7 +49,7 @@ def summary(ledger: "Ledger") -> str:
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
     others = [f"{len(getattr(ledger, result))} {result}" for result in RESULTS[1:] if getattr(ledger, result)]
     text = f"{ledger.command}: applied by {share} in {ledger.seconds:.2f} s{_epochs(ledger.epochs)}"
-    return "; ".join([text, *others])
+    return "; ".join([text, *others, *([f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else [])])
 
 
 def ledger_as_json(ledger: "Ledger") -> dict[str, Any]:
@@ -61,6 +61,7 @@ def ledger_as_json(ledger: "Ledger") -> dict[str, Any]:
         "epochs": ledger.epochs,
         "seconds": round(ledger.seconds, 3),
         "workers": [_line_as_json(line) for line in _lines(ledger)],
+        "not_found": list(ledger.not_found),
     }
 
 

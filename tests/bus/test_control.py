@@ -10,7 +10,7 @@ import bus
 from bus.client.fleet import Fleet
 from bus.embedded import EmbeddedServer
 from bus.protocol.desired import effective
-from schemas.control import Abort, AckStatus, Pause
+from schemas.control import Abort, AckStatus, Pause, State
 from schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
 from schemas.presence import WorkerState
 from tests.support.hand_control import ACCEPTED, controlled, failed, incomplete
@@ -263,7 +263,7 @@ async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPat
         with pytest.raises(BusBroken, match="no JetStream"):
             await control.rb.fleet.pause()
         assert control["a"].heard == []
-        assert (await control.rb.fleet.abort(["r"])).is_complete
+        assert (await control.rb.fleet.send(State())).is_complete
         assert [worker.worker for worker in (await control.rb.fleet.state()).workers] == ["a"]
 
 

@@ -1,7 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
-from bus import Ledger
+from bus import CommandIncomplete, Ledger
 from frontend.cli.control import AckCounter
 from frontend.cli.exits import ExitCode, exit_code_of_ledger
 from frontend.cli.ledger import COLUMNS, ledger_as_json, ledger_rows, summary
@@ -43,6 +43,19 @@ def test_an_abort_says_what_it_ended() -> None:
     rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
 
     assert [row[-1] for row in rows] == ["ended x, y", "had none of them"]
+
+
+def test_an_abort_says_what_nobody_had() -> None:
+    """Ids that no worker had are named; where that is all of them, the command has failed."""
+    some = replace(DONE, request_ids=("x",))
+    partly = replace(EMPTY, command="abort", applied={"a": some}).of_abort(("x", "y"))
+    nothing = replace(EMPTY, command="abort", applied={"a": replace(DONE, request_ids=())}).of_abort(("y", "z"))
+
+    assert summary(partly).endswith("; not found: y")
+    assert (ledger_as_json(partly)["not_found"], exit_code_of_ledger(partly)) == (["y"], ExitCode.OK)
+    assert (ledger_as_json(nothing)["not_found"], exit_code_of_ledger(nothing)) == (["y", "z"], ExitCode.FAILED)
+    assert not nothing.is_complete
+    assert str(CommandIncomplete(nothing)) == "abort was applied by 1 of 1 workers, and none has y, z"
 
 
 def test_a_ledger_is_summed_up_in_one_line() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import bus
 from bus import Chunk, FinishReason, GenerateRequest
+from frontend.cli.exits import ExitCode
 from schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, is_in, serving, start, until, worker_of
@@ -126,7 +127,10 @@ async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str
 
 
 async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Their streams end with `abort`, others go on; it is said which worker had them; unknown ids are no error."""
+    """Their streams end with `abort`, others go on; it is said which worker had them, and what none had.
+
+    That is an error only where it is all that was named.
+    """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
         named = Stream(ask(max_tokens=LONG // 2, request_id="named"))
@@ -143,6 +147,8 @@ async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: st
     assert [line.split("  ")[-1].strip() for line in ended.stdout.splitlines()[1:-1]].count("ended named") == 1
     assert named.finish_reason is FinishReason.ABORT
     check_stream(named.chunks, named.request)
-    assert again.code == 0
+    assert ended.stdout.splitlines()[-1].endswith("; not found: unknown")
+    assert (again.code, json.loads(again.stdout)["not_found"]) == (ExitCode.FAILED, ["named"])
+    assert "none has named" in again.stderr
     assert [worker["request_ids"] or [] for worker in json.loads(again.stdout)["workers"]] == [[], []]
     assert len(result.token_ids) == 300

@@ -13,7 +13,7 @@ import bus
 from bus.connection import Connection, publish, subscribe
 from bus.control.store import DesiredStore
 from bus.subjects import Subjects
-from schemas.control import Ack, AckError, AckStatus, AnyCommand
+from schemas.control import Abort, Ack, AckError, AckStatus, AnyCommand
 from schemas.errors import ControlCode
 from schemas.messages import decode_command, encode_json
 from schemas.presence import Capabilities, WorkerPresence, WorkerState
@@ -43,9 +43,9 @@ def failed(code: ControlCode, message: str = "by hand") -> dict[str, Any]:
     return {"status": AckStatus.FAILED, "error": AckError(code=code, message=message)}
 
 
-def obedient(_command: AnyCommand) -> Sequence[dict[str, Any]]:
-    """Applies whatever is asked for."""
-    return (ACCEPTED, APPLIED)
+def obedient(command: AnyCommand) -> Sequence[dict[str, Any]]:
+    """Applies whatever is asked for, and has all that is to be ended."""
+    return (ACCEPTED, {**APPLIED, "request_ids": command.request_ids} if isinstance(command, Abort) else APPLIED)
 
 
 def silent(_command: AnyCommand) -> Sequence[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """End requests that are in flight at a worker, of whichever client; their streams end with `abort`.
 
-Requests that still wait in the queue are not reached. An id that no worker has is reported, and no error: the request
-may have ended by itself.
+Requests that still wait in the queue are not reached. An id that no worker has is reported, and no error, as the
+request may have ended by itself, unless none of them was found.
 """
 
 import argparse
