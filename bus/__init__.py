@@ -11,6 +11,7 @@ If this docstring is not what `help(bus)` shows, another package called `bus` co
 from bus.client.client import Client, ClientStats, connect
 from bus.client.fleet import Fleet, FleetState
 from bus.client.generation import Generation
+from bus.protocol.canary import canary_request
 from bus.protocol.ledger import CommandIncomplete, Ledger
 from bus.queue.streams import QueueDepth
 from schemas.chunk import Chunk, FinishReason, RoutedExperts
@@ -30,10 +31,12 @@ from schemas.errors import (
 )
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from schemas.weights import Canary
 
 __all__ = [
     "BusBroken",
     "BusClosed",
+    "Canary",
     "Chunk",
     "Client",
     "ClientStats",
@@ -57,5 +60,6 @@ __all__ = [
     "RollbusError",
     "RoutedExperts",
     "SamplingParams",
+    "canary_request",
     "connect",
 ]

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_ATTEMPTS",
     "MAX_BAD_WORDS",
     "MAX_CACHE_SALT_CHARS",
+    "MAX_CANARY_TOKENS",
     "MAX_CHUNKS_PER_FRAME",
     "MAX_CHUNK_TOKENS",
     "MAX_DELIVERIES",
@@ -94,6 +95,8 @@ MAX_CACHE_SALT_CHARS: Final = 1024
 """vLLM's own bound."""
 MAX_SEEN_COMMANDS: Final = 64
 """Recorded commands that a desired state and a worker know by their ids: repeats come within seconds."""
+MAX_CANARY_TOKENS: Final = 1024
+"""Generated tokens of a canary; there are 8."""
 MAX_WORKER_OVERRIDES: Final = 1024
 """Workers for which a desired state holds commands of their own."""
 MAX_LORAS: Final = 256

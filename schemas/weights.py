@@ -1,22 +1,28 @@
 """Where weights come from, and how they are told apart."""
 
-import msgspec
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from schemas import limits
 from schemas.errors import InvalidRequest
 
 __all__ = ["Canary", "WeightSource"]
+
+TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's weights make of a fixed prompt, sampled greedily: two workers of the same weights agree."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_CANARY_TOKENS)]
     """Generated tokens."""
-    logprobs: tuple[float, ...]
-    """Of these tokens."""
+    logprobs: Annotated[tuple[float, ...], Meta(max_length=limits.MAX_CANARY_TOKENS)]
+    """Of these tokens: log-softmax over all logits."""
     routed_experts: str | None = None
     """Rows of prompt and generated tokens, each row's experts sorted, u1 or <u2 in C order, as base64; None without
-    experts."""
+    experts, or in an `expected_canary` whose maker does not know them."""
     shape: tuple[int, int, int] | None = None
     """Of `routed_experts`: [num_rows, num_layers, top_k]; the number of bytes says which dtype it has."""
 

@@ -13,6 +13,7 @@ from bus.control.collector import OnAck
 from bus.control.commander import Commander, Outcome, Revise, check_command
 from bus.control.uploads import Uploads, sources_in
 from bus.protocol import desired
+from bus.protocol.canary import check_expected
 from bus.protocol.ledger import CommandIncomplete, Ledger
 from bus.protocol.roster import Roster
 from bus.protocol.verify import dissenters
@@ -75,6 +76,10 @@ class Updates:
         check_command(command)
         roster = await self._commander.roster(command)
         [model] = roster
+        if command.expected_canary is not None:
+            for worker in roster[model]:
+                if worker.capabilities is not None:
+                    check_expected(command.expected_canary, worker.capabilities)
         await self._refuse_old(model, command, roster)
         async with self._source(model, command, upload) as ready:
             gone = await self._check(ready, roster, on_ack)

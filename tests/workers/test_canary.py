@@ -1,6 +1,7 @@
 """What a canary is, which a sound model cannot give, and when two agree."""
 
 import base64
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +9,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bus.protocol.canary import agrees, canary_rows
+from bus.protocol.canary import agrees, canary_request, canary_rows, check_expected
 from bus.protocol.step import RequestStep
 from schemas.control import Canary
-from schemas.errors import ControlCode, ControlError
+from schemas.errors import ControlCode, ControlError, InvalidRequest
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.rows import Rows
 from workers.admission import check_request
-from workers.control.canary import canary_request, read_canary
+from workers.control.canary import own_request, read_canary
 from workers.engines.synthetic import SyntheticConfig
 from workers.versions import Versions
 
@@ -104,6 +105,9 @@ def test_the_order_of_experts_in_a_row_does_not_count() -> None:
         {"routed_experts": "no base64!"},
         {"shape": (1, 2, 3)},
         {"shape": (-23, -5, 2)},
+        {"shape": (23, -5, -2)},
+        {"shape": (23, -1, -1), "routed_experts": base64.b64encode(bytes(23)).decode()},
+        {"shape": (23, 0, 0), "routed_experts": ""},
         {"shape": None},
     ],
 )
@@ -112,6 +116,42 @@ def test_a_canary_that_makes_no_sense_agrees_with_none(fields: dict[str, Any], d
     """NaN, missing tokens and routing that does not fit its shape are said, never taken for agreement or raised."""
     assert agrees(canary(), canary(**fields), dtype=dtype) is not None
     assert agrees(canary(**fields), canary(), dtype=dtype) is not None
+
+
+def test_many_experts_are_compared_in_little_memory() -> None:
+    """A worker may claim any shape that fills a message; comparing takes memory with its size, not with its square."""
+    shape = (4, 1, 10_000)
+    some, others = (np.full(shape, expert, np.uint8) for expert in (1, 2))
+    huge = (base64.b64encode(routing.tobytes()).decode() for routing in (some, others))
+    one, other = (canary(routed_experts=encoded, shape=shape) for encoded in huge)
+
+    tracemalloc.start()
+    try:
+        assert "0.0% of the expert choices" in (agrees(one, other, dtype="float32") or "")
+        assert tracemalloc.get_traced_memory()[1] < 50 * some.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_the_trainer_expects_must_be_an_answer_to_the_canary() -> None:
+    """Before anything is touched: as many tokens as were asked for, routing of the model's shape, or none."""
+    request = canary_request(model())
+    read = read_canary(steps_of(request), request, model())
+    dense = SyntheticConfig(max_model_len=1000, vocab_size=50, num_experts=0).capabilities
+
+    check_expected(read, model())
+    check_expected(replace(read, routed_experts=None, shape=None), model())
+    wrong = (
+        (replace(read, token_ids=read.token_ids[1:]), model(), "has 7 tokens and 8 logprobs"),
+        (replace(read, token_ids=(), logprobs=()), model(), "has 0 tokens"),
+        (replace(read, routed_experts="?"), model(), "no base64"),
+        (canary(token_ids=read.token_ids, logprobs=read.logprobs), model(), "has routed experts of shape"),
+        (read, dense, "allowed: none"),
+    )
+    for expected, capabilities, problem in wrong:
+        with pytest.raises(InvalidRequest, match=problem) as caught:
+            check_expected(expected, capabilities)
+        assert caught.value.field == "expected_canary"
 
 
 def steps_of(request: GenerateRequest) -> list[RequestStep]:
@@ -153,7 +193,7 @@ def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
 @pytest.mark.parametrize("max_model_len", [2, 10, 1000])
 def test_every_model_can_be_asked_for_a_canary(max_model_len: int) -> None:
     """The request passes the worker's own checks, however short the context is; two share no cached prefix."""
-    first, second = canary_request(model(max_model_len)), canary_request(model(max_model_len))
+    first, second = own_request(model(max_model_len)), own_request(model(max_model_len))
 
     check_request(first, model(max_model_len), Versions(0, 0))
     assert first.prompt_len + (first.sampling.max_tokens or 0) <= max_model_len

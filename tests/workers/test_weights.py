@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from schemas.control import CheckWeights, PauseMode
 from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
@@ -121,6 +122,22 @@ async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
         assert worker.standing == (2, True)
         await worker.weights.update(update(path, 4, expected_canary=good), worker.report)
         assert worker.standing == (4, False)
+
+
+async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
+    """Without routing in what is expected tokens and logprobs decide; what answers another request touches nothing."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        good = await worker.weights.update(update(path, 2), worker.report)
+        assert good is not None
+        known = replace(good, routed_experts=None, shape=None)
+        await worker.weights.update(update(path, 3, expected_canary=known), worker.report)
+        assert worker.standing == (3, False)
+        short = replace(known, token_ids=known.token_ids[:4], logprobs=known.logprobs[:4])
+        with pytest.raises(ControlError, match="has 4 tokens and 4 logprobs; allowed: 8 of each") as caught:
+            await worker.weights.update(update(path, 4, expected_canary=short), worker.report)
+        assert caught.value.code is ControlCode.INVALID_COMMAND
+        assert worker.standing == (3, False)
 
 
 async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_path: Path) -> None:

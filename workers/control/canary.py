@@ -8,46 +8,32 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
-from bus.protocol.canary import agrees
+from bus.protocol.canary import agrees, canary_request, check_expected
 from bus.protocol.step import RequestStep
 from schemas.control import Canary
-from schemas.errors import ControlCode, ControlError
+from schemas.errors import ControlCode, ControlError, InvalidRequest
 from schemas.limits import MAX_PRIORITY
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.rows import DTYPES, expected_rows
-from schemas.sampling import SamplingParams
 from workers.control.deadline import Deadline
 from workers.control.flow import Flow
 from workers.engine_runner import EngineRunner
 
-__all__ = ["Canaries", "Fingerprint", "canary_request", "fingerprint_of", "read_canary"]
+__all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Of a checkpoint: paths, sizes and times of change (ns) of its weight files."""
 MAX_KNOWN: Final = 8
 """Canaries that are remembered: a fleet goes back by a few checkpoints, if at all."""
 
-PROMPT_TOKENS: Final = 24
-"""With the generated ones, rows enough that a few wrong experts among hundreds are met."""
-NUM_TOKENS: Final = 8
-"""Generated: decoding runs through other kernels than the prompt does."""
-STRIDE: Final = 7919
-"""A prime: the prompt is spread over any vocabulary."""
 
-
-def canary_request(capabilities: Capabilities) -> GenerateRequest:
-    """The request that every worker of this model makes; nothing cached is used for it, and it waits for no other."""
-    num_tokens = min(NUM_TOKENS, capabilities.max_model_len // 2)
-    prompt_len = min(PROMPT_TOKENS, capabilities.max_model_len - num_tokens)
-    return GenerateRequest(
-        request_id="canary",
-        prompt_token_ids=[(number + 1) * STRIDE % capabilities.vocab_size for number in range(prompt_len)],
-        sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0),
-        cache_salt=f"canary {uuid.uuid4().hex}",
-        priority=-MAX_PRIORITY,
-    )
+def own_request(capabilities: Capabilities) -> GenerateRequest:
+    """`bus.protocol.canary.canary_request`, for which nothing cached is used, and which waits for no other."""
+    salt = f"canary {uuid.uuid4().hex}"
+    return replace(canary_request(capabilities), request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY)
 
 
 def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabilities: Capabilities) -> Canary:
@@ -107,7 +93,7 @@ class Canaries:
             EngineDead: the engine is gone.
         """
         capabilities = self._runner.engine.capabilities
-        request = canary_request(capabilities)
+        request = own_request(capabilities)
         try:
             steps = await self._flow.run_alone(request, deadline.left_s)
         except ControlError as exc:
@@ -116,15 +102,31 @@ class Canaries:
             raise
         return read_canary(steps, request, capabilities)
 
+    def check(self, expected: Canary | None) -> None:
+        """Refuse what no weights of this model could give, before anything is touched.
+
+        Raises:
+            ControlError: `invalid_command`.
+        """
+        if expected is None:
+            return
+        try:
+            check_expected(expected, self._runner.engine.capabilities)
+        except InvalidRequest as exc:
+            raise ControlError(ControlCode.INVALID_COMMAND, exc.message) from exc
+
     def judge(self, canary: Canary, expected: Canary, whose: str) -> None:
         """Refuse weights that give something else than they should.
 
         Args:
-            whose: `expected` is, for people.
+            expected: without routing, where whoever made it knows none: then tokens and logprobs decide.
+            whose: that is, for people.
 
         Raises:
             ControlError: `not_verified`, with how they differ.
         """
+        if expected.routed_experts is None:
+            canary = replace(canary, routed_experts=None, shape=None)
         why = agrees(canary, expected, dtype=self._runner.engine.capabilities.dtype)
         if why is not None:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")

@@ -139,13 +139,14 @@ class Weights:
         Cancellation: before the load nothing has happened; later the weights are poisoned.
 
         Raises:
-            ControlError: `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`, `cache_in_use`,
-                `engine_error`: the weights are as they were. With `is_poisoned`: `half_written`, `not_verified`,
-                `timeout`; requests in flight were given up.
+            ControlError: `invalid_command`, `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`,
+                `cache_in_use`, `engine_error`: the weights are as they were. With `is_poisoned`: `half_written`,
+                `not_verified`, `timeout`; requests in flight were given up.
             EngineDead: the engine is gone.
         """
         if self.is_current(command):
             return self.canary
+        self._canaries.check(command.expected_canary)
         deadline = Deadline(command.timeout_s)
         path = await self._find(command.source, deadline, report)
         fingerprint = await fingerprint_of(path)
