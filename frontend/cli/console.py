@@ -15,10 +15,15 @@ __all__ = ["note", "plain_table", "print_json", "print_table", "program", "progr
 
 
 def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
-    """Write a line on `out`, by default stdout, at once."""
+    """Write a line on `out`, by default stdout, at once; nothing when its reader has had enough, as `head` has."""
     out = out or sys.stdout
-    out.write(text + end)
-    out.flush()
+    try:
+        out.write(text + end)
+        out.flush()
+    except BrokenPipeError:
+        # How the command ends says its exit code still. Also for what is written at the interpreter's end.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), out.fileno())
 
 
 def note(text: str) -> None:

@@ -1,10 +1,11 @@
 import io
+import os
 
 import numpy as np
 import pytest
 
 from frontend.cli.commands.generate import describe
-from frontend.cli.console import plain_table, print_table, progress, waiting
+from frontend.cli.console import plain_table, print_table, progress, say, waiting
 from frontend.cli.expert_counts import count_experts, expert_rows
 
 
@@ -48,6 +49,15 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
     cells = [line.split("│") for line in out.getvalue().splitlines() if line.startswith("│")]
     assert "".join(cell[1].strip() for cell in cells) == "trainer-7-12345-abcd"
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    """What `head` does not want any more is thrown away: the exit code of the command stays what it is."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        say("to nobody", out=out)
+        say("again", out=out)
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
