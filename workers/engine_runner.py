@@ -121,9 +121,12 @@ class EngineRunner:
         while True:
             await self._abort_wanted.wait()
             self._abort_wanted.clear()
-            keys = self._to_abort - self._being_added
-            self._to_abort -= keys
-            await self._engine.abort(sorted(keys & self._inside))
+            await self._abort()
+
+    async def _abort(self) -> None:
+        keys = self._to_abort - self._being_added
+        self._to_abort -= keys
+        await self._engine.abort(sorted(keys & self._inside))
 
     async def pause(self) -> None:
         """Freeze the engine; see `Engine.pause`.
@@ -141,6 +144,8 @@ class EngineRunner:
         Raises:
             EngineDead: the engine is gone.
         """
+        # Before it goes on: what was given up may be so because it must make no more steps of it.
+        await self._abort()
         # Also where a pause was cancelled half-way: resuming an engine that runs is harmless.
         await self._engine.resume()
         self.is_frozen = False

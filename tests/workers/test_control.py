@@ -295,7 +295,7 @@ async def test_a_frozen_engine_is_not_dead(nats_url: str, fleet: str) -> None:
     async with (
         hand_client(nats_url, fleet) as client,
         hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, engine_timeout_s=0.5),
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, engine_timeout_s=1.5),
     ):
         await client.until_serving("w")
         await client.enqueue(request_for(300, "r"))

@@ -242,4 +242,5 @@ class Control:
     def fence(self) -> None:
         """This worker has given up what it had: another life of it answers nothing of what it was asked before."""
         self._log.drop()
+        self._registers.transfer.lose()
         self.reader.forget()

@@ -197,7 +197,8 @@ class Reconciler:
         work = self._registers.bring(command, lambda stage: self._listeners.on_progress(due.register, epoch, stage))
         outcome = await self._attempt(due, work, command.timeout_s)
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
-        is_shown_later = isinstance(command, Resume | Drain) and outcome.is_applied
+        # While a transfer is open, the worker does not settle; what it said no to stands.
+        is_shown_later = isinstance(command, Resume | Drain) and outcome.is_applied and not self._is_transferring
         self._dealt[due.register] = Dealt(epoch, None if is_shown_later else outcome)
         self._keep_asleep()
         self._listeners.on_change()
@@ -267,10 +268,14 @@ class Reconciler:
             await work()
             await self._settle()
 
+    @property
+    def _is_transferring(self) -> bool:
+        return self._registers.transfer.is_open
+
     async def _settle(self) -> None:
         """Become what nothing is due for; does nothing while something is, or the worker may not act."""
-        is_open = self._registers.transfer.is_open
-        if self._life.state is not WorkerState.UPDATING or not self._may_act() or self._next() is not None or is_open:
+        is_unsettled = self._life.state is WorkerState.UPDATING and not self._is_transferring
+        if not is_unsettled or not self._may_act() or self._next() is not None:
             return
         effective, epoch = self._reader.effective, self._reader.epoch
         event = standing(effective, self._dealt, is_poisoned=self._registers.weights.is_poisoned)

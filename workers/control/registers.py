@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from schemas.control import (
     LORA_REGISTER,
     AnyCommand,
@@ -59,7 +61,7 @@ class Registers:
         return self._loras.problem
 
     async def bring(self, command: AnyCommand, report: Report) -> Canary | None:
-        """Do what a command says; resume and drain, which show once the worker settles, need nothing here.
+        """Do what a command says; resume and drain show once the worker settles.
 
         Returns:
             What the weights give, after a command about weights.
@@ -68,11 +70,15 @@ class Registers:
             ControlError: it was not done.
             EngineDead: the engine is gone.
         """
+        if self.transfer.is_open:
+            self._check_in_transfer(command)
         match command:
             case Pause():
                 await self._pause(command, report)
-            case Resume() | Drain():
+            case Resume():
                 pass
+            case Drain():
+                self._flow.give_up("this worker is drained")
             case FlushCache():
                 await self._flush(command, report)
             case Sleep():
@@ -83,6 +89,23 @@ class Registers:
                 return await self._load(command, report)
         return None
 
+    def _check_in_transfer(self, command: AnyCommand) -> None:
+        """Refuse what cannot be had from half-written weights, with which the engine must make no step.
+
+        Raises:
+            ControlError: `not_serving`; what is desired of the flow is seen to when the transfer has ended.
+        """
+        match command:
+            case Resume():
+                problem = "it goes on when that has ended"
+            case Pause(mode="wait") if self._flow.in_flight:
+                problem = f"{self._flow.in_flight} requests in flight stand still until that has ended"
+            case Sleep() | LoadLora() | UnloadLora():
+                problem = "once that has ended this can be done"
+            case _:
+                return
+        raise ControlError(ControlCode.NOT_SERVING, f"a transfer of weights has begun here; {problem}")
+
     async def _load(self, command: AnyCommand, report: Report) -> Canary | None:
         if not isinstance(command, UpdateWeights):
             await self._wake(report, command.timeout_s)
@@ -90,7 +113,7 @@ class Registers:
             case UpdateWeights():
                 if await self._wake_engine() == 2:
                     self.weights.distrust("the engine has dropped them to sleep")
-                return await self.weights.update(command, report)
+                return await self.weights.update(await self._break_off(command), report)
             case FinishWeightUpdate():
                 return await self._finish(command, report)
             case LoadLora():
@@ -102,6 +125,15 @@ class Registers:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} sets no register")
         return None
 
+    async def _break_off(self, command: UpdateWeights) -> UpdateWeights:
+        """The same update, without steps on half-written weights where a transfer is open."""
+        if not self.transfer.is_open or command.mode == "keep":
+            return command
+        if command.mode == "abort":
+            await self._flow.end_where(lambda _lora: True)
+        self._flow.give_up("a transfer of weights into this worker was broken off")
+        return replace(command, mode="keep", clear_cache=command.clear_cache is not False)
+
     async def reset(self, register: str, report: Report, timeout_s: float) -> None:
         """Nothing is desired of a register any more: undo what was, except weights, which stay.
 
@@ -111,6 +143,8 @@ class Registers:
         """
         if register == SLEEP:
             await self._wake(report, timeout_s)
+        elif self.transfer.is_open:
+            raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights has begun here")
         elif register.startswith(LORA_REGISTER):
             name = register.removeprefix(LORA_REGISTER)
             await self._loras.unload(UnloadLora(name=name, timeout_s=timeout_s))
@@ -119,7 +153,12 @@ class Registers:
         if self.is_asleep:
             return
         report("pausing")
-        await self._flow.stop(command.mode, command.timeout_s)
+        if self.transfer.is_open:
+            # Stopped already, and the engine must not move.
+            if command.mode == "abort":
+                await self._flow.end_where(lambda _lora: True)
+        else:
+            await self._flow.stop(command.mode, command.timeout_s)
         if command.clear_cache:
             report("flushing")
             await self._reset_cache(preempt=command.mode == "keep")

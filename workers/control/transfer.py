@@ -54,7 +54,7 @@ class Transfer:
             await self._runner.engine.init_weight_transfer(command.info)
 
     async def start(self, command: StartWeightUpdate) -> None:
-        """Hold up the requests in flight and let weights come; one that was started before begins anew.
+        """Hold up the requests in flight and let weights come; one that is open begins anew, under its hold.
 
         Cancellation: as after a failure.
 
@@ -65,7 +65,8 @@ class Transfer:
         """
         self._check_supported()
         deadline = Deadline(command.timeout_s)
-        await self._weights.stop(command.mode, deadline)
+        if not self.is_open:
+            await self._weights.stop(command.mode, deadline)
         was_open, self._weights.is_transferring = self.is_open, True
         untouched = () if was_open else UNTOUCHED
         await self._pass_on(self._runner.engine.start_weight_update, deadline, "starting the transfer", untouched)
@@ -103,6 +104,11 @@ class Transfer:
         canary = await self._weights.replace(self._runner.engine.finish_weight_update, deadline, report)
         self._weights.stamp(command.version, None)
         return canary
+
+    def lose(self) -> None:
+        """This worker was away, and may have missed a part: what comes now would leave some of the weights old."""
+        if self.is_open:
+            self._weights.distrust("this worker was fenced in the middle of a transfer of weights")
 
     def expire(self, now: float) -> bool:
         """Give up a transfer of which nothing is heard any more: the weights are poisoned.
