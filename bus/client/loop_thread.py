@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import uvloop
 
@@ -20,6 +21,9 @@ from schemas.errors import BusBroken, BusClosed
 __all__ = ["LoopThread"]
 
 logger = logging.getLogger(__name__)
+
+CLEAN_UP_S: Final = 5.0
+"""For coroutines to clean up that were cancelled, before the resident is left: they may need it for that."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,6 +56,8 @@ class LoopThread(Generic[T]):
         # Appended to by the owner only, taken from by the thread only. While `_is_woken` the thread will look again.
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._is_woken = False
+        # What `run` was given, as long as it exists.
+        self._runs: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
         # The rest belongs to the thread.
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -103,13 +109,14 @@ class LoopThread(Generic[T]):
     async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run `coroutine` on the thread, after all that was posted before, and return its result.
 
-        Cancellation: passed on to `coroutine`.
+        Cancellation: passed on to `coroutine`, which may go on to clean up; `stop` gives it `CLEAN_UP_S` for that.
 
         Raises:
             BusClosed: the thread was stopped meanwhile, or before.
             BusBroken: the thread has failed; the cause says with what.
             Exception: whatever `coroutine` raised.
         """
+        self._runs.add(coroutine)
         try:
             # The loop takes up what it is handed in order: a wake-up for posts comes first.
             running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -189,12 +196,25 @@ class LoopThread(Generic[T]):
         self._loop.set_exception_handler(self._take_error)
         async with self._resident as resident:
             self.tell_owner(lambda: self._enter(resident))
-            while not self._is_stopping:
-                await self._wake.wait()
-                self._wake.clear()
-                self._take_posts()
-                if self._callback_error is not None:
-                    raise self._callback_error
+            try:
+                while not self._is_stopping:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    self._take_posts()
+                    if self._callback_error is not None:
+                        raise self._callback_error
+            finally:
+                await self._end_runs()
+
+    async def _end_runs(self) -> None:
+        """Cancel what `run` has not ended, and wait for it."""
+        tasks = {task for task in asyncio.all_tasks() if task.get_coro() in self._runs}
+        for task in tasks:
+            # A second time would cut short the cleaning up after the first.
+            if not task.cancelling():
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLEAN_UP_S)
 
     def _take_posts(self) -> None:
         # First: what is posted from here on wakes the thread again.

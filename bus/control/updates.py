@@ -86,7 +86,7 @@ class Updates:
             outcome = await self._commander.carry_out(ready, roster, on_ack, gone=gone)
             ledger = await self._conclude(outcome, roster)
         if upload:
-            await self._prune(model, command, outcome)
+            await self._prune(model, ready, outcome)
         return ledger
 
     async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> Ledger:
@@ -123,7 +123,7 @@ class Updates:
             outcome = await self._commander.carry_out(ready, roster, on_ack, revise=revise)
             ledger = await self._commander.conclude(outcome)
         if upload:
-            await self._prune(model, command, outcome)
+            await self._prune(model, ready, outcome)
         return ledger
 
     async def _state(self, model: str) -> DesiredState:
@@ -148,7 +148,7 @@ class Updates:
 
     @asynccontextmanager
     async def _source(self, model: str, command: Load, upload: bool) -> AsyncIterator[Load]:
-        """Upload the source if asked to; an upload that is not recorded at the end of the block is deleted."""
+        """Upload the source if asked to; what nobody can want any more at the end of the block is deleted."""
         if not upload:
             yield command
             return
@@ -156,18 +156,18 @@ class Updates:
         try:
             yield structs.replace(command, source=WeightSource(objects=objects))
         finally:
-            await self._drop_unrecorded(model, objects)
+            await self._drop_unwanted(model, command, objects)
 
-    async def _drop_unrecorded(self, model: str, objects: str) -> None:
+    async def _drop_unwanted(self, model: str, command: Load, objects: str) -> None:
         try:
-            is_recorded = objects in sources_in(await self._state(model))
+            state = await self._state(model)
         except RollbusError as exc:
             logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
             return
-        if not is_recorded:
+        if objects not in sources_in(state) and not desired.may_come_back(state, command):
             await self._uploads.drop(objects)
 
-    async def _prune(self, model: str, command: UpdateWeights | LoadLora, outcome: Outcome) -> None:
+    async def _prune(self, model: str, command: Load, outcome: Outcome) -> None:
         """Delete older uploads than that of `command`, but what is recorded, or was before it, stays."""
         befores = [recording.before for recording in outcome.recordings]
         try:

@@ -58,18 +58,23 @@ class Uploads:
             logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
 
     async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
-        """Delete uploads of older versions of the same weights or adapter, but for those in `keep`.
+        """Delete what was uploaded before the source of `command`, of older versions of the same, but for `keep`.
 
-        Others stay: another controller may be about to record them. What fails is logged.
+        What is newer stays, or of a later version: another controller may be about to record it. What fails is logged.
         """
-        home = _home(model, command)
+        home = f"{_home(model, command)}/"
+        times: dict[str, str] = {}
         try:
             async with self._connected() as nats:
-                stored = await list_objects(nats, self._bucket, home)
-                names = {info.name.removeprefix(f"{home}/").partition("/")[0] for info in stored}
-                older = {f"{self._bucket}/{home}/{name}" for name in names if _is_older(name, command.version)}
-                for objects in sorted(older - keep):
-                    await delete_prefix(nats, objects)
+                for info in await list_objects(nats, self._bucket, home.removesuffix("/")):
+                    name = info.name.removeprefix(home).partition("/")[0]
+                    times[name] = max(info.mtime, times.get(name, ""))
+                own = (command.source.objects or "").rpartition("/")[2]
+                for name, time in sorted(times.items()):
+                    objects = f"{self._bucket}/{home}{name}"
+                    is_older = _is_older(name, command.version) and time < times.get(own, "")
+                    if is_older and objects not in keep:
+                        await delete_prefix(nats, objects)
         except RollbusError as exc:
             logger.warning("upload.not_pruned bucket=%s home=%s error=%s", self._bucket, home, exc)
 

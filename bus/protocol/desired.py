@@ -134,6 +134,23 @@ def set_back(state: DesiredState, before: DesiredState, register: str, epoch: in
     return replace(state, epoch=new_epoch, registers=registers, workers=workers)
 
 
+def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
+    """Whether a command that does not stand in `state` may be set back to.
+
+    It was recorded, and later ones have taken its place, which may be undone; what an undo has put there may not.
+    """
+    epochs = {seen.id: seen.epoch for seen in state.seen}
+    if command.id not in epochs or command.register is None:
+        return False
+    standing = [
+        registers[command.register].epoch
+        for registers in (state.registers, *state.workers.values())
+        if command.register in registers
+    ]
+    recorded = set(epochs.values())
+    return any(epoch > epochs[command.id] and epoch in recorded for epoch in standing)
+
+
 def cleared(state: DesiredState) -> DesiredState:
     """Nothing desired any more, in a new epoch: epochs never begin anew, or later commands would look old."""
     return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen)

@@ -2,13 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bus
-from bus.objects import list_objects
 from schemas.control import (
     AckStatus,
     AnyCommand,
@@ -31,6 +29,7 @@ from tests.support.hand_control import (
     incomplete,
     obedient,
     silent,
+    unless,
 )
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
@@ -48,11 +47,6 @@ def loads(canary: Canary) -> Reply:
         return obedient(command)
 
     return reply
-
-
-def unless(kind: type[AnyCommand], *answers: dict[str, Any]) -> Reply:
-    """A worker that obeys, but for one kind of command."""
-    return lambda command: answers if isinstance(command, kind) else obedient(command)
 
 
 def commands(control: Controls, worker: str) -> list[str]:
@@ -293,54 +287,3 @@ async def test_an_adapter_that_all_fail_is_set_back(nats_url: str, fleet: str) -
 
         assert state is not None
         assert state.registers == {}
-
-
-def _folder(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "model.safetensors").write_text(text)
-    return path
-
-
-async def _uploads(control: Controls, fleet: str) -> set[str]:
-    """The prefixes of what is stored, without their random parts."""
-    infos = await list_objects(control.nats, f"rollbus-{fleet}")
-    return {info.name.rpartition("/")[0].rpartition("-")[0] for info in infos}
-
-
-async def test_a_checkpoint_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Workers are told where it is in the object store; uploads are kept for what is recorded and the one before."""
-    async with controlled(nats_url, fleet, "a") as control:
-        for version in (1, 2, 3):
-            folder = _folder(tmp_path / str(version), f"weights {version}")
-            await control.rb.fleet.update_weights(folder, version=version, upload=True)
-        update = control["a"].heard[-1]
-
-        assert isinstance(update, UpdateWeights)
-        assert (update.source.objects or "").startswith(f"rollbus-{fleet}/m/weights/3-")
-        assert await _uploads(control, fleet) == {"m/weights/2", "m/weights/3"}
-
-
-async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """By a check, by the desired state, or because all failed: nothing of it stays."""
-    async with controlled(nats_url, fleet, "a") as control:
-        folder = _folder(tmp_path / "ckpt", "weights")
-        control["a"].reply = unless(CheckWeights, failed(ControlCode.BAD_SOURCE))
-        await incomplete(control.rb.fleet.update_weights(folder, version=1, upload=True))
-        assert await _uploads(control, fleet) == set()
-
-        control["a"].reply = unless(UpdateWeights, failed(ControlCode.HALF_WRITTEN))
-        await incomplete(control.rb.fleet.update_weights(folder, version=1, upload=True))
-        assert await _uploads(control, fleet) == set()
-        with pytest.raises(ControlError, match="nothing cannot be read"):
-            await control.rb.fleet.update_weights(tmp_path / "nothing", version=1, upload=True)
-
-
-async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Each adapter's uploads are apart from the others' and from the weights'."""
-    async with controlled(nats_url, fleet, "a") as control:
-        folder = _folder(tmp_path / "x", "adapter")
-        for _ in range(3):
-            await control.rb.fleet.load_lora("org/x", folder, upload=True)
-        await control.rb.fleet.load_lora("y", folder, upload=True)
-
-        assert await _uploads(control, fleet) == {"m/loras/org=2Fx/2", "m/loras/org=2Fx/3", "m/loras/y/1"}

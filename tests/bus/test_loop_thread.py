@@ -249,6 +249,39 @@ async def test_stopping_ends_the_calls_under_way() -> None:
     assert await expect_closed(thread)
 
 
+async def expect_closed(awaitable: Awaitable[object]) -> None:
+    """It ends as the thread is stopped."""
+    with pytest.raises(BusClosed):
+        await awaitable
+
+
+@pytest.mark.parametrize("is_cancelled_before", [True, False])
+async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancelled_before: bool) -> None:
+    """Cleaning up needs what the resident has, and is not cut short by the end that follows on Ctrl-C."""
+    log: list[str] = []
+    waiting = threading.Event()
+
+    async def work() -> None:
+        try:
+            waiting.set()
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.05)
+            log.append("clean")
+
+    thread = LoopThread("t", resident(log))
+    await thread.start()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(expect_closed(thread.run(work())))
+        await asyncio.to_thread(waiting.wait)
+        if is_cancelled_before:
+            running.cancel()
+        await thread.stop()
+
+    assert running.cancelled() == is_cancelled_before
+    assert log == ["entered", "clean", "left"]
+
+
 async def test_a_cancelled_stop_has_stopped() -> None:
     """Cancelling `stop` is raised once the resident was left in order and the thread is gone."""
     log: list[str] = []

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.protocol.desired import cleared, effective, next_lora_version, record, set_back, target_version, wanted_loras
+from bus.protocol.desired import (
+    cleared,
+    effective,
+    may_come_back,
+    next_lora_version,
+    record,
+    set_back,
+    target_version,
+    wanted_loras,
+)
 from schemas import limits
 from schemas.control import (
     AnyCommand,
@@ -235,6 +244,19 @@ def test_set_back_leaves_what_came_later() -> None:
     back = set_back(own, before, "sleep", epoch)
     assert back.registers["sleep"].command.command == "wake"
     assert back.workers == own.workers
+
+
+def test_what_was_overtaken_may_come_back_and_what_was_undone_may_not() -> None:
+    """An undo of what came later puts it there again; nothing does that for what was itself undone, or never was."""
+    one, two = (UpdateWeights(id=str(version), version=version, source=ONE) for version in (1, 2))
+    first = recorded(one)
+    second = recorded(two, state=first)
+
+    assert not may_come_back(EMPTY, one)
+    assert may_come_back(second, one)
+    assert not may_come_back(set_back(second, first, "weights", 2), two)
+    assert not may_come_back(set_back(first, EMPTY, "weights", 1), one)
+    assert not may_come_back(cleared(second), one)
 
 
 def test_a_cleared_state_goes_on_counting() -> None:

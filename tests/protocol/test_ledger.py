@@ -138,7 +138,8 @@ def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
     ledger = asked.ledger(101.0)
     assert asked.is_settled
     error = ledger.failed["a"].error
-    assert error is not None and error.code is ControlCode.INVALID_COMMAND
+    assert error is not None
+    assert error.code is ControlCode.INVALID_COMMAND
     assert error.message == "id is that of another command, resume; allowed: a new id for each"
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "incomplete",
     "obedient",
     "silent",
+    "unless",
 ]
 
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
@@ -51,6 +52,11 @@ def obedient(command: AnyCommand) -> Sequence[dict[str, Any]]:
 def silent(_command: AnyCommand) -> Sequence[dict[str, Any]]:
     """Says nothing."""
     return ()
+
+
+def unless(kind: type[AnyCommand], *answers: dict[str, Any]) -> Reply:
+    """A worker that obeys, but for one kind of command."""
+    return lambda command: answers if isinstance(command, kind) else obedient(command)
 
 
 async def incomplete(command: Awaitable[bus.Ledger]) -> bus.CommandIncomplete:

@@ -1,0 +1,147 @@
+"""Checkpoints and adapters that are sent through NATS: what is kept of them, and for how long."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import bus
+from bus.control.uploads import Uploads, sources_in
+from bus.jetstream import ApiError, ask
+from bus.objects import list_objects
+from bus.subjects import Subjects
+from schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
+from schemas.desired import DesiredState
+from schemas.errors import ControlCode, ControlError
+from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, incomplete, unless
+from tests.support.invariants import until
+
+pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+
+
+def _folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "model.safetensors").write_text(text)
+    return path
+
+
+async def _uploads(control: Controls, fleet: str) -> set[str]:
+    """The prefixes of what is stored, without their random parts."""
+    infos = await list_objects(control.nats, f"rollbus-{fleet}")
+    return {info.name.rpartition("/")[0].rpartition("-")[0] for info in infos}
+
+
+async def test_a_checkpoint_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Workers are told where it is in the object store; uploads are kept for what is recorded and the one before."""
+    async with controlled(nats_url, fleet, "a") as control:
+        for version in (1, 2, 3):
+            folder = _folder(tmp_path / str(version), f"weights {version}")
+            await control.rb.fleet.update_weights(folder, version=version, upload=True)
+        update = control["a"].heard[-1]
+
+        assert isinstance(update, UpdateWeights)
+        assert (update.source.objects or "").startswith(f"rollbus-{fleet}/m/weights/3-")
+        assert await _uploads(control, fleet) == {"m/weights/2", "m/weights/3"}
+
+
+async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """By a check, by the desired state, or because all failed: nothing of it stays."""
+    async with controlled(nats_url, fleet, "a") as control:
+        folder = _folder(tmp_path / "ckpt", "weights")
+        control["a"].reply = unless(CheckWeights, failed(ControlCode.BAD_SOURCE))
+        await incomplete(control.rb.fleet.update_weights(folder, version=1, upload=True))
+        assert await _uploads(control, fleet) == set()
+
+        control["a"].reply = unless(UpdateWeights, failed(ControlCode.HALF_WRITTEN))
+        await incomplete(control.rb.fleet.update_weights(folder, version=1, upload=True))
+        assert await _uploads(control, fleet) == set()
+        with pytest.raises(ControlError, match="nothing cannot be read"):
+            await control.rb.fleet.update_weights(tmp_path / "nothing", version=1, upload=True)
+
+
+async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Also where the client is closed at once, as on Ctrl-C: no part stays, of which no object would know."""
+    folder = _folder(tmp_path / "ckpt", "x" * 2**26)
+    stream = f"STREAM.INFO.OBJ_rollbus-{fleet}"
+
+    async def num_stored() -> int:
+        with contextlib.suppress(ApiError):
+            return int((await ask(control.nats, stream))["state"]["messages"])
+        return 0
+
+    async def is_under_way() -> bool:
+        return await num_stored() > 5
+
+    async with controlled(nats_url, fleet, "a") as control:
+        async with bus.connect(nats_url, fleet=fleet, client="you") as you:
+            async with asyncio.TaskGroup() as tasks:
+                updating = tasks.create_task(you.fleet.update_weights(folder, version=1, upload=True))
+                await until(is_under_way, True)
+                updating.cancel()
+            assert updating.cancelled()
+        assert await num_stored() == 0
+
+
+async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An update that a later one overtakes leaves its upload, as that one may fail and be set back to it."""
+    one, two = (_folder(tmp_path / name, name) for name in ("one", "two"))
+    async with controlled(nats_url, fleet, "a") as control, bus.connect(nats_url, fleet=fleet, client="you") as you:
+        control["a"].reply = unless(UpdateWeights, ACCEPTED)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(incomplete(control.rb.fleet.update_weights(one, version=1, upload=True)))
+            overtaken = await _heard(control["a"], UpdateWeights)
+            controller = control["a"].controller
+            second = tasks.create_task(incomplete(you.fleet.update_weights(two, version=2, upload=True)))
+            failing = await _heard(control["a"], UpdateWeights, version=2)
+            other, control["a"].controller = control["a"].controller, controller
+            await control["a"].ack(overtaken, status=AckStatus.STALE)
+            assert list((await first).ledger.stale) == ["a"]
+            control["a"].controller = other
+            await control["a"].ack(failing, **failed(ControlCode.BAD_SOURCE))
+            assert "was set back" in str(await second)
+
+        state = await control.store.read("m")
+        assert state is not None
+        assert [objects.partition("-")[0] for objects in _names_in(state)] == ["1"]
+        assert await _uploads(control, fleet) == {"m/weights/1"}
+
+
+async def test_only_what_was_uploaded_before_is_pruned(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An older version that came later is that of a controller which is about to go back to it."""
+    uploads = Uploads(nats_url, Subjects(fleet))
+    folder = _folder(tmp_path / "ckpt", "weights")
+
+    async def put(version: int) -> UpdateWeights:
+        update = UpdateWeights(version=version, source=WeightSource(path=str(folder)))
+        return replace(update, source=WeightSource(objects=await uploads.put("m", update, folder)))
+
+    async with controlled(nats_url, fleet) as control:
+        _, own, _, _ = [await put(version) for version in (1, 3, 2, 4)]
+        await uploads.prune("m", own, set())
+        assert await _uploads(control, fleet) == {"m/weights/2", "m/weights/3", "m/weights/4"}
+
+
+def _names_in(state: DesiredState) -> list[str]:
+    """The names of uploads that a state refers to."""
+    return [objects.rpartition("/")[2] for objects in sources_in(state)]
+
+
+async def _heard(worker: ControlledWorker, kind: type[AnyCommand], *, version: int = 1) -> AnyCommand:
+    """The next command of a kind that a worker hears."""
+    while True:
+        command = await worker.waiting.get()
+        if isinstance(command, kind) and getattr(command, "version", version) == version:
+            return command
+
+
+async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Each adapter's uploads are apart from the others' and from the weights'."""
+    async with controlled(nats_url, fleet, "a") as control:
+        folder = _folder(tmp_path / "x", "adapter")
+        for _ in range(3):
+            await control.rb.fleet.load_lora("org/x", folder, upload=True)
+        await control.rb.fleet.load_lora("y", folder, upload=True)
+
+        assert await _uploads(control, fleet) == {"m/loras/org=2Fx/2", "m/loras/org=2Fx/3", "m/loras/y/1"}
