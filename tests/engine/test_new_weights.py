@@ -160,6 +160,22 @@ def test_what_is_not_loaded_is_said(
     run(reloaded, load, models["moe2"])
 
 
+def test_weights_that_give_no_numbers_leave_nothing(
+    reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """What a checkpoint full of NaN has left in the KV cache is not found by those who come after the next load."""
+
+    def diverged(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.1.self_attn.v_proj.weight"][:] = float("nan")
+
+    run(reloaded, reloaded.engine.load_weights, changed_copy(models["moe"], tmp_path / "nan", diverged))
+    failed = reloaded.generate(*REQUESTS)
+    run(reloaded, reloaded.engine.load_weights, models["moe2"])
+
+    assert [result.last.error for result in failed] == ["the engine computed NaN as a log probability"] * 4
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
+
+
 def test_what_cannot_be_read_touches_nothing(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:

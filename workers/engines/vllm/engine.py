@@ -189,6 +189,7 @@ class VllmEngine:
 
         Cancellation: the engine goes on loading, and nobody hears how it ends.
         """
+        await self._clear_nan()
         await self._running().weights.load(path)
 
     @property
@@ -232,6 +233,7 @@ class VllmEngine:
     async def finish_weight_update(self) -> None:
         """All of them are there; the adapters are gone."""
         await self._running().weights.finish_transfer()
+        await self._clear_nan()
 
     async def close(self) -> None:
         """Stop the engine and every process it started; safe to call twice and after a failed `start`.
@@ -305,6 +307,12 @@ class VllmEngine:
             logger.error("engine.output_refused requests=%d", len(broken))
             await feed.abort(broken)
         return steps
+
+    async def _clear_nan(self) -> None:
+        """Put right what weights that compute NaN have left in the KV cache, or good ones would not get rid of it."""
+        if self._requests.has_seen_nan:
+            await self._running().calls.on_workers("rollbus_clear_nan")
+            self._requests.has_seen_nan = False
 
     def _running_feed(self) -> Feed:
         if self._feed is None or self._is_closed:

@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas.errors import ControlCode
 from workers.engines.vllm.answers import done, failed
-from workers.engines.vllm.reloading import Reload
+from workers.engines.vllm.reloading import Reload, clear_nan
 
 __all__ = ["WorkerExtension", "extension_name"]
 
@@ -44,6 +44,17 @@ class WorkerExtension:
             logger.exception("lora.load_failed name=%s", name)
             return failed(ControlCode.ENGINE_ERROR, exc)
         return failed(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
+
+    def rollbus_clear_nan(self) -> dict[str, Any]:
+        """Replace NaN and infinities in the KV cache by zeros; see `clear_nan`."""
+        worker: Any = self
+        try:
+            clear_nan(worker.model_runner.kv_caches)
+        except Exception as exc:
+            # A release that keeps its cache in another way.
+            logger.exception("cache.nan_not_cleared")
+            return failed(ControlCode.ENGINE_ERROR, exc)
+        return done()
 
     def _rollbus_reload(self) -> Reload:
         """The one object for this worker; a mixed-in class has no constructor that vLLM would call."""

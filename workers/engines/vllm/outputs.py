@@ -50,6 +50,10 @@ class _UnusableOutput(Exception):
     """The engine reported something that must not leave the worker; ends the request, harms no other."""
 
 
+class _NotANumber(_UnusableOutput):
+    """It computed NaN."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Open:
     """One request in the engine."""
@@ -83,6 +87,8 @@ class OpenRequests:
         self._open: dict[str, _Open] = {}
         self._engine_ids: dict[str, str] = {}
         self._num_opened = 0
+        self.has_seen_nan = False
+        """Some request got NaN, so that there may be NaN in the engine's KV cache; whoever clears that resets it."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -133,6 +139,7 @@ class OpenRequests:
                 step = self._step(request, output)
             except _UnusableOutput as exc:
                 step = _failed(request, str(exc))
+                self.has_seen_nan |= isinstance(exc, _NotANumber)
                 if output.finish_reason is None:
                     broken.append(output.engine_id)
             if step.finish_reason is not None:
@@ -232,7 +239,7 @@ def _split(table: LogprobTable, width: int) -> tuple[npt.NDArray[np.float32], To
     used = table.logprobs[:, : width + 1]
     if np.isnan(used).any():
         # For example when parameters leave no token to sample: every logit is -inf.
-        raise _UnusableOutput("the engine computed NaN as a log probability")
+        raise _NotANumber("the engine computed NaN as a log probability")
     if used.shape[1] <= width:
         raise _UnusableOutput(f"the engine returned {used.shape[1] - 1} of {width} top log probabilities")
     top = None

@@ -14,7 +14,7 @@ from typing import Any
 from schemas.errors import ControlCode
 from workers.engines.vllm.answers import done, failed
 
-__all__ = ["FINISH_TRANSFER", "INIT_TRANSFER", "START_TRANSFER", "UPDATE_TRANSFER", "Reload"]
+__all__ = ["FINISH_TRANSFER", "INIT_TRANSFER", "START_TRANSFER", "UPDATE_TRANSFER", "Reload", "clear_nan"]
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +222,20 @@ def _drop_leftovers(model: Any) -> None:
             info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def clear_nan(kv_caches: list[Any]) -> None:
+    """Replace NaN and infinities in the KV cache by zeros.
+
+    A block that is used again is not cleared by vLLM. What is in it beyond the end of the new request's tokens is
+    weighed with zero, and zero times NaN is NaN: without this, one request's NaN becomes that of many others.
+    """
+    for cache in kv_caches:
+        if isinstance(cache, list):
+            # Several tensors of one layer.
+            clear_nan(cache)
+        elif cache.is_floating_point() and cache.element_size() > 1:
+            cache.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _files(folder: Path) -> list[Path]:
