@@ -182,6 +182,29 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
     assert {*result.weight_versions.tolist()} == {1}
 
 
+async def test_before_the_first_update_there_are_the_weights_of_the_start(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """All loaded something else than was expected, and nothing was desired before: they go back to their own."""
+    one, two = folders(tmp_path)
+    path = tmp_path / "canary.json"
+    async with serving(nats_url, f"{fleet}-other", two, 1):
+        told = await run_rollbus(nats_url, f"{fleet}-other", "update-weights", str(two), "--version", "2", "--json")
+    path.write_text(json.dumps(json.loads(told.stdout)["workers"][0]["canary"]))
+    async with serving(nats_url, fleet, one, 2) as (rb, _):
+        before = await rb.complete(ask())
+        update = ("update-weights", str(one), "--version", "2", "--expected-canary", str(path))
+        ended = await run_rollbus(nats_url, fleet, *update)
+        state = await until(rb, lambda state: all(worker.state is WorkerState.SERVING for worker in state.workers))
+        after = await rb.complete(ask())
+
+    assert ended.code == ExitCode.FAILED
+    assert "not_verified" in ended.stderr
+    assert [(worker.weight_version, worker.target_version) for worker in state.workers] == [(1, 1), (1, 1)]
+    assert {*after.weight_versions.tolist()} == {1}
+    assert_same(after, before)
+
+
 async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """An older version is refused, and nothing changed, unless --allow-rollback is given; then it is as it was."""
     one, two = folders(tmp_path)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from bus.protocol.desired import WEIGHTS
 from schemas.control import (
     LORA_REGISTER,
     AnyCommand,
@@ -135,7 +136,7 @@ class Registers:
         return replace(command, mode="keep", clear_cache=command.clear_cache is not False)
 
     async def reset(self, register: str, report: Report, timeout_s: float) -> None:
-        """Nothing is desired of a register any more: undo what was, except weights, which stay.
+        """Nothing is desired of a register any more: undo what was, except weights, which stay, or are those before.
 
         Raises:
             ControlError: it was not done.
@@ -145,6 +146,11 @@ class Registers:
             await self._wake(report, timeout_s)
         elif self.transfer.is_open:
             raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights has begun here")
+        elif register == WEIGHTS:
+            if self.weights.is_poisoned and not self.is_asleep:
+                # As after an update that failed everywhere, before which nobody had been told anything.
+                await self._flow.stop("abort", timeout_s)
+                await self.weights.restore(report, timeout_s)
         elif register.startswith(LORA_REGISTER):
             name = register.removeprefix(LORA_REGISTER)
             await self._loras.unload(UnloadLora(name=name, timeout_s=timeout_s))
