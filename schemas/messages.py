@@ -141,7 +141,7 @@ def _enc_hook(value: object) -> object:
 
 
 def _enc_hook_json(value: object) -> object:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
@@ -310,13 +310,31 @@ def decode_command(data: bytes) -> AnyCommand:
     except msgspec.ValidationError as exc:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None
-        raise InvalidRequest(field="command", problem=f"does not decode: {exc}", allowed="docs/wire.md") from None
+        raise _wrong_command(str(exc)) from None
     except _MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
         # Each worker would make up its own, and nobody could tell whose the answers are.
         raise InvalidRequest(field="id", problem="is missing", allowed="an id of your own, new for each command")
     return command
+
+
+_PLACE = re.compile(r"(?P<problem>.*) - at `\$\.(?P<field>[^`]*)`", re.DOTALL)
+_NAMED = re.compile(r"Object (?P<problem>.*) field `(?P<field>[^`]*)`", re.DOTALL)
+"""How msgspec says where it has found what."""
+
+
+def _wrong_command(error: str) -> InvalidRequest:
+    """What msgspec says of a command, with the field's name where ours stand too."""
+    found = _PLACE.fullmatch(error)
+    problem, field = (error, "command") if found is None else (found["problem"], found["field"])
+    named = _NAMED.fullmatch(problem)
+    if named is not None:
+        field = named["field"] if found is None else f"{field}.{named['field']}"
+        problem = "is unknown" if "unknown" in named["problem"] else "is missing"
+    else:
+        problem = f"does not decode: {problem}"
+    return InvalidRequest(field=field, problem=problem, allowed="docs/wire.md")
 
 
 def command_id_of(data: bytes) -> str | None:

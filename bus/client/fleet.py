@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import msgspec
 
@@ -12,8 +12,8 @@ from bus.client.traffic import Traffic
 from bus.control.collector import OnAck
 from bus.protocol.ledger import Ledger
 from bus.queue.streams import QueueDepth
-from schemas import control
-from schemas.checks import check_name
+from schemas import control, limits
+from schemas.checks import check_bool, check_float, check_int, check_name, describe
 from schemas.control import AnyCommand, Canary, PauseMode, WeightSource
 from schemas.desired import DesiredState
 from schemas.errors import BusBroken, InvalidRequest
@@ -24,6 +24,8 @@ __all__ = ["DrainOptions", "Fleet", "FleetState", "SendOptions", "SourceOptions"
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
+MAX_COUNT: Final = 1_000_000
+"""Of workers to wait for: none will ever be so many."""
 
 
 class DrainOptions(TypedDict, total=False):
@@ -160,6 +162,9 @@ class Fleet:
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
+        count = check_int("count", count, 0, MAX_COUNT)
+        timeout_s = check_float("timeout_s", timeout_s, 0, limits.MAX_TIMEOUT_S)
+        model = None if model is None else check_name("model", model)
         await self._thread.run(self._watch.wait_for_workers(count, model, timeout_s))
 
     async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> Ledger:
@@ -186,8 +191,8 @@ class Fleet:
 
     async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> Ledger:
         """Have these workers hand their requests to others and take no more, until `resume`."""
-        fields, on_ack = _split({**options, "workers": workers})
-        return await self.send(control.Drain(**fields), on_ack=on_ack)
+        fields, on_ack = _split(options)
+        return await self.send(control.Drain(workers=_names("workers", workers), **fields), on_ack=on_ack)
 
     async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> Ledger:
         """Forget the prefix cache.
@@ -308,6 +313,8 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
     """The fields of a command among `options`, and who hears of answers."""
     fields = dict(options)
     on_ack = fields.pop("on_ack", None)
+    if on_ack is not None and not callable(on_ack):
+        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
     if fields.get("workers") is not None:
         fields["workers"] = _names("workers", fields["workers"])
     return fields, on_ack
@@ -316,19 +323,29 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
 def _take_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
     """The source, and whether it is to be uploaded; what says so is taken out of `fields`."""
     objects = fields.pop("objects", None)
-    upload = fields.pop("upload", False)
+    upload = check_bool("upload", fields.pop("upload", False))
     source = _source(path, objects)
     if upload and source.path is None:
         raise InvalidRequest(field="upload", problem="is set, and there is no path", allowed="a path, or no upload")
     return source, upload
 
 
-def _source(path: Path | None, objects: str | None) -> WeightSource:
-    return WeightSource(path=None if path is None else os.fspath(path), objects=objects)
+def _source(path: object, objects: str | None) -> WeightSource:
+    if path is None:
+        return WeightSource(objects=objects)
+    folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder:
+        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
+    return WeightSource(path=folder, objects=objects)
 
 
 def _names(field: str, names: Iterable[str]) -> tuple[str, ...]:
     """These names once each; one string would be taken for its letters."""
-    if isinstance(names, str):
-        raise InvalidRequest(field=field, problem="is a string", allowed="a list of ids")
-    return tuple(dict.fromkeys(names))
+    if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
+        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
+    found: dict[str, None] = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
+        found[name] = None
+    return tuple(found)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -20,9 +20,10 @@ from bus.protocol.fleet_view import Gone
 from bus.protocol.ledger import CommandIncomplete, Ledger, Roll
 from bus.protocol.roster import Roster, muster
 from bus.subjects import Subjects
-from schemas.control import Abort, AnyCommand
+from schemas.checks import describe
+from schemas.control import Abort, AnyCommand, Command
 from schemas.desired import DesiredState
-from schemas.errors import InvalidRequest, NoWorkers, RollbusError
+from schemas.errors import InvalidRequest, NoWorkers, RemoteProtocolError, RollbusError
 from schemas.messages import decode_command, encode_json
 from schemas.presence import WorkerPresence
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 HELD: Final = frozenset({"pause", "flush"})
 """Registers that are not set back: a pause that failed holds all the same, until a resume; a flush is over."""
+
+Kind = TypeVar("Kind", bound=Command)
 
 Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
 """Completes a command by what is recorded before it; what it raises refuses the command."""
@@ -121,7 +124,7 @@ class Commander:
             RemoteProtocolError: the desired state cannot be read; a reset clears it.
             BusBroken: JetStream or the connection failed; what was recorded before stays.
         """
-        check_command(command)
+        command = check_command(command)
         roster = await self.roster(command)
         return await self.conclude(await self.carry_out(command, roster, on_ack, revise=revise))
 
@@ -227,15 +230,19 @@ class Commander:
         return f"All workers of {recording.model} failed: what is desired of them was set back."
 
 
-def check_command(command: AnyCommand) -> None:
-    """Read a command as workers will, so that none of them finds what is wrong with it.
+def check_command(command: Kind) -> Kind:
+    """Read a command as workers will, so that none of them finds what is wrong with it; return what they will read.
 
     Raises:
         InvalidRequest: a field is wrong.
     """
+    if not isinstance(command, Command):
+        raise InvalidRequest(field="command", problem=f"is {describe(command)}", allowed="one of schemas.control")
     try:
-        decode_command(encode_json(command))
-    except TypeError as exc:
+        return cast(Kind, decode_command(encode_json(command)))
+    except InvalidRequest:
+        raise
+    except (TypeError, ValueError, RecursionError, RemoteProtocolError) as exc:
         raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="docs/wire.md") from exc
 
 

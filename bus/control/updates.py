@@ -73,7 +73,7 @@ class Updates:
             CommandIncomplete: not all workers have the new weights; its note says what holds.
             NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: as in `Commander.send`.
         """
-        check_command(command)
+        command = check_command(command)
         roster = await self._commander.roster(command)
         [model] = roster
         if command.expected_canary is not None:
@@ -95,7 +95,7 @@ class Updates:
         Raises:
             CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
         """
-        check_command(command)
+        command = check_command(command)
         roster = await self._commander.roster(command)
         return await self._conclude(await self._commander.carry_out(command, roster, on_ack), roster)
 
@@ -111,7 +111,7 @@ class Updates:
         Raises:
             CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
         """
-        check_command(command)
+        command = check_command(command)
         roster = await self._commander.roster(command)
         [model] = roster
         revise: Revise | None = None

@@ -1,16 +1,19 @@
 """Commands from `rb.fleet` to workers by hand: who must answer, and what the ledger says."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import bus
 from bus.client.fleet import Fleet
 from bus.embedded import EmbeddedServer
 from bus.protocol.desired import effective
-from schemas.control import Abort, AckStatus, Pause, State
+from schemas.control import Abort, AckStatus, Canary, Pause, State, UpdateWeights
 from schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
 from schemas.presence import WorkerState
 from tests.support.hand_control import ACCEPTED, controlled, failed, incomplete
@@ -86,7 +89,7 @@ async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
     async with controlled(nats_url, fleet, "a", "b") as control:
         with pytest.raises(InvalidRequest, match="workers names z, which cannot answer"):
             await control.rb.fleet.pause(workers=["a", "z"])
-        with pytest.raises(InvalidRequest, match="workers is a string"):
+        with pytest.raises(InvalidRequest, match="workers is 'a'"):
             await control.rb.fleet.drain("a")
 
         assert await control.store.models() == ()
@@ -110,34 +113,78 @@ async def test_a_command_for_one_worker_concerns_no_other(nats_url: str, fleet: 
         assert state.workers == {}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda fleet: fleet.pause(mode="maybe"), "mode"),
-        (lambda fleet: fleet.pause(timeout_s=0), "timeout_s"),
-        (lambda fleet: fleet.pause(workers=[]), "workers is empty"),
-        (lambda fleet: fleet.pause(workers=["a.b"]), "workers"),
-        (lambda fleet: fleet.pause(model=""), "model"),
-        (lambda fleet: fleet.sleep(3), "level"),
-        (lambda fleet: fleet.abort([]), "request_ids"),
-        (lambda fleet: fleet.check_weights(), "exactly one"),
-        (lambda fleet: fleet.check_weights("/a", objects="b/c"), "exactly one"),
-        (lambda fleet: fleet.update_weights("/a", version=-1), "version"),
-        (lambda fleet: fleet.update_weights(objects="b/c", version=1, upload=True), "upload is set"),
-        (lambda fleet: fleet.load_lora("", "/a"), "name"),
-        (lambda fleet: fleet.init_weight_transfer({"x": object()}), "cannot be sent"),
-    ],
-)
-async def test_a_wrong_field_is_refused_before_anybody_hears(
-    nats_url: str, fleet: str, change: Give, message: str
-) -> None:
+WRONG: list[tuple[Callable[[Any], Awaitable[object]], str]] = [
+    (lambda fleet: fleet.pause(mode="maybe"), "mode does not decode: Invalid enum value 'maybe'"),
+    (lambda fleet: fleet.pause(clear_cache="yes"), "clear_cache does not decode: Expected `bool`"),
+    (lambda fleet: fleet.pause(timeout_s=0), "timeout_s is 0"),
+    (lambda fleet: fleet.pause(timeout_s="soon"), "timeout_s is 'soon'"),
+    (lambda fleet: fleet.pause(workers=[]), "workers is empty"),
+    (lambda fleet: fleet.pause(workers=["a.b"]), "workers is 'a.b'"),
+    (lambda fleet: fleet.pause(workers="a"), "workers is 'a'"),
+    (lambda fleet: fleet.pause(workers=5), "workers is 5"),
+    (lambda fleet: fleet.pause(workers=[["a"]]), "workers has a list"),
+    (lambda fleet: fleet.pause(workers=["nobody"]), "workers names nobody"),
+    (lambda fleet: fleet.pause(model=""), "model is ''"),
+    (lambda fleet: fleet.pause(model="n"), "model is 'n'; allowed: one of m"),
+    (lambda fleet: fleet.pause(model=5), "model is 5"),
+    (lambda fleet: fleet.pause(on_ack=5), "on_ack is 5"),
+    (lambda fleet: fleet.drain(None), "workers is None"),
+    (lambda fleet: fleet.sleep(3), "level does not decode"),
+    (lambda fleet: fleet.abort([]), "request_ids does not decode"),
+    (lambda fleet: fleet.abort(5), "request_ids is 5"),
+    (lambda fleet: fleet.abort([5]), "request_ids has 5"),
+    (lambda fleet: fleet.check_weights(), "exactly one"),
+    (lambda fleet: fleet.check_weights("/a", objects="b/c"), "exactly one"),
+    (lambda fleet: fleet.check_weights(5), "path is 5"),
+    (lambda fleet: fleet.check_weights(objects=5), "source.objects does not decode"),
+    (lambda fleet: fleet.update_weights("/a", version=-1), "version does not decode: Expected `int` >= 0"),
+    (lambda fleet: fleet.update_weights("/a", version=None), "version does not decode"),
+    (lambda fleet: fleet.update_weights("", version=1, upload=True), "path is ''"),
+    (lambda fleet: fleet.update_weights(b"/a", version=1), "path is a bytes"),
+    (lambda fleet: fleet.update_weights("/a", version=1, upload="yes"), "upload is 'yes'"),
+    (lambda fleet: fleet.update_weights(objects="b/c", version=1, upload=True), "upload is set"),
+    (
+        lambda fleet: fleet.update_weights("/a", version=1, expected_canary=Canary(token_ids=(1,), logprobs=(0.0,))),
+        "expected_canary has 1 tokens",
+    ),
+    (lambda fleet: fleet.load_lora("", "/a"), "name is ''"),
+    (lambda fleet: fleet.load_lora(5, "/a"), "name is 5"),
+    (lambda fleet: fleet.init_weight_transfer({"x": object()}), "cannot be sent"),
+    (lambda fleet: fleet.init_weight_transfer(5), "info does not decode"),
+    (lambda fleet: fleet.send(5), "command is 5"),
+    (lambda fleet: fleet.wait_for_workers("two"), "count is 'two'"),
+    (lambda fleet: fleet.wait_for_workers(timeout_s=-1), "timeout_s is -1"),
+    (lambda fleet: fleet.reset(5), "model is 5"),
+]
+
+
+async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
     """The error names it; no worker is told, and nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control:
-        with pytest.raises(InvalidRequest, match=message):
-            await change(control.rb.fleet)
+        for change, message in WRONG:
+            with pytest.raises(InvalidRequest, match=re.escape(message)):
+                await change(control.rb.fleet)
 
         assert control["a"].heard == []
         assert await control.store.models() == ()
+
+
+async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
+    """Trainers count and compute with them; also lists stand for tuples."""
+    canary = Canary(token_ids=[np.int64(1)] * 5, logprobs=np.zeros(5, np.float32))  # type: ignore[arg-type]
+    async with controlled(nats_url, fleet, "a") as control:
+        version, timeout_s = np.int64(7), np.float32(9)
+        await control.rb.fleet.update_weights(
+            "/a",
+            version=version,  # type: ignore[arg-type]
+            timeout_s=timeout_s,  # type: ignore[arg-type]
+            expected_canary=canary,
+        )
+        _, heard = control["a"].heard
+
+    assert isinstance(heard, UpdateWeights)
+    assert (heard.version, heard.timeout_s) == (7, 9.0)
+    assert heard.expected_canary == Canary(token_ids=(1,) * 5, logprobs=(0.0,) * 5)
 
 
 async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: str) -> None:

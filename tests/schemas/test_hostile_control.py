@@ -30,7 +30,20 @@ def refused(**fields: Any) -> InvalidRequest:
 
 def test_a_misspelt_option_is_refused_by_name() -> None:
     """An unknown field is never left out silently: it might be the one that was meant."""
-    assert "clear_cash" in str(refused(command="pause", id="x", clear_cash=True))
+    error = refused(command="pause", id="x", clear_cash=True)
+
+    assert (error.field, error.problem) == ("clear_cash", "is unknown")
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    """Also where it is missing in a part."""
+    source = {"path": "/a"}
+    for fields, field in (
+        ({"source": source}, "version"),
+        ({"version": 1, "source": source, "expected_canary": {"token_ids": []}}, "expected_canary.logprobs"),
+    ):
+        error = refused(command="update_weights", id="x", **fields)
+        assert (error.field, error.problem) == (field, "is missing")
 
 
 @pytest.mark.parametrize("name", ["paus", "", None, 5, ["pause"], {"a": 1}])
