@@ -78,7 +78,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Which of n samples this is; `request.sampling.n` is 1 here."""
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """The weights that the model's workers should have had when the request was submitted; `max_weight_lag` counts
-    from there. None in later attempts, which it does not drop."""
+    from there. None without that, and in later attempts, which it does not drop."""
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 

@@ -38,11 +38,17 @@ class LiveCall:
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
         self.target_version: int | None = None
-        """Of the weights that the model's workers were to have when it was submitted; None until that is known."""
+        """Of the weights that the model's workers were to have when it was submitted; None until that is known, and
+        where nobody asks."""
         self.has_ended = False
         """All children have their terminal chunk, or the call has failed as a whole."""
         self.timer: asyncio.TimerHandle | None = None
         """Ends the call at its deadline."""
+
+    @property
+    def lacks_target(self) -> bool:
+        """It cannot be sent yet: nobody has said from where its `max_weight_lag` counts."""
+        return self.target_version is None and self.call.request.max_weight_lag is not None
 
     @property
     def next_attempt(self) -> int:
@@ -74,7 +80,7 @@ class Child:
         self.is_sent = False
         """The current attempt was handed to NATS."""
         self.direct_to: str | None = None
-        """The worker of its session, where the current attempt went there alone and not to the queue."""
+        """The worker that the current attempt was handed to, alone and not through the queue."""
         self.worker: str | None = None
         """Who admitted the current attempt; None before."""
         self.incarnation: str | None = None

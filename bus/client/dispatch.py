@@ -133,7 +133,8 @@ class Dispatch:
         self._line_wanted.set()
 
     def _note_target(self, live: LiveCall) -> None:
-        if live.target_version is None:
+        """Say from where `max_weight_lag` counts; nothing else asks."""
+        if live.target_version is None and live.call.request.max_weight_lag is not None:
             live.target_version = self._watch.target_version(live.model)
 
     def admitted(self, child: Child) -> None:
@@ -194,6 +195,8 @@ class Dispatch:
         if child.state is RequestState.WAITING and not self._watch.snapshot.is_served(child.live.model):
             return False
         self._note_target(child.live)
+        if child.is_first_attempt and child.live.lacks_target:
+            return False
         data = encode(
             RequestMessage(
                 client=self._client,
@@ -223,7 +226,7 @@ class Dispatch:
         self.stats.requests += 1
         if worker is not None:
             self.stats.direct += 1
-            message = f"the worker of its session did not answer within {DIRECT_WAIT_S:g} s"
+            message = f"worker {worker}, to which it was handed, did not answer within {DIRECT_WAIT_S:g} s"
             self._withdraw_in(DIRECT_WAIT_S, child, child.live.failure(ErrorCode.WORKER_LOST, message))
             await publish(self._nats, self._subjects.direct(self._client, worker), data)
             return
@@ -241,12 +244,16 @@ class Dispatch:
     def _direct_worker(self, child: Child) -> str | None:
         """The worker that this attempt should go to directly; None: anybody may take it."""
         live, request = child.live, child.live.call.request
-        if request.session_id is None or child.stream.attempt != live.first_attempt:
+        session_id, wanted = request.session_id, request.min_weight_version or 0
+        if child.stream.attempt != live.first_attempt or (session_id is None and not wanted):
             return None
-        worker = self._sessions.choose(live.model, request.session_id, self._watch.serving(live.model))
-        if worker is None or worker.free_slots == 0 or worker.weight_version < (request.min_weight_version or 0):
+        serving = self._watch.serving(live.model)
+        able = [worker for worker in serving if worker.weight_version >= wanted]
+        if session_id is None and len(able) == len(serving):
             return None
-        return worker.worker
+        # Where some workers are too old, the queue would hand it to one of them as likely as not.
+        chosen = self._sessions.choose(live.model, session_id or live.request_id, able)
+        return None if chosen is None or chosen.free_slots == 0 else chosen.worker
 
     def _withdraw_in(self, delay_s: float, child: Child, error: RequestError) -> None:
         """Have another attempt published then, unless this one has been stored or admitted."""
