@@ -6,7 +6,8 @@ RollbusError
 ├── EngineDead                the engine is gone; its worker exits
 ├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
 ├── RemoteProtocolError       a peer sent something that breaks the protocol
-├── ControlError              a worker did not carry out a command; carries `code`
+├── ControlError              a command was refused, or a worker did not carry it out; carries `code`
+├── CommandIncomplete         not every worker applied a command (bus.protocol.ledger); carries `ledger`
 └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
     ├── RequestRejected       before a worker admitted it
     │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
@@ -176,7 +177,7 @@ class RemoteProtocolError(RollbusError):
 
 
 class ControlError(RollbusError):
-    """One worker did not carry out a command.
+    """A command was refused before any worker heard of it, or, in a worker, not carried out.
 
     Attributes:
         code: why.

@@ -278,8 +278,8 @@ class Worker:
 
     def _carry_out(self, todo: Instructions) -> None:
         self._runner.abort(todo.abort)
-        self._sending.settle(message.ack for message in todo.ack)
-        self._sending.settle(partial(message.nak, delay_s) for message, delay_s in todo.nak)
+        naks = (partial(message.nak, delay_s) for message, delay_s in todo.nak)
+        self._sending.settle([*(message.ack for message in todo.ack), *naks])
         self._flow.look()
         if self._runner.num_free != self._num_free:
             self._num_free = self._runner.num_free

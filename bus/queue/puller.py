@@ -98,10 +98,6 @@ class QueuedRequest:
         """Keep it for another `ack_wait_s`."""
         await self._say(b"+WPI")
 
-    async def term(self) -> None:
-        """Remove it from the queue as one that nobody can serve."""
-        await self._say(b"+TERM")
-
     async def _say(self, what: bytes) -> None:
         if self._nats.is_connected:
             await publish(self._nats, self._reply, what)

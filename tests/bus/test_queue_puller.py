@@ -139,7 +139,7 @@ async def test_what_a_silent_worker_holds_goes_to_another(nats_url: str, fleet: 
 
 
 async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, fleet: str) -> None:
-    """After nak a request goes to the next worker with room at once, after term to none."""
+    """After nak a request goes to the next worker with room at once, after ack to none."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet) as worker:
         await until(lambda: exists_queue(client, fleet), True)
         await client.publish(b"x")
@@ -158,7 +158,7 @@ async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, f
 
         assert third.num_delivered == 3
 
-        await third.term()
+        await third.ack()
         await until(lambda: is_empty(client, fleet), True)
 
 
