@@ -18,7 +18,7 @@ from tests.support.results import TOLERANCE, assert_same, expert_sets
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ENGINE_ARGS = '{"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}'
-START_TIMEOUT_S = 100.0
+START_TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")

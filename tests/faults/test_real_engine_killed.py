@@ -16,7 +16,7 @@ from tests.support.worker_process import worker_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-START_TIMEOUT_S = 110.0
+START_TIMEOUT_S = 240.0
 ENGINE_ARGS = {"dtype": "float32", "max_model_len": 8192}
 
 
