@@ -93,7 +93,10 @@ class Loras:
     def _check_room(self, name: str) -> None:
         max_loras = self._runner.engine.capabilities.max_loras
         if not max_loras:
-            raise ControlError(ControlCode.UNSUPPORTED, "this engine takes no LoRA adapters")
+            raise ControlError(
+                ControlCode.UNSUPPORTED,
+                "this engine takes no LoRA adapters; its arguments may allow them, vLLM's with 'enable_lora'",
+            )
         if name not in self._loaded and len(self._loaded) >= max_loras:
             problem = f"this engine holds {max_loras} adapters and has {', '.join(sorted(self._loaded))}"
             raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload one of them first")
