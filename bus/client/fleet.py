@@ -280,9 +280,13 @@ class Fleet:
         return await self._thread.run(loading)
 
     async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> Ledger:
-        """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended."""
+        """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended.
+
+        What was uploaded for it is deleted.
+        """
         fields, on_ack = _split(options)
-        return await self.send(control.UnloadLora(name=name, **fields), on_ack=on_ack)
+        command = control.UnloadLora(name=name, **fields)
+        return await self._thread.run(self._traffic.updates.unload_lora(command, on_ack))
 
     async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> Ledger:
         """Pass `info` to the engines' `init_weight_transfer_engine`."""

@@ -25,6 +25,7 @@ from schemas.control import (
     Fence,
     FinishWeightUpdate,
     LoadLora,
+    UnloadLora,
     UpdateWeights,
     WeightSource,
 )
@@ -125,6 +126,33 @@ class Updates:
         if upload:
             await self._prune(model, ready, outcome)
         return ledger
+
+    async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> Ledger:
+        """Unload an adapter, and delete what was uploaded for it.
+
+        Raises:
+            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
+        """
+        command = check_command(command)
+        roster = await self._commander.roster(command)
+        [model] = roster
+        outcome = await self._commander.carry_out(command, roster, on_ack)
+        ledger = await self._commander.conclude(outcome)
+        for recording in outcome.recordings:
+            before = recording.before
+            for registers in (before.registers, *before.workers.values()):
+                recorded = registers.get(command.register)
+                if recorded is not None and isinstance(recorded.command, LoadLora):
+                    await self._forget(model, recorded.command)
+        return ledger
+
+    async def _forget(self, model: str, command: LoadLora) -> None:
+        try:
+            keep = sources_in(await self._state(model))
+        except RollbusError as exc:
+            logger.warning("upload.not_deleted objects=%s error=%s", command.source.objects, exc)
+            return
+        await self._uploads.forget(model, command, keep)
 
     async def _state(self, model: str) -> DesiredState:
         return await self._commander.store.read(model) or DesiredState(model=model)

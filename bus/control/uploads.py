@@ -78,6 +78,14 @@ class Uploads:
         except RollbusError as exc:
             logger.warning("upload.not_pruned bucket=%s home=%s error=%s", self._bucket, home, exc)
 
+    async def forget(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
+        """Delete the source of `command` too, which nobody wants any more, if it was uploaded here."""
+        objects = command.source.objects or ""
+        if objects.startswith(f"{self._bucket}/{_home(model, command)}/"):
+            await self.prune(model, command, keep)
+            if objects not in keep:
+                await self.drop(objects)
+
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Connection]:
         nats = await open_connection(self._url, name=f"rollbus uploads {self._bucket}")

@@ -30,6 +30,8 @@ PULL_BYTES: Final = 2 * 1024 * 1024
 beside it take 3 ms (p99), 10 with twice the size; the speed is the same from 1 to 8 MB."""
 PULLS: Final = 2
 """That stand at the server, which serves them in turns: more comes while something is written."""
+MAX_PART_BYTES: Final = 64 * 1024 * 1024
+"""No server takes larger messages, whatever a description says."""
 OVERHEAD_BYTES: Final = 64 * 1024
 """Of a message beyond `max_payload`, in the server's count: its subjects."""
 EXPIRES_S: Final = 30.0
@@ -170,7 +172,7 @@ class _Attempt:
         self._idle_heartbeats = 0
         self._lost: _AttemptLost | BusBroken | None = None
         options = progress.info.options
-        part_bytes = (options and options.max_chunk_size) or nats.max_payload
+        part_bytes = min((options and options.max_chunk_size) or nats.max_payload, MAX_PART_BYTES)
         self._question = msgspec.json.encode(
             {
                 # One more than there are: a pull that is filled up ends without a word.

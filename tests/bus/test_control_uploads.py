@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import bus
 from bus.control.uploads import Uploads, sources_in
 from bus.jetstream import ApiError, ask
-from bus.objects import list_objects
+from bus.objects import list_objects, put_folder
 from bus.subjects import Subjects
 from schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
 from schemas.desired import DesiredState
@@ -145,3 +145,17 @@ async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path)
         await control.rb.fleet.load_lora("y", folder, upload=True)
 
         assert await _uploads(control, fleet) == {"m/loras/org=2Fx/2", "m/loras/org=2Fx/3", "m/loras/y/1"}
+
+
+async def test_an_adapters_uploads_go_with_it(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A trainer that names each adapter anew fills no store; what somebody else has stored is his."""
+    async with controlled(nats_url, fleet, "a") as control:
+        folder = _folder(tmp_path / "x", "adapter")
+        own = await put_folder(control.nats, f"rollbus-{fleet}", "mine", folder)
+        for name in ("step-1", "step-2"):
+            await control.rb.fleet.load_lora(name, folder, upload=True)
+        await control.rb.fleet.load_lora("other", objects=own)
+        for name in ("step-1", "other"):
+            await control.rb.fleet.unload_lora(name)
+
+        assert await _uploads(control, fleet) == {"m/loras/step-2/1", ""}

@@ -249,6 +249,7 @@ async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[
     ("parts", "info", "said"),
     [
         (bytes(100), {}, "p/a is damaged: its SHA-256 is"),
+        (bytes(100), {"options": {"max_chunk_size": 2**63}}, "p/a is damaged"),
         (bytes(99), {}, "has 99 bytes in 1 of 1 parts; its description says 100"),
         (bytes(101), {}, "has 101 bytes"),
         (b"", {}, "has 0 parts where 1 are missing"),
