@@ -96,7 +96,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
 
     def start_worker(index: int) -> AbstractAsyncContextManager[Process]:
         options = ("--worker-id", f"w{index}", "--lease-s", str(settings.lease_s), "--log-level", "debug")
-        return worker_process(server.url, FLEET, *options, engine_args=msgspec.structs.asdict(engine), stderr=stderr)
+        return worker_process(server.url, FLEET, *options, engine_args=msgspec.to_builtins(engine), stderr=stderr)
 
     async with (
         EmbeddedServer() as server,
