@@ -30,7 +30,7 @@ from schemas.control import (
     WeightSource,
 )
 from schemas.desired import DesiredState
-from schemas.errors import ControlCode, ControlError, RollbusError
+from schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from schemas.limits import MAX_ERROR_CHARS
 
 __all__ = ["Updates"]
@@ -181,10 +181,16 @@ class Updates:
             yield command
             return
         objects = await self._uploads.put(model, command, Path(command.source.path or ""))
+        may_be_recorded_yet = False
         try:
             yield structs.replace(command, source=WeightSource(objects=objects))
+        except BusBroken:
+            # What was sent last arrives when the connection is back.
+            may_be_recorded_yet = True
+            raise
         finally:
-            await self._drop_unwanted(model, command, objects)
+            if not may_be_recorded_yet:
+                await self._drop_unwanted(model, command, objects)
 
     async def _drop_unwanted(self, model: str, command: Load, objects: str) -> None:
         try:

@@ -8,13 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 import bus
+from bus.control.store import DesiredStore
 from bus.control.uploads import Uploads, sources_in
 from bus.jetstream import ApiError, ask
 from bus.objects import list_objects, put_folder
 from bus.subjects import Subjects
 from schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
 from schemas.desired import DesiredState
-from schemas.errors import ControlCode, ControlError
+from schemas.errors import BusBroken, ControlCode, ControlError
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, incomplete, unless
 from tests.support.invariants import until
 
@@ -105,6 +106,21 @@ async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: s
         state = await control.store.read("m")
         assert state is not None
         assert [objects.partition("-")[0] for objects in _names_in(state)] == ["1"]
+        assert await _uploads(control, fleet) == {"m/weights/1"}
+
+
+async def test_an_upload_whose_recording_was_not_confirmed_stays(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether it will be desired."""
+
+    async def fail(*_: object) -> None:
+        raise BusBroken("cut off")
+
+    async with controlled(nats_url, fleet, "a") as control:
+        monkeypatch.setattr(DesiredStore, "change", fail)
+        with pytest.raises(BusBroken):
+            await control.rb.fleet.update_weights(_folder(tmp_path / "x", "x"), version=1, upload=True)
         assert await _uploads(control, fleet) == {"m/weights/1"}
 
 
