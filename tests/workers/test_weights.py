@@ -124,6 +124,18 @@ async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
         assert worker.standing == (4, False)
 
 
+async def test_what_the_trainer_expects_counts_also_of_weights_that_are_here(tmp_path: Path) -> None:
+    """Nothing is loaded then, and what they gave is what is compared."""
+    async with rig(tmp_path) as worker:
+        first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        path = worker.checkpoint("3", 3)
+        good = await worker.weights.update(update(path, 3, expected_canary=None), worker.report)
+        assert await worker.weights.update(update(path, 3, expected_canary=good), worker.report) == good
+        with pytest.raises(ControlError, match="differs from the expected one"):
+            await worker.weights.update(update(path, 3, expected_canary=first), worker.report)
+        assert worker.standing == (3, False)
+
+
 async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
     """Without routing in what is expected tokens and logprobs decide; what answers another request touches nothing."""
     async with rig(tmp_path) as worker:

@@ -140,13 +140,15 @@ class Weights:
 
         Raises:
             ControlError: `invalid_command`, `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`,
-                `cache_in_use`, `engine_error`: the weights are as they were. With `is_poisoned`: `half_written`,
-                `not_verified`, `timeout`; requests in flight were given up.
+                `cache_in_use`, `engine_error`, and `not_verified` of weights that are here already: they are as they
+                were. With `is_poisoned`: `half_written`, `not_verified`, `timeout`; requests in flight were given up.
             EngineDead: the engine is gone.
         """
-        if self.is_current(command):
-            return self.canary
         self._canaries.check(command.expected_canary)
+        if self.is_current(command):
+            if self.canary is not None and command.expected_canary is not None:
+                self._canaries.judge(self.canary, command.expected_canary, "the expected one")
+            return self.canary
         deadline = Deadline(command.timeout_s)
         path = await self._find(command.source, deadline, report)
         fingerprint = await fingerprint_of(path)
