@@ -56,6 +56,7 @@ LOAD_TIMEOUT_S = 600.0
 LORA_REGISTER = "lora:"
 """Begins the name of an adapter's register; the others are pause, weights, flush, sleep."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -339,23 +340,23 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wire version."""
     id: str
     """Of the command."""
-    command: str
+    command: Name
     """Its name."""
     worker: str
     """Who answers."""
-    incarnation: str
+    incarnation: Name
     """Which life of it."""
-    model: str
+    model: Name
     """Which model it serves."""
     status: AckStatus
     """How far it is."""
     epoch: int | None = None
     """Of the desired state that the answer is about; None for events."""
-    stage: str | None = None
+    stage: Name | None = None
     """With `progress`: what it is doing: fetching, checking, pausing, loading, verifying, flushing, resuming."""
     error: AckError | None = None
     """With `failed`, `unsupported` and `stale`."""
-    weight_version: Annotated[int, Meta(ge=0)] = 0
+    weight_version: Version = 0
     """Of the weights that the worker has now."""
     in_flight: Annotated[int, Meta(ge=0)] = 0
     """Requests in flight now."""
@@ -363,12 +364,12 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """From accepted to this answer."""
     canary: Canary | None = None
     """After an update: what the new weights give."""
-    signature: str | None = None
+    signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
     """Of the engine: canaries are compared between workers of the same."""
-    frames: dict[str, int] | None = None
+    frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """After a pause or an update: by `<client>/<incarnation>`, how many frames that link had sent. Later ones may still
     bring tokens of before, which waited for credit."""
-    request_ids: tuple[str, ...] | None = None
+    request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """After an abort: those that were in flight here."""
     state: Any | None = None
     """After `state`: the worker's presence, as a map."""

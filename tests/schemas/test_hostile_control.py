@@ -139,7 +139,22 @@ def test_deep_nesting_is_a_protocol_error() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("worker", "a.b"), ("worker", ""), ("id", ""), ("epoch", -1), ("weight_version", -1), ("in_flight", -1), ("v", 2)],
+    [
+        ("worker", "a.b"),
+        ("worker", ""),
+        ("id", ""),
+        ("epoch", -1),
+        ("weight_version", -1),
+        ("weight_version", 2**31),
+        ("in_flight", -1),
+        ("v", 2),
+        ("stage", "x" * 1000),
+        ("incarnation", "x" * 1000),
+        ("frames", {str(i): i for i in range(limits.MAX_CHUNKS_PER_FRAME + 1)}),
+        ("canary", {"token_ids": [1] * 1025, "logprobs": []}),
+        ("canary", {"token_ids": [-1], "logprobs": [0]}),
+        ("canary", {"token_ids": [1], "logprobs": [0], "shape": [1, 2]}),
+    ],
 )
 def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> None:
     """Names and numbers of an ack are checked before they reach a ledger."""
