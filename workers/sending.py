@@ -69,6 +69,12 @@ class Sending:
             self._changed.clear()
             await self._changed.wait()
 
+    async def wait_connected(self) -> None:
+        """Wait until what is sent can leave, as long as the lease lasts."""
+        while not self._nats.is_connected and self._life.may_speak():
+            self._changed.clear()
+            await self._changed.wait()
+
     async def wait_sent(self) -> None:
         """Wait until nothing can be sent: what is left lacks credit, a connection or a lease."""
         while self._can_send() and self._links.routes.sendable():

@@ -129,7 +129,7 @@ async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
     async with rig(tmp_path) as worker:
         await worker.transfer.start(StartWeightUpdate())
         heard_at = worker.transfer.heard_at
-        assert not worker.transfer.expire(heard_at + SILENCE_S)
+        assert not worker.transfer.expire(heard_at + SILENCE_S - 1)
         assert is_open(worker)
         assert worker.transfer.expire(heard_at + SILENCE_S + 1)
         assert worker.weights.is_poisoned

@@ -230,8 +230,13 @@ class Control:
             if register is None:
                 continue
             outcome = None
-            if heard.epoch is not None and self.reader.num_read >= heard.needs_read:
-                outcome = self.reconciler.outcome_of(register, heard.epoch)
+            if heard.epoch is not None:
+                # Begun before it was heard: the desired state was read first.
+                stage = self.reconciler.stage_of(register, heard.epoch)
+                if stage is not None:
+                    self._answers.report(heard, stage)
+                if self.reader.num_read >= heard.needs_read:
+                    outcome = self.reconciler.outcome_of(register, heard.epoch)
             if outcome is None and now > heard.heard_at + timeout_s + LATE_S:
                 what = "recorded" if heard.epoch is None else "brought about"
                 problem = f"not {what} within {timeout_s:g} s; the worker is {self._parts.life.state}"

@@ -34,8 +34,8 @@ MARGIN_S = 5.0
 """Beyond a command's own `timeout_s`, which its parts keep by themselves: nothing here may hang for ever."""
 FETCH_RETRY_S = 30.0
 """Before weights are tried again that could not be fetched: the object store, or the disk, may be there again."""
-RESET_S = 60.0
-"""For undoing what is no longer desired."""
+RESET_S = 600.0
+"""For undoing what is no longer desired; weights may have to be loaded for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,10 @@ class Reconciler:
         self._is_due = asyncio.Event()
         # Registers are brought one at a time, and some events must not come in between.
         self._lock = asyncio.Lock()
-        self._waiting: tuple[int, asyncio.Timeout] | None = None
+        # What may still be broken off because a later command takes its place: its register, its epoch, and how.
+        self._waiting: tuple[str, int, asyncio.Timeout] | None = None
+        # What is being done: for which register, of which epoch, and what.
+        self._stage: tuple[str, int, str] | None = None
         self.epoch = 0
         """Of the desired state that was dealt with last."""
         self.problem: str | None = None
@@ -105,8 +108,8 @@ class Reconciler:
         wanted = self._reader.target_version
         versions.target_version = versions.weight_version if wanted is None else wanted
         versions.wanted_loras = self._reader.wanted_loras
-        if self._waiting is not None and self._epoch_of(PAUSE) != self._waiting[0]:
-            self._waiting[1].reschedule(asyncio.get_running_loop().time())
+        if self._waiting is not None and self._epoch_of(self._waiting[0]) != self._waiting[1]:
+            self._waiting[2].reschedule(asyncio.get_running_loop().time())
         self._is_due.set()
         self._listeners.on_change()
 
@@ -131,6 +134,10 @@ class Reconciler:
             return dealt.outcome if dealt is not None and dealt.epoch == epoch else None
         message = f"a later command has set {register}"
         return Outcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
+
+    def stage_of(self, register: str, epoch: int) -> str | None:
+        """What is being done about the command that was recorded in `epoch`; None: nothing now."""
+        return self._stage[2] if self._stage is not None and self._stage[:2] == (register, epoch) else None
 
     def has_newer_weights(self, epoch: int | None) -> bool:
         """Other weights were recorded after `epoch`; None: since nobody knows when."""
@@ -194,8 +201,19 @@ class Reconciler:
             return
         command, epoch = due.recorded.command, due.recorded.epoch
         logger.info("command.begun command=%s epoch=%s", command.command, epoch)
-        work = self._registers.bring(command, lambda stage: self._listeners.on_progress(due.register, epoch, stage))
+
+        def report(stage: str) -> None:
+            if stage == "loading" and self._waiting is not None:
+                # From here on what is broken off would leave weights half written.
+                left_s = command.timeout_s + MARGIN_S
+                self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
+                self._waiting = None
+            self._stage = due.register, epoch, stage
+            self._listeners.on_progress(due.register, epoch, stage)
+
+        work = self._registers.bring(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
+        self._stage = None
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
         # While a transfer is open, the worker does not settle; what it said no to stands.
         is_shown_later = isinstance(command, Resume | Drain) and outcome.is_applied and not self._is_transferring
@@ -215,9 +233,11 @@ class Reconciler:
         """Carry `work` out; whatever it trips over, the worker goes on."""
         try:
             async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
-                if due.register == PAUSE and due.recorded is not None:
-                    self._waiting = due.recorded.epoch, limit
+                if due.register in (PAUSE, WEIGHTS) and due.recorded is not None:
+                    self._waiting = due.register, due.recorded.epoch, limit
                 canary = await work
+            # The answer cannot leave before either; so nothing that was sampled so far comes after it.
+            await self._sending.wait_connected()
             await self._cut()
         except ControlError as exc:
             return self._failed(due, exc)

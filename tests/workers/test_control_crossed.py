@@ -1,0 +1,159 @@
+"""Commands that cross: one that takes the place of another under way, waits behind one, or comes after it was begun."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.control import AckStatus
+from schemas.errors import ControlCode
+from schemas.presence import WorkerState
+from tests.support.checkpoints import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import hand_client
+from tests.support.hand_controller import hand_controller
+from tests.workers.control_requests import SLOW, endless, request_for, until_state
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+SLOW_LOAD = SyntheticConfig.from_args({"step_s": 0.002, "max_model_len": 10_000_000, "faults": {"load_s": 1.5}})
+
+
+def fields_of(root: Path) -> dict[str, Any]:
+    """A worker on weights of version 1, which may load what lies below `root`."""
+    own = write_checkpoint(root / "1", fill=1)
+    return {"weight_roots": (str(root),), "model_path": str(own), "weight_version": 1, "prove_reload": False}
+
+
+def checkpoint(root: Path, fill: int) -> dict[str, str]:
+    """The source of other weights."""
+    return {"path": str(write_checkpoint(root / str(fill), fill=fill))}
+
+
+async def test_an_update_ends_one_that_still_waits(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Where requests in flight hold up an update, a later one does not wait for it: that one is stale, at once."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields_of(tmp_path)),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        waiting = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2, mode="wait")
+        await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks(waiting)))
+        applied = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3, mode="keep")
+        await until_state(client, "w", WorkerState.SERVING)
+        count = len(client.chunks["r"])
+        await client.until(lambda: len(client.chunks["r"]) > count)
+
+        assert [ack.status for ack in boss.finals(waiting)] == [AckStatus.STALE]
+        assert applied.seconds < 30
+        assert {chunk.weight_version for chunk in client.chunks["r"]} == {1, 3}
+        assert not client.ended("r")
+
+
+async def test_an_update_that_loads_is_not_broken_off(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A later one comes after it; streams go through both, and the weights are never half written."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW_LOAD, **fields_of(tmp_path)),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        first = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
+        await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(first)))
+        late = await boss.command("resume", timeout_s=0.1)
+        await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3)
+        await until_state(client, "w", WorkerState.SERVING)
+        count = len(client.chunks["r"])
+        await client.until(lambda: len(client.chunks["r"]) > count)
+
+        [resumed] = boss.finals(late)
+        assert resumed.error is not None
+        assert (resumed.error.code, "the worker is updating" in resumed.error.message) == (ControlCode.TIMEOUT, True)
+        assert [ack.status for ack in boss.finals(first)] == [AckStatus.STALE]
+        versions = [chunk.weight_version for chunk in client.chunks["r"]]
+        assert versions == sorted(versions)
+        assert (versions[0], versions[-1]) == (1, 3)
+        assert not client.ended("r")
+
+
+async def test_who_asks_late_hears_what_is_being_done(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A worker that read the desired state first has begun; a command that comes then is told how far it is."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields_of(tmp_path)),
+    ):
+        await client.until_serving("w")
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        epoch = await boss.record("pause", id="p", mode="wait")
+        await until_state(client, "w", WorkerState.UPDATING)
+        await boss.command("pause", id="p", mode="wait", epoch=epoch)
+        await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks("p")))
+        await boss.applied("resume")
+
+        assert [ack.status for ack in boss.finals("p")] == [AckStatus.STALE]
+
+
+async def test_a_drain_and_a_sleep_wait_for_an_update(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Both come true after it, in the order in which they were recorded, and the woken worker has the new weights."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW_LOAD, **fields_of(tmp_path)),
+    ):
+        await client.until_serving("w")
+        update = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
+        await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(update)))
+        drain, sleep = await boss.command("drain", workers=["w"]), await boss.command("sleep", level=2)
+        for command in (update, sleep, drain):
+            assert (await boss.final(command)).status is AckStatus.APPLIED
+        await until_state(client, "w", WorkerState.DRAINED)
+        await boss.applied("resume", workers=["w"])
+        await until_state(client, "w", WorkerState.ASLEEP)
+        third = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3)
+        await until_state(client, "w", WorkerState.ASLEEP)
+        await boss.applied("wake")
+        await client.enqueue(request_for(3, "r"))
+        await client.until_ended("r")
+
+        assert third.weight_version == 3
+        assert {chunk.weight_version for chunk in client.chunks["r"]} == {3}
+
+
+async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """It serves what it was started with until the finish, which it cannot do; an update makes it serve again."""
+    fields = fields_of(tmp_path)
+    chunk = base64.b64encode((write_checkpoint(tmp_path / "2", fill=2) / "model.safetensors").read_bytes()).decode()
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="a", config=SLOW, **fields),
+    ):
+        await client.until_serving("a")
+        await boss.applied("start_weight_update")
+        async with synthetic_worker(nats_url, fleet, worker_id="b", config=SLOW, **fields):
+            await client.until_serving("b")
+            part = await boss.command("update_weight_chunk", info={"data": chunk})
+            await boss.until(lambda: len(boss.finals(part)) == 2)
+            finish = await boss.command("finish_weight_update", version=2)
+            await boss.until(lambda: len(boss.finals(finish)) == 2)
+            await until_state(client, "b", WorkerState.WAITING_FOR_WEIGHTS)
+            await until_state(client, "a", WorkerState.SERVING)
+            update = await boss.command("update_weights", source=checkpoint(tmp_path, 3), version=3)
+            await boss.until(lambda: len(boss.finals(update)) == 2)
+            await client.until_serving("a", "b")
+
+        said = {command: {ack.worker: ack.status for ack in boss.finals(command)} for command in (part, finish, update)}
+        applied, failed = AckStatus.APPLIED, AckStatus.FAILED
+        assert said[part] == said[finish] == {"a": applied, "b": failed}
+        assert said[update] == {"a": applied, "b": applied}
