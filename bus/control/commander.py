@@ -226,7 +226,7 @@ class Commander:
         except RollbusError as exc:
             logger.error("desired.not_set_back model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
             return f"All workers of {recording.model} failed, and what is desired could not be set back: {exc}."
-        logger.warning("desired.set_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
+        logger.info("desired.set_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
         return f"All workers of {recording.model} failed: what is desired of them was set back."
 
 

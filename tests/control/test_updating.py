@@ -168,7 +168,7 @@ async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fl
 
 
 async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Exit code 1, and a worker that starts afterwards is not led to weights that nobody could load."""
+    """Exit code 1, one line that says so, and a worker that starts afterwards is not led to weights that nobody has."""
     one, two = folders(tmp_path)
     fails: dict[str, Any] = {"faults": {"load": "refused", "good_loads": 1}}
     async with serving(nats_url, fleet, one, 2, **fails) as (rb, _):
@@ -177,6 +177,8 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
         result = await rb.complete(ask())
 
     assert ended.code == ExitCode.FAILED
+    assert ended.stderr.startswith("rollbus: update_weights was applied by 0 of 2 workers")
+    assert ended.stderr.endswith("set back.\n")
     assert "weights" not in state.desired["m"].registers
     assert [worker.weight_version for worker in state.workers] == [1, 1]
     assert {*result.weight_versions.tolist()} == {1}
