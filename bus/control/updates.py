@@ -235,15 +235,17 @@ class Updates:
         }
         differing = dissenters(outcome.ledger.applied, dtypes)
         if differing:
-            fenced = await self._fence(tuple(differing), roster)
+            epoch = max(recording.epoch for recording in outcome.recordings)
+            fenced = await self._fence(tuple(differing), roster, epoch)
             outcome = replace(outcome, ledger=_not_verified(outcome.ledger, differing, fenced))
         return await self._commander.conclude(outcome)
 
-    async def _fence(self, workers: tuple[str, ...], roster: Roster) -> frozenset[str]:
-        """Have these workers serve nothing; returns those that confirmed it."""
+    async def _fence(self, workers: tuple[str, ...], roster: Roster, epoch: int) -> frozenset[str]:
+        """Have these workers serve nothing, unless weights of after `epoch` are desired; returns who confirmed it."""
         logger.error("weights.not_verified workers=%s", ",".join(workers))
         fence = Fence(
             workers=workers,
+            epoch=epoch,
             reason="its canary differs from those of the other workers",
             timeout_s=FENCE_TIMEOUT_S,
         )

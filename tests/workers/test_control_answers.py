@@ -2,6 +2,7 @@
 
 import pytest
 
+from schemas.control import AckStatus
 from schemas.errors import ControlCode, ErrorCode
 from schemas.presence import WorkerState
 from tests.support.fleet import synthetic_worker
@@ -93,3 +94,21 @@ async def test_a_fenced_worker_serves_nothing(nats_url: str, fleet: str) -> None
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert client.presences["w"].last_error == "its canary differs"
         assert client.presences["w"].state is WorkerState.POISONED
+
+
+async def test_a_fence_from_before_newer_weights_is_stale(nats_url: str, fleet: str) -> None:
+    """Who compared the canaries of an update does not fence a worker that has later weights by now."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", weight_version=3),
+    ):
+        await client.until_serving("w")
+        old = await boss.applied("update_weights", version=3, source={"path": "/any"})
+        new = await boss.applied("update_weights", version=3, source={"path": "/any"})
+        late = await boss.do("fence", epoch=old.epoch)
+        await client.until_serving("w")
+        in_time = await boss.do("fence", epoch=new.epoch)
+
+        assert (late.status, late.error and late.error.code) == (AckStatus.STALE, ControlCode.STALE)
+        assert in_time.status is AckStatus.APPLIED
