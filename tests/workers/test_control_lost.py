@@ -1,0 +1,121 @@
+"""What a worker makes of a desired state that cannot be read, is gone, or names what is not there any more."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.connection import publish
+from schemas.control import AckStatus
+from schemas.errors import ControlCode
+from schemas.presence import WorkerState
+from tests.support.checkpoints import write_adapter, write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import MODEL, HandClient, hand_client
+from tests.support.hand_controller import HandController, hand_controller
+from tests.workers.control_requests import SLOW, request_for, until_state
+
+pytestmark = pytest.mark.slow
+
+
+async def spoil(client: HandClient, boss: HandController) -> None:
+    """Write something into the key that is no desired state."""
+    await client.nats.jetstream().publish(boss.store.subject(MODEL), b'{"model": 7}')
+
+
+async def ask(client: HandClient, request_id: str) -> None:
+    """Have a request answered."""
+    await client.enqueue(request_for(3, request_id))
+    await client.until_ended(request_id)
+
+
+async def test_garbage_changes_no_worker_that_serves(nats_url: str, fleet: str) -> None:
+    """It serves on, says that it does not know what is desired, and refuses commands; after a reset all is well."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
+    ):
+        await client.until_serving("w")
+        epoch = (await boss.applied("resume")).epoch
+        await spoil(client, boss)
+        raw = await boss.do("pause", timeout_s=5)
+        recorded = await boss.do("pause", epoch=(epoch or 0) + 1, timeout_s=0.2)
+        await ask(client, "r")
+        await client.until(lambda: "a reset clears it" in str(client.presences["w"].last_error))
+        await boss.store.reset(MODEL)
+        paused = await boss.applied("pause")
+        await until_state(client, "w", WorkerState.PAUSED)
+
+        assert [(ack.status, ack.error and ack.error.code) for ack in (raw, recorded)] == [
+            (AckStatus.FAILED, ControlCode.STORAGE),
+            (AckStatus.FAILED, ControlCode.TIMEOUT),
+        ]
+        assert raw.error is not None
+        assert "a reset clears it" in raw.error.message
+        assert (paused.epoch or 0) > (epoch or 0)
+        assert client.presences["w"].last_error is None
+
+
+async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, fleet: str) -> None:
+    """Nobody knows what it should be: it says so, waits, and serves after a reset."""
+    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
+        await boss.record("resume")
+        await spoil(client, boss)
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
+            await until_state(client, "w", WorkerState.UPDATING)
+            await client.until(lambda: client.presences["w"].last_error is not None)
+            assert client.presences["w"].state is WorkerState.UPDATING
+            assert worker.stats().puller.handed_over == 0
+            await boss.store.reset(MODEL)
+            await ask(client, "r")
+
+
+async def test_a_deleted_key_undoes_what_was_desired(nats_url: str, fleet: str) -> None:
+    """As NATS's own tools delete it: a paused worker serves, and later commands are no older than earlier ones."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
+    ):
+        await client.until_serving("w")
+        before = await boss.applied("pause")
+        await publish(client.nats, boss.store.subject(MODEL), b"", headers={"KV-Operation": "DEL"})
+        await ask(client, "r")
+        after = await boss.applied("pause")
+        await until_state(client, "w", WorkerState.PAUSED)
+
+        assert (after.epoch or 0) > (before.epoch or 0)
+
+
+async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Restarted where the recorded checkpoint and adapter are deleted: outdated, it says which path; it catches up.
+
+    An adapter alone does not keep it from serving.
+    """
+    own = write_checkpoint(tmp_path / "1", fill=1)
+    two, adapter = tmp_path / "2", write_adapter(tmp_path / "a")
+    write_checkpoint(two, fill=2)
+    fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(own), "weight_version": 1}
+    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields):
+            await client.until_serving("w")
+            await boss.applied("load_lora", name="a", source={"path": str(adapter)}, version=1)
+            await boss.applied("update_weights", source={"path": str(two)}, version=2)
+        shutil.rmtree(two)
+        shutil.rmtree(adapter)
+        client.presences.clear()
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields) as (worker, _):
+            await until_state(client, "w", WorkerState.OUTDATED)
+            lost = client.presences["w"]
+            write_checkpoint(two, fill=2)
+            await boss.applied("update_weights", source={"path": str(two)}, version=2)
+            await client.until_serving("w")
+            await ask(client, "r")
+            await client.until(lambda: "adapter a" in str(client.presences["w"].last_error))
+
+            assert (lost.weight_version, lost.target_version) == (1, 2)
+            assert str(two) in str(lost.last_error)
+            assert {chunk.weight_version for chunk in client.chunks["r"]} == {2}
+            assert worker.presence().loras == ()
