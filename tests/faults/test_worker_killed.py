@@ -27,6 +27,14 @@ def endless() -> GenerateRequest:
     )
 
 
+async def busy(rb: bus.Client) -> str:
+    """The worker that has a request in flight; it is asked, not remembered."""
+    while True:
+        for worker in (await rb.fleet.state()).workers:
+            if worker.in_flight:
+                return worker.worker
+
+
 async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: str, fleet: str) -> None:
     """Killed midway and nobody else there: after the grace time the stream fails as `worker_lost`."""
     async with (
@@ -72,21 +80,20 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
 
 async def test_a_stream_survives_its_worker(nats_url: str, fleet: str) -> None:
     """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens."""
-    wanted = greedy(5, 200)
+    wanted = greedy(5, 400)
     async with (
         observing(nats_url, fleet) as observer,
         bus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=SLOW) as doomed,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=SLOW) as a,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=SLOW) as b,
     ):
-        await rb.fleet.wait_for_workers()
+        await rb.fleet.wait_for_workers(2)
         stream = rb.generate(wanted)
         chunks = [await anext(stream)]
-        async with worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=SLOW):
-            await rb.fleet.wait_for_workers(2)
-            doomed.kill()
-            chunks += [chunk async for chunk in stream]
-            alone = await rb.complete(wanted)
-            await observer.check_at_rest()
+        {"a": a, "b": b}[await busy(rb)].kill()
+        chunks += [chunk async for chunk in stream]
+        alone = await rb.complete(wanted)
+        await observer.check_at_rest()
 
     check_stream(chunks, wanted)
     assert {chunk.attempt for chunk in chunks} == {0, 1}
@@ -97,20 +104,20 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     """SIGTERM: the process exits with 0, and another worker goes on with its streams at once, token by token."""
     async with (
         bus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as process,
+        worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as a,
+        worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW) as b,
     ):
-        await rb.fleet.wait_for_workers()
-        stream = rb.generate(greedy(5, 100))
+        await rb.fleet.wait_for_workers(2)
+        stream = rb.generate(greedy(5, 400))
         chunks = [await anext(stream)]
-        async with worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW):
-            await rb.fleet.wait_for_workers(2)
-            process.terminate()
-            chunks += [chunk async for chunk in stream]
-            async with asyncio.timeout(20):
-                assert await process.wait() == 0
-            alone = await rb.complete(greedy(5, 100))
+        process = {"a": a, "b": b}[await busy(rb)]
+        process.terminate()
+        chunks += [chunk async for chunk in stream]
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+        alone = await rb.complete(greedy(5, 400))
 
-    assert [chunk.chunk_index for chunk in chunks] == list(range(100))
+    assert [chunk.chunk_index for chunk in chunks] == list(range(400))
     assert {chunk.attempt for chunk in chunks} == {0, 1}
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), alone.token_ids)
 
