@@ -1,5 +1,6 @@
 """Commands that cross: one that takes the place of another under way, waits behind one, or comes after it was begun."""
 
+import asyncio
 import base64
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,15 @@ from typing import Any
 import pytest
 
 from schemas.control import AckStatus
-from schemas.errors import ControlCode
+from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
 from schemas.presence import WorkerState
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
+from tests.support.gated_engine import running
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
 from tests.workers.control_requests import SLOW, endless, request_for, until_state
-from workers.engines.synthetic import SyntheticConfig
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 pytestmark = pytest.mark.slow
 
@@ -157,3 +159,42 @@ async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
         applied, failed = AckStatus.APPLIED, AckStatus.FAILED
         assert said[part] == said[finish] == {"a": applied, "b": failed}
         assert said[update] == {"a": applied, "b": applied}
+
+
+class StubbornEngine(SyntheticEngine):
+    """Refuses to go on, or to freeze, once told so."""
+
+    refuses: str | None = None
+
+    async def pause(self) -> None:
+        """Freeze."""
+        self._check("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._check("resume")
+        await super().resume()
+
+    def _check(self, what: str) -> None:
+        if self.refuses == what:
+            raise ControlError(ControlCode.ENGINE_ERROR, "not now")
+
+
+@pytest.mark.parametrize("refuses", ["pause", "resume"])
+async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str, fleet: str) -> None:
+    """A worker that can neither freeze nor go on serves nobody: it tells all whose requests it has, and ends."""
+    engine = StubbornEngine(SLOW)
+    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with running(nats_url, fleet, engine):
+                await client.until_serving("w")
+                await client.enqueue(endless("r"))
+                await client.until(lambda: client.chunks["r"])
+                if refuses == "resume":
+                    await boss.applied("pause")
+                engine.refuses = refuses
+                await boss.command(refuses)
+                await asyncio.Event().wait()  # until the worker's end cancels this
+        assert caught.group_contains(EngineDead, match="it neither froze nor went on: not now")
+        assert client.error_of("r") == ErrorCode.ENGINE_DEAD
