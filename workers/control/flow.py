@@ -89,7 +89,8 @@ class Flow:
                 await self.thaw()
                 await self._until(lambda: not self.in_flight)
         except TimeoutError:
-            problem = f"{self.in_flight} requests are in flight after {timeout_s:g} s"
+            left = "the engine has not stopped" if mode == "keep" else f"{self.in_flight} requests are in flight"
+            problem = f"{left} after {timeout_s:.1f} s"
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
     def close(self) -> None:
