@@ -276,6 +276,7 @@ async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancel
         await asyncio.to_thread(waiting.wait)
         if is_cancelled_before:
             running.cancel()
+            await asyncio.wait({running})
         await thread.stop()
 
     assert running.cancelled() == is_cancelled_before
