@@ -16,7 +16,9 @@ from tests.support.gated_engine import running
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
 from tests.workers.control_requests import SLOW, endless, request_for, until_state
+from workers.control import reconcile
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.sending import Sending
 
 pytestmark = pytest.mark.slow
 
@@ -198,3 +200,33 @@ async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str,
                 await asyncio.Event().wait()  # until the worker's end cancels this
         assert caught.group_contains(EngineDead, match="it neither froze nor went on: not now")
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
+
+
+async def test_a_pause_may_be_resumed_while_its_last_frames_leave(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes its place when there is nothing left to break off is brought next."""
+    is_leaving, may_leave = asyncio.Event(), asyncio.Event()
+
+    async def leave(_self: Sending) -> None:
+        is_leaving.set()
+        await may_leave.wait()
+
+    monkeypatch.setattr(reconcile, "CUT_S", 60.0)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _),
+    ):
+        await client.until_serving("w")
+        monkeypatch.setattr(Sending, "wait_sent", leave)
+        pause = await boss.command("pause")
+        await is_leaving.wait()
+        resume = await boss.command("resume")
+        while worker._control.reader.epoch < 2:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        may_leave.set()
+
+        assert (await boss.final(resume)).status is AckStatus.APPLIED
+        assert (await boss.final(pause)).status is AckStatus.STALE
+        await client.until_serving("w")

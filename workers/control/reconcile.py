@@ -108,10 +108,19 @@ class Reconciler:
         wanted = self._reader.target_version
         versions.target_version = versions.weight_version if wanted is None else wanted
         versions.wanted_loras = self._reader.wanted_loras
-        if self._waiting is not None and self._epoch_of(self._waiting[0]) != self._waiting[1]:
-            self._waiting[2].reschedule(asyncio.get_running_loop().time())
+        self._break_off()
         self._is_due.set()
         self._listeners.on_change()
+
+    def _break_off(self) -> None:
+        """End what waits, if a later command has taken its place."""
+        if self._waiting is None:
+            return
+        (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
+        ends_at = limit.when()
+        # Once: a limit that is over cannot be moved.
+        if self._epoch_of(register) != epoch and ends_at is not None and ends_at > now:
+            limit.reschedule(now)
 
     def _retry_weights(self) -> None:
         """Make weights due again that failed for a reason which passes by itself."""
@@ -236,6 +245,8 @@ class Reconciler:
                 if due.register in (PAUSE, WEIGHTS) and due.recorded is not None:
                     self._waiting = due.register, due.recorded.epoch, limit
                 canary = await work
+                # There is nothing left to break off, nor may a limit be moved that is over.
+                self._waiting = None
             # The answer cannot leave before either; so nothing that was sampled so far comes after it.
             await self._sending.wait_connected()
             await self._cut()
@@ -326,7 +337,7 @@ class Reconciler:
                 self._flow.release_steps()
                 await self._flow.thaw()
             case WorkerEvent.SLEPT:
-                pass
+                self._waiting = None
             case _:
                 self._flow.give_up(self.problem or "this worker is drained")
                 await self._flow.thaw()
