@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bus.connection import publish
+from bus.embedded import EmbeddedServer
 from schemas.control import AckStatus
 from schemas.errors import ControlCode
 from schemas.presence import WorkerState
@@ -87,6 +88,24 @@ async def test_a_deleted_key_undoes_what_was_desired(nats_url: str, fleet: str) 
         await until_state(client, "w", WorkerState.PAUSED)
 
         assert (after.epoch or 0) > (before.epoch or 0)
+
+
+async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> None:
+    """A command that has the epoch of another, as the bucket was lost between the two, is carried out all the same."""
+    async with (
+        EmbeddedServer() as server,
+        hand_client(server.url, fleet) as client,
+        hand_controller(server.url, fleet) as boss,
+        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW),
+    ):
+        await client.until_serving("w")
+        await boss.applied("pause")
+        await until_state(client, "w", WorkerState.PAUSED)
+        await client.nats.jetstream().delete_stream("KV_rollbus")
+        resumed = await boss.applied("resume")
+        await until_state(client, "w", WorkerState.SERVING)
+
+        assert resumed.epoch == 1
 
 
 async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ class Reconciler:
         # As many as the desired state has, and those of which it has none any more for as long as that takes.
         self._dealt: dict[str, Dealt] = {}
         self._epoch_read = 0
+        self._ids_read: dict[tuple[str, int], str] = {}
         self._missed_at = 0.0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
@@ -98,11 +99,11 @@ class Reconciler:
 
     def on_read(self) -> None:
         """Look at what was read."""
-        if self._reader.epoch < self._epoch_read:
+        if self._is_lost():
             # Epochs never begin anew, unless the bucket was lost: nothing that was done says anything about this one.
             logger.warning("desired.lost epoch=%s was=%s", self._reader.epoch, self._epoch_read)
             self._dealt = {register: Dealt(-1, dealt.outcome) for register, dealt in self._dealt.items()}
-        self._epoch_read = self._reader.epoch
+        self._epoch_read, self._ids_read = self._reader.epoch, self._ids()
         self._retry_weights()
         versions = self._links.versions
         wanted = self._reader.target_version
@@ -111,6 +112,18 @@ class Reconciler:
         self._break_off()
         self._is_due.set()
         self._listeners.on_change()
+
+    def _ids(self) -> dict[tuple[str, int], str]:
+        """Of the commands that count, by register and epoch."""
+        effective = self._reader.effective
+        return {(register, recorded.epoch): recorded.command.id for register, recorded in effective.items()}
+
+    def _is_lost(self) -> bool:
+        """The desired state is another one than before: its epochs went back, or bear other commands."""
+        before = self._ids_read
+        return self._reader.epoch < self._epoch_read or any(
+            before.get(key, id_) != id_ for key, id_ in self._ids().items()
+        )
 
     def _break_off(self) -> None:
         """End what waits, if a later command has taken its place."""
