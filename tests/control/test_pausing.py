@@ -53,8 +53,8 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        expected = await rb.complete(ask(max_tokens=400))
-        stream = Stream(ask(max_tokens=400))
+        expected = await rb.complete(ask(max_tokens=1000))
+        stream = Stream(ask(max_tokens=1000))
         reading = tasks.create_task(stream.read(rb))
         await stream.has_begun.wait()
 
