@@ -1,11 +1,12 @@
 """What the commands to workers have in common: their options, their progress, and how their answers are shown."""
 
 import argparse
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from frontend.cli.arguments import positive_float
+from frontend.cli.arguments import positive_float, positive_int
 from frontend.cli.exits import CommandFailed, ExitCode, exit_code_of_ledger
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class Source(TypedDict):
     path: str | None
     objects: str | None
 
+
+EXPECT_WITHIN_S = 5.0
+"""For expected workers to be heard; live ones announce themselves every second."""
 
 Act = Callable[["Fleet", "SendOptions"], Awaitable["Ledger"]]
 """Gives the command to a fleet."""
@@ -43,6 +47,12 @@ def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True
             action="append",
             help="this worker; may be given several times (default: all, also those that start later)",
         )
+    group.add_argument(
+        "--expect",
+        metavar="N",
+        type=positive_int,
+        help="how many workers there are of the model, or of all: where fewer are heard, nothing is sent",
+    )
     group.add_argument(
         "--timeout-s", metavar="S", type=positive_float, help="for each worker (default: 60, or 600 to load something)"
     )
@@ -94,6 +104,8 @@ async def _control(args: argparse.Namespace, act: Act) -> int:
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         with waiting(_name(args)) as show:
+            if args.expect is not None:
+                await _expect(args.expect, args.model, rb.fleet)
             options = _send_options(args)
             options["on_ack"] = AckCounter(show).take
             try:
@@ -104,6 +116,24 @@ async def _control(args: argparse.Namespace, act: Act) -> int:
     if incomplete is not None:
         note(f"rollbus: {incomplete}")
     return exit_code_of_ledger(ledger)
+
+
+async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
+    """Wait until that many workers have been heard.
+
+    Raises:
+        CommandFailed: fewer were in time.
+    """
+    deadline = time.monotonic() + EXPECT_WITHIN_S
+    while True:
+        workers = (await fleet.state()).workers
+        heard = [worker.worker for worker in workers if model in (None, worker.model)]
+        if len(heard) >= count:
+            return
+        if time.monotonic() >= deadline:
+            names = f": {', '.join(heard)}" if heard else ""
+            problem = f"only {len(heard)} of {count} expected workers were heard, so nothing was sent{names}"
+            raise CommandFailed(problem, ExitCode.NO_WORKERS)
 
 
 def _send_options(args: argparse.Namespace) -> "SendOptions":

@@ -174,6 +174,19 @@ async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_u
     assert json.loads(status.stdout)["desired"] == {}
 
 
+async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet: str) -> None:
+    """--expect: with one of two workers there is nothing sent and the exit code 5; with two all goes on as always."""
+    async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
+        few = await run_rollbus(nats_url, fleet, "pause", "--expect", "3")
+        others = await run_rollbus(nats_url, fleet, "pause", "--model", "other", "--expect", "1")
+        assert heard == []
+        enough = await run_rollbus(nats_url, fleet, "pause", "--expect", "2")
+
+    assert (few.code, few.stdout, enough.code) == (ExitCode.NO_WORKERS, "", ExitCode.OK)
+    assert few.stderr.endswith("only 2 of 3 expected workers were heard, so nothing was sent: w0, w1\n")
+    assert (others.code, others.stdout) == (ExitCode.NO_WORKERS, "")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
