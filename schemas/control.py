@@ -268,6 +268,8 @@ class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
 
     version: Version
     """Of the new weights."""
+    allow_rollback: bool = False
+    """The version may be older than the present one, or the same as that of a checkpoint."""
     timeout_s: float = LOAD_TIMEOUT_S
 
 

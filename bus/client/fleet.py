@@ -303,13 +303,16 @@ class Fleet:
         fields, on_ack = _split(options)
         return await self.send(control.UpdateWeightChunk(info=info, **fields), on_ack=on_ack)
 
-    async def finish_weight_update(self, version: int, **options: Unpack[SendOptions]) -> Ledger:
+    async def finish_weight_update(
+        self, version: int, *, allow_rollback: bool = False, **options: Unpack[SendOptions]
+    ) -> Ledger:
         """End an update by the transfer engine: verified, compared and stamped as after `update_weights`.
 
-        A worker that starts later cannot get these weights, and serves nothing until the next update.
+        A worker that starts later cannot get these weights, and serves nothing until the next update. Where the version
+        is refused, as by `update_weights`, the transfer stays open, to be ended with another.
         """
         fields, on_ack = _split(options)
-        command = control.FinishWeightUpdate(version=version, **fields)
+        command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, **fields)
         return await self._thread.run(self._traffic.updates.finish_weight_update(command, on_ack))
 
 

@@ -93,6 +93,8 @@ class Updates:
     async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> Ledger:
         """End an update by the engines' own transfer, and compare the canaries as after `update_weights`.
 
+        A version that is refused leaves the transfer open: it can be ended with another.
+
         Raises:
             CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
         """
@@ -157,7 +159,7 @@ class Updates:
     async def _state(self, model: str) -> DesiredState:
         return await self._commander.store.read(model) or DesiredState(model=model)
 
-    async def _refuse_old(self, model: str, command: UpdateWeights, roster: Roster) -> None:
+    async def _refuse_old(self, model: str, command: UpdateWeights | FinishWeightUpdate, roster: Roster) -> None:
         """Raise what recording would raise, before anything is uploaded or asked."""
         state = await self._state(model)
         desired.record(state, command)

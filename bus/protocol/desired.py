@@ -8,7 +8,7 @@ for that one: therefore one for all removes those for single workers.
 from msgspec.structs import replace
 
 from schemas import limits
-from schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights
+from schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights, WeightSource
 from schemas.desired import DesiredState, Recorded, Seen
 from schemas.errors import ControlCode, ControlError
 
@@ -16,6 +16,7 @@ __all__ = [
     "WEIGHTS",
     "cleared",
     "effective",
+    "may_come_back",
     "next_lora_version",
     "record",
     "set_back",
@@ -46,7 +47,7 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
         raise ControlError(
             ControlCode.INVALID_COMMAND, f"model is {command.model!r}; this is the desired state of {state.model!r}"
         )
-    if isinstance(command, UpdateWeights):
+    if isinstance(command, UpdateWeights | FinishWeightUpdate):
         _check_version(state, command)
     epoch = state.epoch + 1
     command = replace(command, epoch=epoch, model=state.model)
@@ -156,7 +157,7 @@ def cleared(state: DesiredState) -> DesiredState:
     return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen)
 
 
-def _check_version(state: DesiredState, command: UpdateWeights) -> None:
+def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpdate) -> None:
     """Refuse to go back, or to call other weights by the same version, where that was not asked for."""
     if command.allow_rollback:
         return
@@ -168,16 +169,21 @@ def _check_version(state: DesiredState, command: UpdateWeights) -> None:
         present = registers[WEIGHTS].command if WEIGHTS in registers else None
         if not isinstance(present, UpdateWeights | FinishWeightUpdate):
             continue
-        source = present.source if isinstance(present, UpdateWeights) else None
+        source = _source_of(present)
         if command.version < present.version:
             problem = f"is older than the recorded {present.version}"
-        elif command.version == present.version and command.source != source:
+        elif command.version == present.version and _source_of(command) != source:
             problem = f"is recorded already, from {source or 'a transfer engine'}"
         else:
             continue
         raise ControlError(
             ControlCode.OLD_VERSION, f"version {command.version} {problem}; allow_rollback permits it all the same"
         )
+
+
+def _source_of(command: UpdateWeights | FinishWeightUpdate) -> WeightSource | None:
+    """None: they came by a transfer."""
+    return command.source if isinstance(command, UpdateWeights) else None
 
 
 def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], register: str, epoch: int) -> None:

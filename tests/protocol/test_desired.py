@@ -125,9 +125,11 @@ def test_workers_with_commands_of_their_own_are_bounded() -> None:
         (UpdateWeights(version=1, source=TWO), "version 1 is older than the recorded 2"),
         (UpdateWeights(version=2, source=ONE), "version 2 is recorded already, from /ckpt/2"),
         (UpdateWeights(version=1, source=TWO, workers=("a",)), "version 1 is older than the recorded 2"),
+        (FinishWeightUpdate(version=1), "version 1 is older than the recorded 2"),
+        (FinishWeightUpdate(version=2), "version 2 is recorded already, from /ckpt/2"),
     ],
 )
-def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights, message: str) -> None:
+def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights | FinishWeightUpdate, message: str) -> None:
     """A version does not go back, and does not name two sources, unless a rollback is allowed."""
     state = recorded(UpdateWeights(version=2, source=TWO))
 
