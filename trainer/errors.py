@@ -1,0 +1,23 @@
+"""What can go wrong between the bus and a training step.
+
+RollbusError (schemas.errors)
+├── StitchError      turns, attempts or pieces of routing do not make one sequence
+├── PackError        a sample contradicts itself, or samples cannot become micro-batches
+└── ReplayError      a model cannot use the routing it was given
+"""
+
+from schemas.errors import RollbusError
+
+__all__ = ["PackError", "ReplayError", "StitchError"]
+
+
+class StitchError(RollbusError, ValueError):
+    """Pieces do not make one sequence: a gap, an overlap that disagrees, or another model's layout."""
+
+
+class PackError(RollbusError, ValueError):
+    """A sample contradicts itself, or samples cannot become micro-batches."""
+
+
+class ReplayError(RollbusError):
+    """A model cannot use the routing it was given, or is used in a way that would silently route otherwise."""
