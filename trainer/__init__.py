@@ -1,1 +1,34 @@
-"""What a training process does with routed experts: stitching, packing, replay. Needs no NATS."""
+"""What a training process does with what the bus delivers: stitching, packing, replay. Needs no NATS.
+
+from trainer import Stitcher, pack
+
+stitcher = Stitcher()
+stitcher.add(prompt_token_ids, generation)
+batches = pack([stitcher.sample(advantage=1.0)], max_tokens=8192)
+"""
+
+from trainer.errors import PackError, ReplayError, StitchError
+from trainer.importance import importance_weights, sampler_kl
+from trainer.packing import NO_EXPERT, PADDING, MicroBatch, pack
+from trainer.sample import NOT_SAMPLED, Sample
+from trainer.staleness import drop_stale, mask_stale
+from trainer.stitching import Stitcher, Turn, stitch_rows
+
+__all__ = [
+    "NOT_SAMPLED",
+    "NO_EXPERT",
+    "PADDING",
+    "MicroBatch",
+    "PackError",
+    "ReplayError",
+    "Sample",
+    "StitchError",
+    "Stitcher",
+    "Turn",
+    "drop_stale",
+    "importance_weights",
+    "mask_stale",
+    "pack",
+    "sampler_kl",
+    "stitch_rows",
+]
