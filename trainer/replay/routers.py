@@ -1,0 +1,128 @@
+"""A model's routers, and whether rows of routed experts are theirs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ReplayError
+from trainer.replay.formulas import SUPPORTED, Formula, formula_of
+
+__all__ = ["Router", "check_rows", "find_routers", "layer_of_rows"]
+
+_ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router in its place."""
+
+    name: str
+    """Its path in the model: `model.layers.3.mlp.gate`."""
+    module: nn.Module
+    formula: Formula
+    layer: int
+    """Among all hidden layers, with or without experts."""
+    num_hidden_layers: int
+    top_k: int
+    num_experts: int
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """The model's routers, by layer.
+
+    Raises:
+        ReplayError: there is none, one is of an unknown kind, or they are not one for each layer of one stack.
+    """
+    modules = dict(model.named_modules())
+    routers: list[Router] = []
+    stacks: set[str] = set()
+    for name, module in modules.items():
+        formula = formula_of(type(module))
+        if formula is None:
+            if type(module).__name__.endswith("Router"):
+                raise ReplayError(f"{name} is a {type(module).__name__}, which cannot be replayed; {_supported()}")
+            continue
+        parts = name.split(".")
+        prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
+        stack = next((prefix for prefix in prefixes if isinstance(modules[prefix], nn.ModuleList)), None)
+        if stack is None:
+            raise ReplayError(f"{name} is in no nn.ModuleList of layers; a model as transformers builds it is needed")
+        stacks.add(stack)
+        top_k, num_experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+        if not isinstance(top_k, int) or not isinstance(num_experts, int):
+            raise ReplayError(f"{name} has no integers top_k and num_experts; transformers >= 5 is needed")
+        layer, num_hidden_layers = int(parts[stack.count(".") + 1]), len(list(modules[stack].children()))
+        routers.append(Router(name, module, formula, layer, num_hidden_layers, top_k, num_experts))
+    if not routers:
+        raise ReplayError(f"{type(model).__name__} has no router that can be replayed; {_supported()}")
+    if len({(router.top_k, router.num_experts) for router in routers}) > 1:
+        raise ReplayError("the model's routers differ in top_k or in the number of experts; rows have one layout")
+    layers_seen = [router.layer for router in routers]
+    if len(stacks) > 1 or len(set(layers_seen)) < len(layers_seen):
+        names = ", ".join(router.name for router in routers)
+        raise ReplayError(f"rows have one layer for each of one stack of layers; the model has the routers {names}")
+    return sorted(routers, key=lambda router: router.layer)
+
+
+def _supported() -> str:
+    return f"supported are the routers of transformers >= 5: {', '.join(SUPPORTED)}"
+
+
+def layer_of_rows(routers: list[Router], num_layers: int) -> list[int]:
+    """For each router its index among the `num_layers` layers of a row.
+
+    vLLM's rows have every hidden layer, those without experts as zeros; rows of the layers with experts alone will do.
+
+    Raises:
+        ReplayError: `num_layers` is neither.
+    """
+    num_hidden_layers = routers[0].num_hidden_layers
+    if num_layers == num_hidden_layers:
+        return [router.layer for router in routers]
+    if num_layers == len(routers):
+        return list(range(len(routers)))
+    raise ReplayError(
+        f"rows have {num_layers} layers, the model has {num_hidden_layers}, of which {len(routers)} have experts"
+    )
+
+
+def check_rows(routed_experts: Tensor, routers: list[Router]) -> None:
+    """Check rows i[B, T, L, K] against the model's routers; layers without experts are not looked at.
+
+    Raises:
+        ReplayError: the first fault, with its place. A row that repeats an expert is one: zeros where there is no
+            routing would otherwise pass as expert 0.
+    """
+    if routed_experts.ndim != 4 or routed_experts.dtype not in _ROW_DTYPES:
+        found = f"{routed_experts.dtype} of shape {list(routed_experts.shape)}"
+        raise ReplayError(f"routed experts are {found}; allowed: integers [batch, tokens, layers, top_k]")
+    layers = layer_of_rows(routers, routed_experts.shape[2])
+    if routed_experts.shape[3] != routers[0].top_k:
+        raise ReplayError(
+            f"rows have {routed_experts.shape[3]} experts a layer; the model's top_k is {routers[0].top_k}"
+        )
+    if routed_experts.numel() == 0:
+        return
+    with_experts = routed_experts
+    if len(layers) < routed_experts.shape[2]:
+        with_experts = routed_experts.index_select(2, torch.tensor(layers, device=routed_experts.device))
+    # One plane [B, T, L] for each of the top_k: a hundred times faster than to sort or reduce along a short last axis.
+    planes = with_experts.movedim(-1, 0).contiguous()
+    lowest, highest = planes.amin(dim=0).long(), planes.amax(dim=0).long()
+    own_choice = highest < 0
+    repeats = torch.zeros_like(own_choice)
+    for i, plane in enumerate(planes):
+        for earlier in planes[:i]:
+            repeats |= plane == earlier
+    num_experts = routers[0].num_experts
+    for wrong, allowed in (
+        ((lowest < -1) | (highest >= num_experts), f"0 to {num_experts - 1}, or -1 for the router's own choice"),
+        ((lowest < 0) & ~own_choice, "-1 for all of a row's experts, or for none"),
+        (repeats & ~own_choice, "different experts"),
+    ):
+        if bool(wrong.any()):
+            sequence, position, layer = wrong.nonzero()[0].cpu().numpy()
+            ids = with_experts[sequence, position, layer].cpu().numpy()
+            place = f"sequence {sequence}, position {position}, {routers[layer].name}"
+            raise ReplayError(f"{place}: experts {ids}; allowed: {allowed}")
