@@ -11,6 +11,7 @@ from trainer.errors import PackError, ReplayError, StitchError
 from trainer.importance import importance_weights, sampler_kl
 from trainer.packing import NO_EXPERT, PADDING, MicroBatch, pack
 from trainer.sample import NOT_SAMPLED, Sample
+from trainer.segments import attention_mask, segment_indices
 from trainer.staleness import drop_stale, mask_stale
 from trainer.stitching import Stitcher, Turn, stitch_rows
 
@@ -25,10 +26,12 @@ __all__ = [
     "StitchError",
     "Stitcher",
     "Turn",
+    "attention_mask",
     "drop_stale",
     "importance_weights",
     "mask_stale",
     "pack",
     "sampler_kl",
+    "segment_indices",
     "stitch_rows",
 ]

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from trainer.errors import PackError
+from trainer.segments import segment_indices
 
 __all__ = ["importance_weights", "sampler_kl"]
 
@@ -113,9 +114,7 @@ def _sum_by_sequence(log_ratio: torch.Tensor, cu_seqlens: torch.Tensor | None) -
             f"cu_seqlens of shape {tuple(cu_seqlens.shape)} with logprobs of shape {tuple(log_ratio.shape)};"
             " allowed: [n + 1] with [1, T]"
         )
-    num_tokens = log_ratio.shape[1]
-    positions = torch.arange(num_tokens, device=log_ratio.device)
-    segments = torch.bucketize(positions, cu_seqlens[1:-1].to(positions.dtype), right=True)
+    segments = segment_indices(cu_seqlens.to(log_ratio.device), log_ratio.shape[1])
     sums = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float64, device=log_ratio.device)
     sums.index_add_(0, segments, log_ratio[0].double())
     return sums[segments].float()[None]

@@ -53,6 +53,15 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     """i32[n + 1]: where each sample begins, and T. Padding is one more segment at the end: then i32[n + 2]."""
 
+    def model_inputs(self) -> dict[str, torch.Tensor | bool]:
+        """What a Hugging Face model is called with: `model(**batch.model_inputs()).logits` is [1, T, vocabulary].
+
+        There is no attention mask, and no cache: under these two conditions transformers reads from `position_ids`
+        where samples begin, and keeps attention within them. With its default, `use_cache=True`, it does not, and
+        every sample silently sees those before it.
+        """
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
         """The same on a device."""
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()}

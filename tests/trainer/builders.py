@@ -1,0 +1,73 @@
+"""Samples and turns whose every entry says where it belongs, so that a shift by one shows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from schemas.rows import Rows
+from trainer import Sample
+
+NUM_EXPERTS = {"u1": 256, "u2": 1000}
+
+
+def rows_of(num_rows: int, *, layers: int = 2, top_k: int = 3, dtype: str = "u1", seed: int = 0) -> Rows:
+    """Random routing: in each row and layer, `top_k` different experts of all that the dtype is for."""
+    # Steps of different odd sizes from a random id: different ids, without a shuffle of all experts for each row.
+    first = np.random.default_rng(seed).integers(0, NUM_EXPERTS[dtype], (num_rows, layers, 1))
+    step = 2 * np.random.default_rng(seed + 1).integers(0, 40, (num_rows, layers, 1)) + 1
+    return ((first + step * np.arange(top_k)) % NUM_EXPERTS[dtype]).astype(dtype)
+
+
+def sample_of(size: int, *, start: int = 0, first: int = 1, routed: str | None = "u1", **fields: Any) -> Sample:
+    """A sample that was sampled from position `first` on; all its entries count up from numbers of their own."""
+    sampled = np.arange(size) >= first
+    values: dict[str, Any] = {
+        "token_ids": np.arange(100, 100 + size, dtype=np.int32),
+        "loss_mask": sampled,
+        "logprobs": np.where(sampled, -np.arange(size) / 8, 0).astype(np.float32),
+        "weight_versions": np.where(sampled, np.arange(size), -1).astype(np.int32),
+        "routed_experts": None if routed is None else rows_of(max(size - 1 - start, 0), dtype=routed, seed=size),
+        "start": 0 if routed is None else start,
+        "advantage": 0.5,
+    }
+    return Sample(**(values | fields))
+
+
+@dataclass
+class FakeTurn:
+    """What `trainer.Turn` asks for."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32] | None
+    weight_versions: npt.NDArray[np.int32]
+    routed_experts: Rows | None
+    start: int = 0
+
+
+def turn_of(whole: Sample, prompt_len: int, end: int, *, start: int | None = 0) -> FakeTurn:
+    """The turn that sampled positions `prompt_len` to `end - 1` of a sample, with its rows from `start` on."""
+    span = slice(prompt_len, end)
+    rows = whole.routed_experts
+    if start is None or rows is None:
+        rows = None
+    elif prompt_len == end:
+        rows = rows[:0]
+    else:
+        rows = rows[start : end - 1]
+    return FakeTurn(whole.token_ids[span], whole.logprobs[span], whole.weight_versions[span], rows, start or 0)
+
+
+@st.composite
+def samples(draw: st.DrawFn, max_size: int = 24) -> Sample:
+    """Any sample: length, dtype, start and loss mask; or one without routing."""
+    size = draw(st.integers(2, max_size))
+    routed = draw(st.sampled_from([None, "u1", "u2"]))
+    start = draw(st.integers(0, size - 1)) if routed else 0
+    mask = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    mask[: start + 1] = False
+    versions = np.where(mask, np.arange(size), -1).astype(np.int32)
+    advantage = draw(st.sampled_from([0.25, np.arange(size, dtype=np.float32)]))
+    return sample_of(size, start=start, routed=routed, loss_mask=mask, weight_versions=versions, advantage=advantage)

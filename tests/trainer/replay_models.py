@@ -1,0 +1,156 @@
+"""Tiny mixtures of experts of several families, and rows of experts for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "FAMILIES",
+    "NUM_EXPERTS",
+    "TOP_K",
+    "Run",
+    "build",
+    "difference",
+    "moe_blocks",
+    "own_rows",
+    "random_rows",
+    "router_of",
+    "run",
+    "seen",
+    "tokens",
+]
+
+NUM_EXPERTS = 8
+TOP_K = 3
+Run = dict[str, Tensor]
+"""Logits, and gradients by the names of parameters."""
+
+_COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": NUM_EXPERTS,
+    "num_local_experts": NUM_EXPERTS,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"norm_topk_prob": True}),
+    "qwen3_moe-plain": ("Qwen3Moe", {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("Qwen2Moe", {"shared_expert_intermediate_size": 16}),
+    "mixtral": ("Mixtral", {}),
+    "olmoe": ("Olmoe", {}),
+    "deepseek_v3": ("DeepseekV3", _LATENT | _GROUPS | {"num_key_value_heads": 4, "routed_scaling_factor": 2.5}),
+    "deepseek_v2": ("DeepseekV2", _LATENT | _GROUPS | {"num_key_value_heads": 4, "topk_method": "greedy"}),
+    "glm4_moe": ("Glm4Moe", _GROUPS | {"routed_scaling_factor": 1.5}),
+    "minimax_m2": ("MiniMaxM2", {"rotary_dim": 8}),
+    "gpt_oss": ("GptOss", {}),
+    "granitemoe": ("GraniteMoe", {}),
+}
+"""Class prefix and settings, by family."""
+
+
+def build(family: str = "qwen3_moe", *, num_layers: int = 3, **settings: Any) -> Any:
+    """A model of random weights, always the same, in float32 and training mode."""
+    import transformers
+
+    prefix, particular = FAMILIES[family]
+    config_class = getattr(transformers, f"{prefix}Config")
+    config = config_class(**_COMMON | {"num_hidden_layers": num_layers} | particular | settings)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3, generator=generator)
+    return model.train()
+
+
+def moe_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a router and its experts, by layer."""
+    return [module for module in model.modules() if hasattr(module, "experts") and module is not model]
+
+
+def router_of(block: nn.Module) -> nn.Module:
+    """A block's router."""
+    router = block.router if hasattr(block, "router") else block.gate
+    assert isinstance(router, nn.Module)
+    return router
+
+
+@contextmanager
+def seen(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
+    """For each block what its router returned by itself and what its experts were given and returned."""
+    blocks = moe_blocks(model)
+    found: list[dict[str, Tensor]] = [{} for _ in blocks]
+    handles = []
+    for block, calls in zip(blocks, found, strict=True):
+
+        def on_router(_: nn.Module, __: Any, output: Any, calls: dict[str, Tensor] = calls) -> None:
+            calls["logits"], calls["own_weights"], calls["own_ids"] = (tensor.detach() for tensor in output)
+
+        def on_experts(_: nn.Module, given: Any, output: Tensor, calls: dict[str, Tensor] = calls) -> None:
+            calls["input"], calls["ids"], calls["weights"] = (tensor.detach() for tensor in given)
+            calls["output"] = output.detach()
+
+        handles.append(router_of(block).register_forward_hook(on_router))
+        assert isinstance(block.experts, nn.Module)
+        handles.append(block.experts.register_forward_hook(on_experts))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tokens(num_tokens: int, *, batch: int = 1) -> Tensor:
+    """Token ids i64[B, T], always the same."""
+    return torch.randint(3, 50, (batch, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+
+
+def random_rows(num_tokens: int, num_layers: int, *, seed: int = 0, batch: int = 1) -> Tensor:
+    """Rows i16[B, T, L, K] that no router chose."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch, num_tokens, num_layers, NUM_EXPERTS, generator=generator)
+    return scores.topk(TOP_K, dim=-1).indices.to(torch.int16)
+
+
+def own_rows(model: nn.Module, num_tokens: int, *, batch: int = 1) -> Tensor:
+    """Rows i64[B, T, L, K] that the model's routers choose for `tokens`; L counts the layers with experts."""
+    with seen(model) as calls, torch.no_grad():
+        model(input_ids=tokens(num_tokens, batch=batch))
+    return torch.stack([call["own_ids"] for call in calls], dim=1).unflatten(0, (batch, num_tokens))
+
+
+def run(model: Any, num_tokens: int = 11, *, batch: int = 1) -> Run:
+    """A forward and a backward pass over `tokens`."""
+    model.zero_grad()
+    logits = model(input_ids=tokens(num_tokens, batch=batch)).logits
+    logits.logsumexp(dim=-1).sum().backward()
+    gradients = {
+        name.removeprefix("_orig_mod."): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"logits": logits.detach()} | gradients
+
+
+def difference(one: Run, other: Run) -> float:
+    """The largest difference between two runs, relative to the tensors' sizes."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-3)) for name in one)

@@ -1,0 +1,63 @@
+"""Best-fit decreasing, as its definition says, in less than quadratic time."""
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.bins import fit
+
+
+def naive_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing word for word: look at every bin for every item."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        rooms = [(capacity - sum(sizes[i] for i in members), at) for at, members in enumerate(bins)]
+        fitting = [(room, at) for room, at in rooms if room >= sizes[index]]
+        if fitting:
+            bins[min(fitting)[1]].append(index)
+        else:
+            bins.append([index])
+    return [sorted(members) for members in bins]
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60))
+def test_it_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None:
+    """The heaps find the same bin as a look at all bins does, ties included."""
+    assert fit(sizes, capacity) == naive_fit(sizes, capacity)
+
+
+def test_examples() -> None:
+    """Full bins where they exist, equal items in order, and nothing from nothing."""
+    assert fit([5, 5, 3, 7, 2, 8], 10) == [[4, 5], [2, 3], [0, 1]]
+    assert fit([1, 1, 1], 1) == [[0], [1], [2]]
+    assert fit([], 10) == []
+    with pytest.raises(ValueError, match="item 1 is of size 11; allowed: 0 to 10"):
+        fit([1, 11], 10)
+
+
+def test_work_is_n_log_n(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item costs four heap operations at most, however many bins there are; none is lost."""
+    count, operations = 10_000, 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal operations
+            operations += 1
+            return function(*args)
+
+        return call
+
+    for name in ("heappush", "heappop"):
+        monkeypatch.setattr(heapq, name, counted(getattr(heapq, name)))
+    sizes = [1 + i * 7919 % 97 for i in range(count)]
+
+    bins = fit(sizes, 100)
+
+    assert operations <= 4 * count
+    assert sorted(index for members in bins for index in members) == list(range(count))
+    assert len(bins) <= 1.25 * math.ceil(sum(sizes) / 100)

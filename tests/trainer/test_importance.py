@@ -1,0 +1,126 @@
+"""Importance weights and KL estimates, against the formulas written out in numpy."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.builders import sample_of
+from trainer import PackError, importance_weights, pack, sampler_kl, segment_indices
+
+TRAINER = torch.tensor([[-1.0, -0.5, -2.0, math.nan, -3.0]])
+SAMPLER = torch.tensor([[-1.0, -2.5, -1.0, -1.0, -3.5]])
+MASK = torch.tensor([[True, True, True, False, True]])
+RATIOS = [1.0, math.exp(2.0), math.exp(-1.0), 0.0, math.exp(0.5)]
+
+
+@pytest.mark.parametrize("cap", [1.0, 2.0, math.inf])
+def test_token_weights(cap: float) -> None:
+    """min(exp(trainer - sampler), cap); 0 where nothing is trained, even if NaN stands there."""
+    weights = importance_weights(TRAINER, SAMPLER, MASK, cap=cap)
+
+    assert weights[0].tolist() == pytest.approx([min(ratio, cap) for ratio in RATIOS])
+
+
+def test_sequence_weights() -> None:
+    """The product of a sequence's ratios, truncated once: of each row, or of each segment of a packed row."""
+    packed = importance_weights(
+        TRAINER, SAMPLER, MASK, level="sequence", cap=4.0, cu_seqlens=torch.tensor([0, 1, 3, 5], dtype=torch.int32)
+    )
+    alone = importance_weights(TRAINER, SAMPLER, MASK, level="sequence", cap=100.0)
+
+    assert packed[0].tolist() == pytest.approx([1.0, math.e, math.e, 0.0, math.exp(0.5)])
+    assert alone[0].tolist() == pytest.approx([math.exp(1.5)] * 3 + [0.0] + [math.exp(1.5)])
+
+
+def test_sequence_weights_of_a_micro_batch() -> None:
+    """Each sample has its own weight, as if it were alone in its batch; padding is a segment that weighs nothing."""
+    given_samples = [sample_of(size, first=2) for size in (7, 4, 9)]
+    (batch,) = pack(given_samples, max_tokens=32, pad_to_multiple_of=32)
+    trainer = batch.logprobs - 0.01 * torch.arange(32) * batch.loss_mask
+
+    weights = importance_weights(
+        trainer, batch.logprobs, batch.loss_mask, level="sequence", cu_seqlens=batch.cu_seqlens
+    )
+
+    for index in range(3):
+        here = batch.sample_indices == index
+        there = here & batch.loss_mask
+        ratio = float((trainer - batch.logprobs)[there].sum().exp())
+        assert weights[there].tolist() == pytest.approx([ratio] * int(there.sum()))
+    assert not weights[~batch.loss_mask].any()
+
+
+def test_segment_indices() -> None:
+    """Each position is in the segment whose bounds hold it."""
+    assert segment_indices(torch.tensor([0, 2, 3, 6]), 6).tolist() == [0, 0, 1, 2, 2, 2]
+    assert segment_indices(torch.tensor([0, 4]), 4).tolist() == [0, 0, 0, 0]
+
+
+def test_no_gradient_flows_through_weights() -> None:
+    """A weight is a number to multiply by; gradients come through what it multiplies."""
+    trainer = SAMPLER.clone().requires_grad_()
+
+    assert not importance_weights(trainer, SAMPLER, MASK).requires_grad
+    assert not sampler_kl(trainer, SAMPLER, MASK).requires_grad
+
+
+def test_low_precision_is_computed_in_float32() -> None:
+    """The difference of two bfloat16 logprobs is not rounded to bfloat16 again."""
+    trainer, sampler = torch.tensor([[-100.0]], dtype=torch.bfloat16), torch.tensor([[-100.125]])
+
+    assert importance_weights(trainer, sampler, torch.tensor([[True]])).item() == pytest.approx(math.exp(0.125))
+
+
+def test_kl_estimators() -> None:
+    """k1 is the mean of -d, k3 that of exp(d) - 1 - d, over trained tokens only."""
+    d = np.array([0.0, 2.0, -1.0, 0.5])
+
+    assert sampler_kl(TRAINER, SAMPLER, MASK, estimator="k1").item() == pytest.approx(float(np.mean(-d)))
+    assert sampler_kl(TRAINER, SAMPLER, MASK).item() == pytest.approx(float(np.mean(np.exp(d) - 1 - d)))
+    assert sampler_kl(TRAINER, SAMPLER, torch.zeros_like(MASK)).item() == 0.0
+
+
+def test_kl_estimates_the_kl() -> None:
+    """Over many draws from the sampler, both come to the exact KL(sampler || trainer), k3 with less noise."""
+    sampler = torch.log_softmax(torch.linspace(-1, 1, 8), 0)
+    trainer = torch.log_softmax(torch.linspace(-0.6, 1.2, 8), 0)
+    exact = float((sampler.exp() * (sampler - trainer)).sum())
+    drawn = torch.multinomial(sampler.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, len(drawn), dtype=torch.bool)
+
+    for estimator, tolerance in (("k1", 0.1), ("k3", 0.02)):
+        found = sampler_kl(trainer[drawn][None], sampler[drawn][None], mask, estimator=estimator)  # type: ignore[arg-type]
+        assert found.item() == pytest.approx(exact, rel=tolerance)
+
+
+def test_small_kl_is_not_rounded_away() -> None:
+    """Ratios of one ten-thousandth, as between bfloat16 kernels, give their KL of 5e-9 in float32 too."""
+    d = torch.full((1, 4), 1e-4)
+
+    assert sampler_kl(d, torch.zeros(1, 4), d > 0).item() == pytest.approx(5e-9, rel=0.05)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "cap": ({"cap": 0.0}, "cap is 0.0; allowed: above 0"),
+    "level": ({"level": "turn"}, "level is 'turn'; allowed: token, sequence"),
+    "shape": ({"sampler_logprobs": SAMPLER[0]}, "sampler_logprobs (5,)"),
+    "mask": ({"loss_mask": MASK.float()}, "of torch.float32; allowed: all [B, T], and a mask of torch.bool"),
+    "cu_seqlens": ({"level": "sequence", "cu_seqlens": torch.tensor([0])}, "cu_seqlens of shape (1,)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_named(wrong: str) -> None:
+    """Shapes that would broadcast into something else, and words that mean nothing, are errors."""
+    arguments, message = WRONG[wrong]
+    right = {"trainer_logprobs": TRAINER, "sampler_logprobs": SAMPLER, "loss_mask": MASK}
+
+    with pytest.raises(PackError) as caught:
+        importance_weights(**{**right, **arguments})
+
+    assert message in str(caught.value)
+    with pytest.raises(PackError, match="estimator is 'k2'; allowed: k1, k3"):
+        sampler_kl(TRAINER, SAMPLER, MASK, estimator="k2")  # type: ignore[arg-type]

@@ -1,0 +1,226 @@
+"""Micro-batches hold what the samples held, each entry at its prediction, and padding that is not mistaken for data."""
+
+import itertools
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainer.builders import rows_of, sample_of, samples
+from trainer import NO_EXPERT, MicroBatch, PackError, Sample, pack
+
+
+def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
+    """Every prediction is that of its sample, every other entry is padding; returns the samples that are there."""
+    (indices,) = batch.sample_indices.tolist()
+    bounds = batch.cu_seqlens.tolist()
+    assert (bounds[0], bounds[-1]) == (0, len(indices))
+    found = []
+    for begin, end in itertools.pairwise(bounds):
+        at = slice(begin, end)
+        (index,) = set(indices[at])
+        size = end - begin
+        assert batch.position_ids[0, at].tolist() == list(range(size))
+        if index == -1:
+            assert end == bounds[-1]
+            assert not batch.loss_mask[0, at].any()
+            assert (batch.weight_versions[0, at] == -1).all()
+            assert batch.routed_experts is None or (batch.routed_experts[0, at] == NO_EXPERT).all()
+            for zero in (batch.input_ids, batch.target_ids, batch.advantages, batch.logprobs):
+                assert not zero[0, at].any()
+            continue
+        found.append(index)
+        sample = packed[index]
+        advantage = np.broadcast_to(np.asarray(sample.advantage, np.float32), len(sample))
+        for tensor, array in (
+            (batch.input_ids, sample.token_ids[:-1]),
+            (batch.target_ids, sample.token_ids[1:]),
+            (batch.loss_mask, sample.loss_mask[1:]),
+            (batch.logprobs, sample.logprobs[1:]),
+            (batch.weight_versions, sample.weight_versions[1:]),
+            (batch.advantages, advantage[1:]),
+        ):
+            assert np.array_equal(tensor[0, at].numpy(), array[:size])
+        if batch.routed_experts is not None and sample.routed_experts is not None:
+            rows = batch.routed_experts[0, at].numpy()
+            assert (rows[: sample.start] == NO_EXPERT).all()
+            assert np.array_equal(rows[sample.start :], sample.routed_experts[: max(size - sample.start, 0)])
+        if batch.routed_experts is not None:
+            no_row = (batch.routed_experts[0, at] == NO_EXPERT).flatten(1).any(dim=1)
+            assert not (no_row & batch.loss_mask[0, at]).any()
+    return found
+
+
+@pytest.mark.slow
+@given(st.lists(samples(), max_size=8), st.integers(1, 40), st.integers(1, 8))
+def test_everything_is_there_once(given_samples: list[Sample], max_tokens: int, multiple: int) -> None:
+    """Any samples, packed with truncation and routing apart: each is in one batch, whole or its first predictions."""
+    batches = pack(
+        given_samples,
+        max_tokens=max_tokens,
+        pad_to_multiple_of=multiple,
+        too_long="truncate",
+        without_routing="separate",
+    )
+
+    found = [index for batch in batches for index in assert_holds(batch, given_samples)]
+    assert sorted(found) == list(range(len(given_samples)))
+    for batch in batches:
+        used = int((batch.sample_indices >= 0).sum())
+        assert used <= max_tokens
+        assert batch.input_ids.shape[1] == -(-used // multiple) * multiple
+
+
+DTYPES = {
+    "input_ids": torch.int64, "target_ids": torch.int64, "position_ids": torch.int64, "loss_mask": torch.bool,
+    "advantages": torch.float32, "logprobs": torch.float32, "weight_versions": torch.int32,
+    "sample_indices": torch.int32, "cu_seqlens": torch.int32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("routed", "dtype"), [("u1", torch.int16), ("u2", torch.int32), (None, None)])
+def test_all_tensors_are_writable_and_the_batchs_own(routed: str | None, dtype: torch.dtype | None) -> None:
+    """From read-only memory too, as bytes from a wire are, a step may write into every tensor without harm."""
+    sample = sample_of(9, routed=routed)
+    arrays = [sample.token_ids, sample.loss_mask, sample.logprobs, sample.weight_versions]
+    before = [array.copy() for array in arrays]
+    rows = sample.routed_experts
+    for array in (*arrays, *(() if rows is None else (rows,))):
+        array.flags.writeable = False
+
+    (batch,) = pack([sample], max_tokens=16, pad_to_multiple_of=16)
+
+    for name, wanted in DTYPES.items():
+        tensor = getattr(batch, name)
+        assert tensor.dtype == wanted, name
+        assert tensor.shape == ((3,) if name == "cu_seqlens" else (1, 16)), name
+        tensor.fill_(1)
+    assert (batch.routed_experts is None) == (dtype is None)
+    if batch.routed_experts is not None:
+        assert (batch.routed_experts.dtype, batch.routed_experts.shape) == (dtype, (1, 16, 2, 3))
+        batch.routed_experts.fill_(1)
+    assert all(np.array_equal(array, old) for array, old in zip(arrays, before, strict=True))
+
+
+def test_padding_is_not_expert_0() -> None:
+    """A row of expert 0 stays 0, the highest ids of both dtypes stay what they are, and only padding is -1."""
+    for dtype, highest in ((np.uint8, 255), (np.uint16, 65535)):
+        rows = np.array([[[0, highest]], [[highest, 0]]], dtype)
+        (batch,) = pack([sample_of(3, routed_experts=rows)], max_tokens=4, pad_to_multiple_of=4)
+        assert batch.routed_experts is not None
+        assert batch.routed_experts[0, :, 0].tolist() == [[0, highest], [highest, 0], [-1, -1], [-1, -1]]
+
+
+def test_u1_and_u2_samples_share_a_batch() -> None:
+    """Where one sample has wide ids, all batches are wide, and no id is cut."""
+    wide = rows_of(4, dtype="u2")
+    wide[0, 0] = [300, 301, 302]
+
+    batches = pack([sample_of(5), sample_of(5, routed_experts=wide), sample_of(9)], max_tokens=8)
+
+    assert [batch.routed_experts.dtype for batch in batches if batch.routed_experts is not None] == [torch.int32] * 2
+    assert batches[1].routed_experts is not None
+    assert batches[1].routed_experts[0, 4, 0].tolist() == [300, 301, 302]
+
+
+def test_samples_without_routing() -> None:
+    """They are refused or put apart, by choice; none is needed where no sample has any, or where nothing trains."""
+    routed, bare = sample_of(5), sample_of(5, routed=None)
+    untrained = sample_of(4, first=4, routed=None)
+
+    with pytest.raises(PackError, match=r"sample 1 has no routing, and others have; allowed: .*\"separate\""):
+        pack([routed, bare], max_tokens=100)
+    batches = pack([bare, routed, bare], max_tokens=100, without_routing="separate")
+    assert [batch.routed_experts is None for batch in batches] == [False, True]
+    assert [assert_holds(batch, [bare, routed, bare]) for batch in batches] == [[1], [0, 2]]
+    (batch,) = pack([bare, bare], max_tokens=100)
+    assert batch.routed_experts is None
+    (batch,) = pack([untrained, routed], max_tokens=100)
+    assert batch.routed_experts is not None
+    assert (batch.routed_experts[0, :3] == NO_EXPERT).all()
+
+
+def test_a_missing_row_is_refused_only_where_it_is_needed() -> None:
+    """Positions before `start` have no row: fine in a prompt, an error that names the position where one trains."""
+    pack([sample_of(9, start=3, first=4)], max_tokens=100)
+
+    with pytest.raises(PackError) as caught:
+        pack([sample_of(9), sample_of(9, start=4, first=4)], max_tokens=100)
+    assert str(caught.value).startswith("sample 1: no row for position 3, whose prediction is trained; its rows begin")
+    with pytest.raises(PackError, match="sample 0: no row for position 0"):
+        pack([sample_of(9, start=8, first=1)], max_tokens=100)
+
+
+WRONG: dict[str, tuple[list[Sample], dict[str, Any], str]] = {
+    "one token": ([sample_of(5), sample_of(1)], {}, "sample 1 has 1 tokens, which is no prediction; allowed: 2"),
+    "too long": ([sample_of(5), sample_of(12)], {}, "sample 1 has 11 predictions; allowed: max_tokens = 10"),
+    "top_k": ([sample_of(5), sample_of(5, routed_experts=rows_of(4, top_k=2))], {}, "sample 1 has 2 layers of top-2"),
+    "layers": ([sample_of(5), sample_of(5, routed_experts=rows_of(4, layers=1))], {}, "sample 1 has 1 layers of top-3"),
+    "max_tokens": ([], {"max_tokens": 0}, "max_tokens is 0; allowed: 1 and above"),
+    "multiple": ([], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; allowed: 1 and above"),
+    "too_long": ([], {"too_long": "drop"}, "too_long is 'drop'; allowed: refuse, truncate"),
+    "without_routing": ([], {"without_routing": "pad"}, "without_routing is 'pad'; allowed: refuse, separate"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_packed_is_named(wrong: str) -> None:
+    """The error names the sample or option, and what is allowed."""
+    given_samples, options, message = WRONG[wrong]
+
+    with pytest.raises(PackError) as caught:
+        pack(given_samples, **{"max_tokens": 10, **options})
+
+    assert message in str(caught.value)
+    assert "allowed: " in str(caught.value)
+
+
+def test_truncation_keeps_tokens_and_rows_together() -> None:
+    """A sample cut to 6 predictions has the first 6 inputs, their targets, and their rows, with start and without."""
+    for start in (0, 2, 8):
+        sample = sample_of(12, start=start, first=9)
+        (batch,) = pack([sample], max_tokens=6, too_long="truncate")
+        assert assert_holds(batch, [sample]) == [0]
+        assert batch.input_ids.shape == (1, 6)
+        assert batch.target_ids[0, -1] == sample.token_ids[6]
+
+
+def test_packing_is_deterministic() -> None:
+    """The same samples give the same batches; equal samples stay in order."""
+    given_samples = [sample_of(size) for size in (5, 3, 5, 9, 2, 5)]
+
+    members = [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=8)]
+
+    assert members == [[3], [0, 2], [1, 4, 5]]
+    assert [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=8)] == members
+
+
+def test_rows_are_copied_once() -> None:
+    """Packing allocates the tensors and nothing else of their size: the wire's array goes straight into them."""
+    sample = sample_of(2001, routed_experts=rows_of(2000, layers=8, top_k=4))
+    assert sample.routed_experts is not None
+    tracemalloc.start()
+    try:
+        (batch,) = pack([sample], max_tokens=2000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    # torch's own memory is not traced: what is, is what numpy and Python allocate on the way.
+    assert batch.routed_experts is not None
+    assert peak < sample.routed_experts.nbytes
+
+
+def test_repr_and_moves() -> None:
+    """A batch shows sizes only, and moves with all its tensors."""
+    (batch,) = pack([sample_of(9), sample_of(4)], max_tokens=16, pad_to_multiple_of=4)
+
+    assert repr(batch) == "<MicroBatch predictions=12 segments=3 rows=torch.int16 1x12x2x3>"
+    assert repr(pack([sample_of(2, routed=None)], max_tokens=1)[0]) == "<MicroBatch predictions=1 segments=1 rows=none>"
+    moved = batch.to("meta")
+    assert {getattr(moved, name).device.type for name in (*DTYPES, "routed_experts")} == {"meta"}
+    assert pack([sample_of(9)], max_tokens=16, device="meta")[0].input_ids.is_meta

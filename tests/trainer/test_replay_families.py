@@ -1,0 +1,166 @@
+"""What replay computes, for each family of models."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.replay_models import (
+    FAMILIES,
+    NUM_EXPERTS,
+    build,
+    difference,
+    moe_blocks,
+    own_rows,
+    random_rows,
+    router_of,
+    run,
+    seen,
+    tokens,
+)
+from trainer.replay import SUPPORTED, replay
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def naive_weights(family: str, router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    """The published formula of a family for one token: weights f[K] from logits f[E] and ids i[K]."""
+    shares, each = logits.exp() / logits.exp().sum(), 1 / (1 + (-logits).exp())
+    match family:
+        case "qwen3_moe" | "mixtral" | "gpt_oss" | "granitemoe":
+            # A share among all, renormalised, is a share among the chosen.
+            return shares[ids] / shares[ids].sum()
+        case "qwen3_moe-plain" | "qwen2_moe" | "olmoe":
+            return shares[ids]
+        case "deepseek_v2":
+            return shares[ids] * router.routed_scaling_factor
+        case "deepseek_v3" | "glm4_moe":
+            return each[ids] / each[ids].sum() * router.routed_scaling_factor
+        case "minimax_m2":
+            return each[ids] / each[ids].sum()
+    raise AssertionError(family)
+
+
+@pytest.mark.slow
+@each_family
+def test_own_routing_changes_nothing(family: str) -> None:
+    """In float32, a model that replays its own choice computes the same, forwards and backwards."""
+    model = build(family)
+    expected, rows = run(model, batch=2), own_rows(model, 11, batch=2)
+    with replay(model, rows):
+        assert difference(expected, run(model, batch=2)) < 1e-6
+    with replay(model, rows.flip(-1).to(torch.int32)):
+        assert difference(expected, run(model, batch=2)) < 1e-5
+    assert difference(expected, run(model, batch=2)) == 0
+
+
+@pytest.mark.slow
+@each_family
+def test_given_experts_are_used(family: str) -> None:
+    """Each layer's output is the sum over the given experts, weighted by the family's formula."""
+    model = build(family)
+    blocks = moe_blocks(model)
+    rows = random_rows(5, len(blocks))
+    with seen(model) as calls, replay(model, rows), torch.no_grad():
+        model(input_ids=tokens(5))
+    for layer, (block, call) in enumerate(zip(blocks, calls, strict=True)):
+        for token in range(5):
+            ids = rows[0, token, layer].long()
+            weights = naive_weights(family, router_of(block), call["logits"][token].float(), ids)
+            expected = torch.zeros(32)
+            for expert, weight in zip(ids, weights, strict=True):
+                alone = block.experts(call["input"][token][None], expert[None, None], torch.ones(1, 1))  # type: ignore[operator]
+                expected += weight * alone[0].detach()
+            torch.testing.assert_close(call["output"][token], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@each_family
+def test_gradients_reach_the_routers(family: str) -> None:
+    """The gradient of a router's weights is what the loss does when they move, while the experts stay the given ones."""
+    model = build(family).double()
+    routers = [router_of(block) for block in moe_blocks(model)]
+    rows = random_rows(7, len(routers))
+
+    def loss() -> Tensor:
+        loss = model(input_ids=tokens(7)).logits.double().logsumexp(-1).sum()
+        assert isinstance(loss, Tensor)
+        return loss
+
+    with replay(model, rows):
+        loss().backward()
+        for router in routers:
+            weight: Any = router.weight
+            step = torch.randn_like(weight) * 1e-4
+            slopes = []
+            with torch.no_grad():
+                for sign in (1, -2):
+                    weight += sign * step
+                    slopes.append(loss())
+                weight += step
+            moved = float(slopes[0] - slopes[1]) / 2
+            assert weight.grad.abs().max() > 0
+            assert moved == pytest.approx(float((weight.grad * step).sum()), rel=2e-2, abs=1e-7)
+
+
+@pytest.mark.slow
+@each_family
+def test_minus_one_leaves_the_choice_to_the_router(family: str) -> None:
+    """A row of -1 is routed by the router, the others as given."""
+    model = build(family)
+    rows = random_rows(6, len(moe_blocks(model)))
+    rows[0, 2:4] = -1
+    with seen(model) as calls, replay(model, rows), torch.no_grad():
+        model(input_ids=tokens(6))
+    for layer, call in enumerate(calls):
+        assert torch.equal(call["ids"][2:4], call["own_ids"][2:4])
+        assert torch.equal(call["weights"][2:4], call["own_weights"][2:4])
+        given = [0, 1, 4, 5]
+        assert torch.equal(call["ids"][given], rows[0, given, layer].long())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe-plain"])
+def test_layers_without_experts(family: str) -> None:
+    """Rows of all hidden layers, as vLLM has them, and rows of those with experts alone do the same."""
+    model = build(family)
+    rows = random_rows(11, 2)
+    with_experts = [0, 2] if family == "qwen3_moe-plain" else [1, 2]
+    as_vllm = torch.zeros(1, 11, 3, rows.shape[3], dtype=torch.int16)
+    as_vllm[:, :, with_experts] = rows
+    with replay(model, rows):
+        expected = run(model)
+    with replay(model, as_vllm):
+        assert difference(expected, run(model)) == 0
+    assert difference(expected, run(model)) > 1e-3
+
+
+@pytest.mark.slow
+def test_every_supported_router_has_its_formula() -> None:
+    """The formula of every router that is said to be supported gives the weights that the router itself gives."""
+    import transformers
+
+    sources = {path: path.read_text() for path in Path(transformers.__path__[0], "models").glob("*/modeling_*.py")}
+    config = SimpleNamespace(
+        hidden_size=16, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=2, topk_group=1, topk_method="greedy"
+    )
+    config.num_experts = config.num_local_experts = config.n_routed_experts = NUM_EXPERTS
+    config.num_experts_per_tok = 3
+    for name, formula in SUPPORTED.items():
+        path = next(path for path, source in sources.items() if re.search(rf"^class {name}\(", source, re.MULTILINE))
+        package = f"transformers.models.{path.parent.name}.{path.stem}"
+        kind = getattr(__import__(package, fromlist=[name]), name)
+        for config.norm_topk_prob in (True, False):
+            router = kind(config)
+            with torch.no_grad():
+                for tensor in (*router.parameters(), *router.buffers()):
+                    tensor.normal_()
+                bias = [torch.randn(NUM_EXPERTS)] if name == "MiniMaxM2TopKRouter" else []
+                for dtype in (torch.float32, torch.bfloat16):
+                    hidden = torch.randn(9, 16, dtype=dtype)
+                    logits, weights, ids = router.to(dtype)(hidden, *bias)
+                    assert torch.equal(formula.weights(router, logits, ids).to(weights.dtype), weights), name

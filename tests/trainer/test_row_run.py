@@ -1,0 +1,129 @@
+"""Pieces of routed experts, in whatever sizes they come, give the rows that they were cut from."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.rows import Rows
+from tests.trainer.builders import rows_of
+from trainer import StitchError, stitch_rows
+from trainer.row_run import Overlap
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[int, Rows, list[tuple[int, Rows]]]:
+    """Rows, and pieces of them in order: each from anywhere that leaves no gap, with u1 pieces where ids allow it."""
+    dtype = draw(st.sampled_from(["u1", "u2"]))
+    rows = rows_of(draw(st.integers(0, 20)), dtype=dtype, layers=draw(st.integers(1, 3)), top_k=draw(st.integers(1, 4)))
+    start = draw(st.integers(0, 1000))
+    ends = [*sorted(draw(st.lists(st.integers(0, len(rows)), max_size=6))), len(rows)]
+    begins = [0, *(draw(st.integers(0, end)) for end in ends[:-1])]
+    pieces = [(start + begin, rows[begin : max(begin, end)]) for begin, end in zip(begins, ends, strict=True)]
+    narrow = [
+        (at, piece.astype("u1") if piece.max(initial=0) < 256 and draw(st.booleans()) else piece)
+        for at, piece in pieces
+    ]
+    return start, rows, narrow
+
+
+@given(cut(), st.sampled_from(["refuse", "first", "last"]))
+def test_any_cut_comes_back(case: tuple[int, Rows, list[tuple[int, Rows]]], overlap: Overlap) -> None:
+    """However rows are cut, overlapping or empty or in mixed dtypes, they come back whole, and writable."""
+    start, rows, pieces = case
+    wanted = np.result_type(*(piece.dtype for _, piece in pieces))
+
+    found_start, found = stitch_rows(pieces, overlap=overlap)
+
+    assert found_start == start
+    assert found.dtype == wanted
+    assert np.array_equal(found, rows)
+    assert found.flags.writeable
+    assert found.flags.owndata
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=6), st.booleans())
+def test_precedence_is_that_of_a_simple_table(spans: list[tuple[int, int]], last: bool) -> None:
+    """With `first` and `last`, each position has the row of the first or the last piece that covers it."""
+    pieces = [(at, rows_of(n, seed=i)) for i, (at, n) in enumerate(spans)]
+    table: dict[int, Rows] = {}
+    has_gap = False
+    for at, piece in pieces:
+        if table and len(piece) and (at > max(table) + 1 or at + len(piece) < min(table)):
+            has_gap = True
+            break
+        for i, row in enumerate(piece):
+            if last or at + i not in table:
+                table[at + i] = row
+
+    if has_gap:
+        with pytest.raises(StitchError, match="leave a gap"):
+            stitch_rows(pieces, overlap="last" if last else "first")
+        return
+    start, rows = stitch_rows(pieces, overlap="last" if last else "first")
+
+    assert len(rows) == len(table)
+    assert all(np.array_equal(row, table[start + i]) for i, row in enumerate(rows))
+
+
+def test_id_300_survives_a_narrow_piece() -> None:
+    """A u1 piece does not make the u2 ids after it, or at the row where both meet, into others."""
+    narrow = np.array([[[1, 2]], [[3, 4]]], np.uint8)
+    wide = np.array([[[300, 4]], [[301, 302]]], np.uint16)
+
+    assert stitch_rows([(0, narrow), (2, wide)])[1].tolist() == [[[1, 2]], [[3, 4]], [[300, 4]], [[301, 302]]]
+    assert stitch_rows([(0, narrow), (1, wide)], overlap="last")[1].tolist() == [[[1, 2]], [[300, 4]], [[301, 302]]]
+    assert stitch_rows([(2, wide), (0, narrow)])[1].tolist() == [[[1, 2]], [[3, 4]], [[300, 4]], [[301, 302]]]
+
+
+def test_no_piece_of_no_rows_narrows_or_widens_silently() -> None:
+    """Pieces of no rows leave an array of no rows in their layout and widest dtype."""
+    start, rows = stitch_rows([(7, np.empty((0, 3, 2), np.uint8)), (9, np.empty((0, 3, 2), np.uint16))])
+
+    assert (start, rows.shape) == (7, (0, 3, 2))
+    assert rows.dtype == np.uint16
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2"])
+def test_prefill_and_decode(dtype: str) -> None:
+    """Where decode brings rows for the whole sequence too, the prompt's are prefill's and the rest decode's."""
+    start, prompt_len, sampled = 2, 6, 4
+    prefill, decode = rows_of(4, dtype=dtype, seed=1), rows_of(7, dtype=dtype, seed=2)
+
+    found_start, rows = stitch_rows([(start, prefill), (start, decode)], overlap="first")
+
+    assert (found_start, rows.dtype, len(rows)) == (start, np.dtype(dtype), prompt_len - start + sampled - 1)
+    assert np.array_equal(rows, np.concatenate([prefill[: prompt_len - start], decode[prompt_len - start :]]))
+
+
+def test_order_within_a_top_k_is_free() -> None:
+    """The same experts in another order agree; the first piece's order is kept."""
+    rows = rows_of(4)
+
+    assert np.array_equal(stitch_rows([(0, rows), (1, rows[1:, :, ::-1])])[1], rows)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    """A gap, a disagreement, another layout, a foreign dtype or shape: an error with the piece and the position."""
+    rows = rows_of(6)
+    other = rows.copy()
+    other[3, 1] = [250, 251, 252] if 250 not in rows[3, 1] else [1, 2, 3]
+    empty = np.empty((0, 2, 4), np.uint8)
+
+    def refused(*pieces: tuple[int, Rows]) -> str:
+        with pytest.raises(StitchError) as caught:
+            stitch_rows(pieces)
+        return str(caught.value)
+
+    assert "piece 1: rows of positions 7 to 12 leave a gap, 6 to 6;" in refused((0, rows), (7, rows))
+    assert "piece 1: rows of positions 0 to 5 leave a gap, 6 to 7;" in refused((8, rows), (0, rows))
+    assert "piece 1: its row for position 13, layer 1, disagrees" in refused((10, rows), (10, other))
+    assert "piece 2, from position 6: 2 layers of top-4, after 2 layers of top-3" in refused(
+        (0, rows[:3]), (3, rows[3:]), (6, empty)
+    )
+    assert "piece 0: rows are int16; allowed: u1 or <u2" in refused((0, rows.astype(np.int16)))
+    assert "piece 0: rows of shape (6, 3) from position 0" in refused((0, rows[:, 0]))
+    assert "from position -1" in refused((-1, rows))
+    assert "there are no pieces" in refused()
+    with pytest.raises(StitchError, match="overlap is 'newest'; allowed: refuse, first, last"):
+        stitch_rows([(0, rows)], overlap="newest")  # type: ignore[arg-type]

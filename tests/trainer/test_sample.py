@@ -1,0 +1,52 @@
+"""A sample that contradicts itself cannot be made."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.builders import rows_of, sample_of
+from trainer import PackError
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "list": ({"token_ids": [1, 2, 3]}, "token_ids is list; allowed: a numpy array of int32"),
+    "int64": ({"token_ids": np.arange(6)}, "token_ids is int64 of shape (6,)"),
+    "negative": ({"token_ids": np.array([0, 1, -1, 3, 4, 5], np.int32)}, "token_ids is -1 at position 2"),
+    "mask length": ({"loss_mask": np.zeros(5, np.bool_)}, "loss_mask has 5 entries for 6 tokens"),
+    "float64": ({"logprobs": np.zeros(6)}, "logprobs is float64"),
+    "nan": ({"logprobs": np.array([0, 0, np.nan, 0, 0, 0], np.float32)}, "logprobs is nan at position 2"),
+    "unversioned": ({"weight_versions": np.full(6, -1, np.int32)}, "weight_versions is -1 at position 1"),
+    "first token": ({"loss_mask": np.ones(6, np.bool_)}, "loss_mask is on at position 0"),
+    "signed rows": ({"routed_experts": rows_of(5).astype(np.int16)}, "routed_experts: rows are int16; allowed: u1"),
+    "flat rows": ({"routed_experts": rows_of(5)[:, 0]}, "routed_experts are of shape (5, 3)"),
+    "row too many": ({"routed_experts": rows_of(6)}, "6 rows for 6 tokens from start 0; allowed: S - 1 - start = 5"),
+    "row too few": ({"routed_experts": rows_of(4)}, "has 4 rows for 6 tokens"),
+    "late start": ({"routed_experts": rows_of(0), "start": 6}, "start is 6 of 6 tokens"),
+    "advantages": ({"advantage": np.zeros(5, np.float32)}, "advantage has 5 entries for 6 tokens"),
+    "infinite": ({"advantage": float("inf")}, "advantage is inf"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_fields_are_named(wrong: str) -> None:
+    """Each contradiction is an error that names the field, the position or size, and what is allowed."""
+    fields, message = WRONG[wrong]
+
+    with pytest.raises(PackError) as caught:
+        sample_of(6, **fields)
+
+    assert message in str(caught.value)
+    assert "allowed: " in str(caught.value)
+
+
+def test_nan_where_nothing_is_trained_is_fine() -> None:
+    """Logprobs and versions say nothing where the loss mask is off."""
+    logprobs = np.array([np.nan, np.nan, -1, -1, -1, -1], np.float32)
+
+    assert len(sample_of(6, first=2, logprobs=logprobs)) == 6
+
+
+def test_repr_has_sizes_only() -> None:
+    """A sample shows its sizes, never its contents."""
+    assert repr(sample_of(6, start=2, first=3)) == "<Sample tokens=6 trained=3 rows=3x2x3 start=2>"
+    assert repr(sample_of(2, routed=None)) == "<Sample tokens=2 trained=1 rows=none start=0>"

@@ -1,0 +1,54 @@
+"""What old weights sampled is masked or dropped at the lag that was allowed, not one version before or after."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.builders import sample_of
+from trainer import PackError, Sample, drop_stale, mask_stale, pack
+
+
+def versioned(*versions: int) -> Sample:
+    """A sample with one prompt token and one sampled token for each version."""
+    return sample_of(len(versions) + 1, weight_versions=np.array([-1, *versions], np.int32))
+
+
+@pytest.mark.parametrize(("max_lag", "fresh"), [(0, [4]), (1, [3, 4]), (2, [2, 3, 4]), (9, [1, 2, 3, 4])])
+def test_mask_stale(max_lag: int, fresh: list[int]) -> None:
+    """Tokens of version - max_lag and later stay; the batch that was given is not touched."""
+    (batch,) = pack([versioned(1, 2, 3, 4)], max_tokens=8, pad_to_multiple_of=8)
+
+    masked = mask_stale(batch, version=4, max_lag=max_lag)
+
+    assert masked.weight_versions[masked.loss_mask].tolist() == fresh
+    assert batch.loss_mask.sum() == 4
+    assert masked.input_ids is batch.input_ids
+
+
+def test_mask_stale_never_turns_a_mask_on() -> None:
+    """What was not to be trained stays so, prompts and padding too, whatever the lag."""
+    (batch,) = pack([sample_of(6, first=3)], max_tokens=8, pad_to_multiple_of=8)
+
+    assert torch.equal(mask_stale(batch, version=0, max_lag=100).loss_mask, batch.loss_mask)
+
+
+def test_drop_stale() -> None:
+    """By the oldest or the newest of the tokens that are trained; a sample with nothing to train is kept."""
+    old, mixed, new = versioned(1, 1), versioned(3, 1), versioned(3, 4)
+    untrained = sample_of(3, first=3)
+    prompt_only_old = sample_of(
+        3, weight_versions=np.array([-1, 0, 4], np.int32), loss_mask=np.array([False, False, True])
+    )
+    given_samples = [old, mixed, new, untrained, prompt_only_old]
+
+    assert drop_stale(given_samples, version=4, max_lag=1) == [new, untrained, prompt_only_old]
+    assert drop_stale(given_samples, version=4, max_lag=1, by="newest") == [mixed, new, untrained, prompt_only_old]
+    assert drop_stale(given_samples, version=4, max_lag=3) == given_samples
+
+
+def test_wrong_arguments_are_named() -> None:
+    """A negative lag would drop everything unseen."""
+    with pytest.raises(PackError, match="max_lag is -1; allowed: 0 and above"):
+        drop_stale([], version=1, max_lag=-1)
+    with pytest.raises(PackError, match="by is 'mean'; allowed: oldest, newest"):
+        drop_stale([], version=1, max_lag=1, by="mean")  # type: ignore[arg-type]
