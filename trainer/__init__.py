@@ -1,15 +1,20 @@
 """What a training process does with what the bus delivers: stitching, packing, replay. Needs no NATS.
 
-from trainer import Stitcher, pack
+    from trainer import Stitcher, pack, replay
 
-stitcher = Stitcher()
-stitcher.add(prompt_token_ids, generation)
-batches = pack([stitcher.sample(advantage=1.0)], max_tokens=8192)
+    stitcher = Stitcher()
+    stitcher.add(prompt_token_ids, generation)
+    for batch in pack([stitcher.sample(advantage=1.0)], max_tokens=8192):
+        with replay(model, batch.routed_experts):
+            logits = model(**batch.model_inputs()).logits
+
+The page docs/trainer.md shows a whole step.
 """
 
 from trainer.errors import PackError, ReplayError, StitchError
 from trainer.importance import importance_weights, sampler_kl
 from trainer.packing import NO_EXPERT, PADDING, MicroBatch, pack
+from trainer.replay import replay
 from trainer.sample import NOT_SAMPLED, Sample
 from trainer.segments import attention_mask, segment_indices
 from trainer.staleness import drop_stale, mask_stale
@@ -31,6 +36,7 @@ __all__ = [
     "importance_weights",
     "mask_stale",
     "pack",
+    "replay",
     "sampler_kl",
     "segment_indices",
     "stitch_rows",

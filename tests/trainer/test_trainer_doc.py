@@ -1,0 +1,77 @@
+"""The step that docs/trainer.md shows runs as it stands there, and learns."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.builders import FakeTurn, rows_of
+from tests.trainer.replay_models import build
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "trainer.md"
+
+
+def the_step() -> SimpleNamespace:
+    """What the page's one block of Python defines."""
+    (block,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return SimpleNamespace(**names)
+
+
+def conversation(seed: int, layers: int, top_k: int) -> list[tuple[list[int], FakeTurn]]:
+    """Two turns of random tokens, with the rows that each would bring."""
+    random = np.random.default_rng(seed)
+    token_ids = random.integers(0, 50, 14).astype(np.int32)
+    rows = rows_of(13, layers=layers, top_k=top_k, seed=seed) % 2 + 2 * np.arange(top_k, dtype=np.uint8)
+    turns = []
+    for prompt_len, end, start in ((3, 7, 0), (9, 14, 6)):
+        size = end - prompt_len
+        logprobs = np.full(size, -4.0, np.float32)
+        turn = FakeTurn(token_ids[prompt_len:end], logprobs, np.full(size, 3, np.int32), rows[start : end - 1], start)
+        turns.append((token_ids[:prompt_len].tolist(), turn))
+    return turns
+
+
+@pytest.mark.slow
+def test_the_step_learns() -> None:
+    """A few steps on one group of conversations raise the better one's logprobs above the worse one's."""
+    step = the_step()
+    model = build("qwen3_moe").train()
+    layers = model.config.num_hidden_layers
+    group = [(conversation(seed, layers, 3), float(seed)) for seed in (0, 1)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def mean_logprobs() -> list[float]:
+        means = []
+        for turns, _ in group:
+            prompt, turn = turns[-1]
+            token_ids = torch.tensor([[*prompt, *turn.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model(input_ids=token_ids).logits[0, :-1]
+            means.append(-float(torch.nn.functional.cross_entropy(logits, token_ids[0, 1:])))
+        return means
+
+    before = mean_logprobs()
+    for _ in range(5):
+        step.train_step(model, optimizer, [group], version=4)
+    after = mean_logprobs()
+
+    assert after[1] - before[1] > 0.1
+    assert after[0] < before[0]
+
+
+def test_stale_rollouts_change_nothing() -> None:
+    """At a version too far ahead, all tokens are dropped, and the weights stay."""
+    step = the_step()
+    model = build("qwen3_moe")
+    before = [parameter.clone() for parameter in model.parameters()]
+    group = [(conversation(seed, model.config.num_hidden_layers, 3), float(seed)) for seed in (0, 1)]
+
+    step.train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), [group], version=9)
+
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
