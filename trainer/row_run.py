@@ -54,12 +54,14 @@ class RowRun:
         self.layout = layout
         self._dtype = np.result_type(self._dtype, rows.dtype)
 
-    def join(self) -> Rows:
-        """All rows, in one allocation, in the widest dtype that any piece had."""
+    def join(self, *, copy: bool = True) -> Rows:
+        """All rows in the widest dtype that any piece had: one allocation, or without `copy` none if one is enough."""
         if self.layout is None:
             raise StitchError("there are no pieces; allowed: one or more, of no rows if need be")
         if not self._parts:
             return np.empty((0, *self.layout), self._dtype)
+        if len(self._parts) == 1 and not copy:
+            return self._parts[0].astype(self._dtype, copy=False)
         return np.concatenate(self._parts, dtype=self._dtype)
 
     def _insert(self, start: int, rows: Rows) -> None:

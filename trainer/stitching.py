@@ -125,8 +125,9 @@ class Stitcher:
         self._num_added += 1
 
     def sample(self, advantage: "float | npt.NDArray[np.float32]" = 0.0) -> Sample:
-        """All turns so far as one sequence, in newly allocated arrays. It ends with the last token sampled.
+        """All turns so far as one sequence, which ends with the last token sampled.
 
+        Its arrays are newly allocated, except for the rows where all came with one turn: they are that turn's own.
         A prompt after that token, of a turn that sampled nothing, has nothing to train and no rows: it is left out.
         If no turn sampled anything, the sample is the last prompt, with nothing to train.
 
@@ -156,7 +157,7 @@ class Stitcher:
             loss_mask=loss_mask,
             logprobs=logprobs,
             weight_versions=weight_versions,
-            routed_experts=self._run.join() if routed else None,
+            routed_experts=self._run.join(copy=False) if routed else None,
             start=self._run.start if routed else 0,
             advantage=advantage,
         )

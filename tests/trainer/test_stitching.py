@@ -16,7 +16,7 @@ from trainer import Sample, Stitcher, StitchError
 
 
 def assert_same(found: Sample, wanted: Sample) -> None:
-    """Two samples with the same contents, of which the first owns its arrays."""
+    """Two samples with the same contents, of which the first is writable."""
     for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
         assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "routed_experts"):
@@ -277,6 +277,15 @@ def test_many_turns_are_copied_once() -> None:
     assert np.array_equal(sample.routed_experts, rows[:1999])
     assert added < 200 * 1500
     assert peak - added < 1.2 * sample.routed_experts.nbytes + 40 * len(sample)
+
+
+def test_the_rows_of_a_single_turn_are_not_copied() -> None:
+    """From a generation to a tensor is one copy, that of `pack`: what came in one piece is handed on as it is."""
+    whole, first, _ = spoken()
+    stitcher = Stitcher()
+    stitcher.add(whole.token_ids[:3], first)
+
+    assert np.shares_memory(stitcher.sample().routed_experts, first.routed_experts)
 
 
 def test_turns_that_bring_all_rows_again_are_not_kept() -> None:
