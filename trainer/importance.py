@@ -7,6 +7,7 @@ All functions take logprobs that are aligned, as those of `MicroBatch` are, and 
 is on: what stands elsewhere, NaN included, changes nothing. They compute in float32 and wait for no device.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -35,7 +36,7 @@ def importance_weights(
 
     Args:
         trainer_logprobs: f[B, T]. Gradients do not flow through the weights.
-        sampler_logprobs: f[B, T].
+        sampler_logprobs: f[B, T]. Where it is -inf, the ratio is `cap`.
         loss_mask: bool[B, T].
         cap: above 0; `math.inf` for no truncation.
         level: `token`: each token's own ratio. `sequence`: the product of the ratios of all trained tokens of its
@@ -74,7 +75,7 @@ def sampler_kl(
 
     Args:
         trainer_logprobs: f[B, T].
-        sampler_logprobs: f[B, T].
+        sampler_logprobs: f[B, T]. One of -inf makes the estimate infinite, as it says that this could not be drawn.
         loss_mask: bool[B, T].
         estimator: k1 or k3.
 
@@ -89,7 +90,7 @@ def sampler_kl(
         total = -log_ratio.sum()
     elif estimator == "k3":
         # expm1(d) - d: with exp(d) - 1 - d, float32 would round a d below 1e-4 away.
-        total = (torch.expm1(log_ratio) - log_ratio).sum()
+        total = torch.where(log_ratio == math.inf, math.inf, torch.expm1(log_ratio) - log_ratio).sum()
     else:
         raise PackError(f"estimator is {estimator!r}; allowed: k1, k3")
     return total / loss_mask.sum().clamp(min=1)

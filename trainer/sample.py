@@ -33,7 +33,7 @@ class Sample:
     loss_mask: npt.NDArray[np.bool_]
     """bool[S]: sampled, and to be trained. Token 0 is predicted by nothing and never trained."""
     logprobs: npt.NDArray[np.float32]
-    """f4[S]: the sampler's; 0.0 where not sampled."""
+    """f4[S]: the sampler's, which may be -inf; 0.0 where not sampled."""
     weight_versions: npt.NDArray[np.int32]
     """i4[S]: the weights that sampled each token; -1 where not sampled."""
     routed_experts: Rows | None = None
@@ -56,8 +56,8 @@ class Sample:
         _check_all("token_ids", self.token_ids >= 0, self.token_ids, "0 and above")
         if size and self.loss_mask[0]:
             raise PackError("loss_mask is on at position 0, which nothing predicts; allowed: positions 1 and above")
-        trained_only = "finite numbers where the loss mask is on"
-        _check_all("logprobs", np.isfinite(self.logprobs) | ~self.loss_mask, self.logprobs, trained_only)
+        trained_only = "numbers, and -inf, where the loss mask is on"
+        _check_all("logprobs", (self.logprobs < np.inf) | ~self.loss_mask, self.logprobs, trained_only)
         trained_only = "0 and above where the loss mask is on"
         _check_all("weight_versions", (self.weight_versions >= 0) | ~self.loss_mask, self.weight_versions, trained_only)
         if self.routed_experts is not None:

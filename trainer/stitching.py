@@ -220,7 +220,7 @@ def _check_turn(where: str, turn: Turn, prompt_len: int) -> npt.NDArray[np.float
     for name, array in (("logprobs", logprobs), ("weight_versions", versions)):
         if len(array) != num_sampled:
             raise StitchError(f"{where}: {len(array)} {name} for {num_sampled} tokens; allowed: one for each")
-    _check_values(where, "logprobs", logprobs, np.isfinite(logprobs), "finite numbers")
+    _check_values(where, "logprobs", logprobs, logprobs < np.inf, "numbers, and -inf")
     _check_values(where, "weight_versions", versions, versions >= 0, "0 and above")
     rows = turn.routed_experts
     if rows is not None and not 0 <= turn.start <= prompt_len:

@@ -59,6 +59,17 @@ def test_segment_indices() -> None:
     assert segment_indices(torch.tensor([0, 4]), 4).tolist() == [0, 0, 0, 0]
 
 
+def test_a_sampler_that_says_never() -> None:
+    """A sampler's logprob of -inf weighs `cap`, at both levels; the KL is infinite, not NaN, so that it is seen."""
+    sampler, mask = torch.tensor([[-1.0, -math.inf]]), torch.tensor([[True, True]])
+    trainer = torch.tensor([[-1.0, -9.0]])
+
+    assert importance_weights(trainer, sampler, mask).tolist() == [[1.0, 2.0]]
+    assert importance_weights(trainer, sampler, mask, level="sequence").tolist() == [[2.0, 2.0]]
+    assert sampler_kl(trainer, sampler, mask, estimator="k1").item() == -math.inf
+    assert sampler_kl(trainer, sampler, mask).item() == math.inf
+
+
 def test_no_gradient_flows_through_weights() -> None:
     """A weight is a number to multiply by; gradients come through what it multiplies."""
     trainer = SAMPLER.clone().requires_grad_()

@@ -130,6 +130,15 @@ def test_id_300_survives_the_boundary() -> None:
     assert np.array_equal(found[:5], first.routed_experts)  # type: ignore[arg-type]
 
 
+def test_a_logprob_of_minus_infinity_is_legal() -> None:
+    """Engines round a probability to 0 at times, and the wire carries -inf: no reason to lose a conversation."""
+    whole, first, second = spoken()
+    assert first.logprobs is not None
+    first.logprobs[1] = -np.inf
+
+    assert two_turns(first, second, whole).logprobs[4] == -np.inf
+
+
 def test_next_start_is_what_to_ask_for() -> None:
     """`next_start` is the boundary: it moves with turns that sampled, and not with those that did not."""
     whole, first, second = spoken()
@@ -203,6 +212,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no logprobs": ({"logprobs": None}, "turn 1: no logprobs, from position 8 on"),
     "logprobs": ({"logprobs": np.zeros(2, np.float32)}, "turn 1: 2 logprobs for 3 tokens"),
     "nan": ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "turn 1: logprobs of sampled token 1 is nan"),
+    "infinite": ({"logprobs": np.array([0, 0, np.inf], np.float32)}, "turn 1: logprobs of sampled token 2 is inf"),
     "versions": ({"weight_versions": np.zeros(4, np.int32)}, "turn 1: 4 weight_versions for 3 tokens"),
     "unversioned": ({"weight_versions": np.array([0, 0, -1], np.int32)}, "sampled token 2 is -1; allowed: 0 and above"),
     "floats": ({"token_ids": np.zeros(3)}, "turn 1: turn tokens are float64"),
