@@ -26,7 +26,7 @@ demo: setup
 	@$(BIN)/rollbus demo
 
 test: setup
-	@$(BIN)/pytest $(ARGS)
+	@.ci/test $(ARGS)
 
 check: setup
 	$(BIN)/ruff check
