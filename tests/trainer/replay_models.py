@@ -44,6 +44,7 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attn_implementation": "eager",
+    "use_cache": False,
 }
 _LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 _GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
@@ -134,7 +135,7 @@ def own_rows(model: nn.Module, num_tokens: int, *, batch: int = 1) -> Tensor:
     """Rows i64[B, T, L, K] that the model's routers choose for `tokens`; L counts the layers with experts."""
     with seen(model) as calls, torch.no_grad():
         model(input_ids=tokens(num_tokens, batch=batch))
-    return torch.stack([call["own_ids"] for call in calls], dim=1).unflatten(0, (batch, num_tokens))
+    return torch.stack([call["own_ids"] for call in calls], dim=1).reshape(batch, num_tokens, len(calls), TOP_K)
 
 
 def run(model: Any, num_tokens: int = 11, *, batch: int = 1) -> Run:

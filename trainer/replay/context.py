@@ -13,7 +13,7 @@ __all__ = ["replay"]
 
 
 @contextmanager
-def replay(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
+def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
     """Inside, each router of `model` uses the given experts and weighs them by its own logits, with gradients into it.
 
     Args:
@@ -21,7 +21,8 @@ def replay(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             DDP or FSDP is fine.
         routed_experts: i[B, T, L, K] for inputs of B sequences and T tokens, best on the model's device. L counts all
             hidden layers, as vLLM's rows do, or those with experts alone. A row of -1 leaves the choice to the router.
-            It is not copied: leave it alone until the block ends.
+            It is not copied: leave it alone until the block ends. None, for samples without routing, is refused: what
+            is to be trained without replay belongs outside of the block.
 
     Works under autograd, gradient checkpointing, mixed precision and torch.compile(dynamic=True), and restores the
     model however the block ends. With gradient checkpointing, backward() belongs inside the block: it computes the
@@ -32,6 +33,8 @@ def replay(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
             the tokens it is called with; at the end of the block, a router was never called, or a pass with
             checkpointing still waits for its backward pass.
     """
+    if routed_experts is None:
+        raise ReplayError("there are no routed experts; without replay, call the model outside of the block")
     routers = find_routers(model)
     check_rows(routed_experts, routers)
     for router in routers:

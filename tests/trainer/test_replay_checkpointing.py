@@ -1,0 +1,121 @@
+"""Replay under gradient checkpointing, which computes layers a second time in the backward pass."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from tests.trainer.replay_models import build, difference, random_rows, run, tokens
+from trainer.errors import ReplayError
+from trainer.replay import replay
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+]
+both_kinds = pytest.mark.parametrize("reentrant", [False, True])
+ROWS = random_rows(11, 3)
+
+
+def checkpointed(*, reentrant: bool) -> Any:
+    """A model that checkpoints its layers."""
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    # Reentrant checkpoints compute no gradients for inputs that need none.
+    model.enable_input_require_grads()
+    return model
+
+
+def loss_of(model: Any) -> Any:
+    """A loss that depends on every layer."""
+    return model(input_ids=tokens(11)).logits.logsumexp(dim=-1).sum()
+
+
+@both_kinds
+def test_checkpoints_change_nothing(reentrant: bool) -> None:
+    """Layers that are computed twice use the given experts both times."""
+    model = build()
+    with replay(model, ROWS):
+        expected = run(model)
+    assert difference(expected, run(model)) > 1e-3
+    model = checkpointed(reentrant=reentrant)
+    with replay(model, ROWS):
+        assert difference(expected, run(model)) == 0
+
+
+@both_kinds
+def test_backward_after_the_block_is_refused(reentrant: bool) -> None:
+    """A block does not end between a pass with checkpointing and its backward pass."""
+    model = checkpointed(reentrant=reentrant)
+    with pytest.raises(ReplayError, match=r"Call backward\(\) inside the block"), replay(model, ROWS):
+        loss_of(model)
+    block = replay(model, ROWS)
+    block.__enter__()
+    kept = loss_of(model)
+    loss_of(model).backward()
+    with pytest.raises(ReplayError, match=r"2 forward passes .* but 1 backward"):
+        block.__exit__(None, None, None)
+    del kept
+
+
+@both_kinds
+def test_checkpoints_around_the_model_are_seen(reentrant: bool) -> None:
+    """A checkpoint that a trainer puts around a whole model counts as the model's own would."""
+    model = build()
+    embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
+
+    def forward(embedded: Tensor) -> Any:
+        return model(inputs_embeds=embedded).logits
+
+    with pytest.raises(ReplayError, match="inside the block"), replay(model, ROWS):
+        torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+    with replay(model, ROWS):
+        torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant).sum().backward()
+
+
+def test_without_checkpoints_backward_may_come_later() -> None:
+    """Without checkpointing nothing is computed again, and a block may end before the backward pass."""
+    model = build()
+    with replay(model, ROWS):
+        expected = run(model)
+    model.zero_grad()
+    with replay(model, ROWS):
+        loss = loss_of(model)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, expected[name])
+
+
+@both_kinds
+def test_passes_without_gradients_need_no_backward(reentrant: bool) -> None:
+    """Log-probabilities may be computed under no_grad, or of a frozen model, in training mode too."""
+    model = checkpointed(reentrant=reentrant)
+    with replay(model, ROWS), torch.no_grad():
+        loss_of(model)
+    model.disable_input_require_grads()
+    model.requires_grad_(False)
+    with replay(model, ROWS):
+        loss_of(model)
+
+
+def test_frozen_lower_layers_are_not_waited_for() -> None:
+    """Layers below which nothing is trained are never computed again, and need not be."""
+    model = checkpointed(reentrant=False)
+    model.disable_input_require_grads()
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    with replay(model, ROWS):
+        loss_of(model).backward()
+    assert model.model.layers[1].mlp.gate.weight.grad.abs().max() > 0
+
+
+def test_an_error_in_the_block_stays_that_error() -> None:
+    """An exception is not covered by the complaint that no backward pass came."""
+    model = checkpointed(reentrant=False)
+    with pytest.raises(ZeroDivisionError), replay(model, ROWS):
+        loss_of(model).div_(1 // 0)

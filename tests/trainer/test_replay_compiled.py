@@ -1,0 +1,121 @@
+"""Replay under torch.compile(dynamic=True).
+
+The backend goes through all of torch.compile, with the partitioner that chooses what a backward pass recomputes, but
+for the generated code: that takes minutes on two cores, and replay's operator is opaque to it.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from tests.trainer.replay_models import build, difference, random_rows, run, tokens
+from trainer.errors import ReplayError
+from trainer.replay import replay
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # torch.compile looks whether a layer's input has a gradient.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+BACKEND = "aot_eager_decomp_partition"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_lengths_and_blocks_share_one_graph() -> None:
+    """Compiled once with replay and once without, a model is right for every length and block, and refuses others."""
+    from torch._dynamo.utils import counters
+
+    model = build(num_layers=1)
+    compiled: Any = torch.compile(model, dynamic=True, backend=BACKEND)
+    counters.clear()
+    for num_tokens in (11, 13, 32):
+        assert difference(run(model, num_tokens), run(compiled, num_tokens)) < 1e-5
+        for seed in (0, 1):
+            rows = random_rows(num_tokens, 1, seed=seed)
+            with replay(model, rows):
+                expected = run(model, num_tokens)
+            with replay(compiled, rows):
+                assert difference(expected, run(compiled, num_tokens)) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    with pytest.raises(ReplayError, match="17 tokens"), replay(compiled, random_rows(11, 1)):
+        run(compiled, 17)
+
+
+def test_layers_compiled_alone() -> None:
+    """Layers that are each compiled alone share one graph, though each has rows of its own."""
+    from torch._dynamo.utils import counters
+
+    model = build(num_layers=3)
+    rows = random_rows(11, 3)
+    with replay(model, rows):
+        expected = run(model)
+    counters.clear()
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend=BACKEND)
+    with replay(model, rows):
+        assert difference(expected, run(model)) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_checkpoints_inside_compiled_code() -> None:
+    """Compiled code recomputes layers with the given experts, and refuses to after the block."""
+    rows = random_rows(11, 1)
+    model = build(num_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with replay(model, rows):
+        expected = run(model)
+    compiled: Any = torch.compile(model, dynamic=True, backend=BACKEND)
+    with replay(compiled, rows):
+        assert difference(expected, run(compiled)) < 1e-5
+    with replay(compiled, rows):
+        loss = compiled(input_ids=tokens(11)).logits.sum()
+    with pytest.raises(ReplayError, match=r"call backward\(\) inside the block"):
+        loss.backward()
+    with replay(compiled, rows):
+        loss = compiled(input_ids=tokens(11)).logits.sum()
+    with pytest.raises(ReplayError, match=r"call backward\(\) inside the block"), replay(compiled, rows.flip(1)):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_compiled_code(reentrant: bool) -> None:
+    """A checkpoint around compiled code is seen, and its backward pass required in the block."""
+    model = build(num_layers=1)
+    rows = random_rows(11, 1)
+    model.model.layers[0].mlp.compile(dynamic=True, backend=BACKEND)
+    embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
+
+    def forward(embedded: Tensor) -> Any:
+        return model(inputs_embeds=embedded).logits
+
+    def gradient(*, checkpoint: bool) -> Tensor:
+        embedded.grad = None
+        if checkpoint:
+            logits = torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+        else:
+            logits = model(inputs_embeds=embedded).logits
+        logits.logsumexp(dim=-1).sum().backward()
+        assert embedded.grad is not None
+        return torch.clone(embedded.grad)
+
+    with replay(model, rows):
+        expected = gradient(checkpoint=False)
+    with replay(model, rows):
+        torch.testing.assert_close(gradient(checkpoint=True), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ReplayError, match="inside the block"), replay(model, rows):
+        torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
