@@ -18,7 +18,7 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
 
     Args:
         model: a mixture of experts of transformers >= 5 whose routers are in `SUPPORTED`; wrapped by torch.compile,
-            DDP or FSDP is fine.
+            DDP or FSDP2 is fine.
         routed_experts: i[B, T, L, K] for inputs of B sequences and T tokens, best on the model's device. L counts all
             hidden layers, as vLLM's rows do, or those with experts alone. A row of -1 leaves the choice to the router.
             It is not copied: leave it alone until the block ends. None, for samples without routing, is refused: what
