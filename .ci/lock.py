@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements-cpu.lock"
-EXTRAS = "worker-cpu,frontend,trainer,embedded,dev"
+EXTRAS = "worker-cpu,frontend,trainer,rl,embedded,dev"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # torchvision and its kin come from PyPI as CUDA builds, which break `import transformers` beside a CPU torch;
 # triton and the rest are CUDA's own.
