@@ -1,0 +1,333 @@
+"""The ways from the bytes of one finished request to a training step's tensors, for `bench.trainer`.
+
+`rollbus`: the worker's frames, taken in as a client does, then `Stitcher` and `pack`. The others read the answer of an
+HTTP server, a base64 string in JSON, and make their tensors as prime-rl does: from Python lists, and expert ids as
+int32. Of what prime-rl does in between, hops to an orchestrator and from there to the trainer, nothing is here.
+pybase64 comes with vLLM.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pybase64
+import torch
+
+import bus
+from bus.client.calls import Call, Inbox
+from bus.client.children import Child
+from bus.client.exchange import Exchange
+from bus.protocol.chunking import PART_BYTES, ChunkWriter
+from bus.protocol.link_receiver import LinkReceiver, Verdict
+from bus.protocol.link_sender import LinkSender
+from bus.protocol.step import RequestStep
+from schemas.chunk import FinishReason
+from schemas.messages import WIRE_VERSION, LinkMessage, RequestKey, decode_frame
+from schemas.presence import RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.rows import Rows
+from schemas.sampling import SamplingParams
+from trainer import MicroBatch, Stitcher, pack
+
+__all__ = [
+    "NUM_LAYERS",
+    "TOP_K",
+    "WAYS",
+    "Rollout",
+    "Way",
+    "differences",
+    "make_prompt",
+    "make_rollout",
+    "tensor_bytes",
+]
+
+NUM_LAYERS, TOP_K, NUM_EXPERTS = 48, 8, 128
+"""Qwen3-30B-A3B."""
+VOCABULARY = 151_936
+WEIGHT_VERSION = 7
+ADVANTAGE = 0.5
+MAX_FRAME_BYTES = 1024**2
+"""NATS's default `max_payload`."""
+CREDIT = 2**60
+
+Tensors = dict[str, torch.Tensor]
+"""What an HTTP way makes: each [1, S], and `routed_experts` i32[1, S - 1, L, K]."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished request."""
+
+    prompt: npt.NDArray[np.int32]
+    """i4[Lp]."""
+    sampled: npt.NDArray[np.int32]
+    """i4[G]."""
+    logprobs: npt.NDArray[np.float32]
+    """f4[G]."""
+    rows: Rows
+    """u1[Lp + G - 1, L, K]."""
+
+
+def make_prompt(num_tokens: int) -> npt.NDArray[np.int32]:
+    """i4[num_tokens], the same each time."""
+    return np.random.default_rng(0).integers(0, VOCABULARY, num_tokens, np.int32)
+
+
+def make_rollout(num_tokens: int, num_prompt: int) -> Rollout:
+    """A sequence of `num_tokens`, of which `num_prompt` are the prompt: the same each time."""
+    rng, num_sampled = np.random.default_rng(1), num_tokens - num_prompt
+    return Rollout(
+        make_prompt(num_prompt),
+        rng.integers(0, VOCABULARY, num_sampled, np.int32),
+        -rng.exponential(size=num_sampled).astype(np.float32),
+        rng.integers(0, NUM_EXPERTS, (num_tokens - 1, NUM_LAYERS, TOP_K), np.uint8),
+    )
+
+
+# rollbus
+
+
+class _Nowhere:
+    """Stands for the queue and the workers: the request is on its way already, and nobody is told to stop."""
+
+    def add(self, child: Child) -> None:
+        pass
+
+    def admitted(self, child: Child) -> None:
+        pass
+
+    def remove(self, child: Child) -> None:
+        pass
+
+    def hindrance(self, child: Child) -> str:
+        return ""
+
+    def abort(self, worker: str, key: RequestKey) -> None:
+        pass
+
+
+def _steps(rollout: Rollout) -> Iterator[RequestStep]:
+    """As an engine makes them: the prompt's rows with the first token, then a row with each token."""
+    num_prompt, last = len(rollout.prompt), len(rollout.sampled) - 1
+    for i in range(last + 1):
+        first = num_prompt + i - 1 if i else 0
+        yield RequestStep(
+            key="",
+            token_ids=rollout.sampled[i : i + 1],
+            logprobs=rollout.logprobs[i : i + 1],
+            routed_experts=rollout.rows[first : num_prompt + i],
+            routed_experts_start=first,
+            finish_reason=FinishReason.LENGTH if i == last else None,
+        )
+
+
+def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
+    sender = LinkSender(incarnation="life", link=0, client_incarnation="me", max_frame_bytes=MAX_FRAME_BYTES)
+    key = RequestKey("rollout")
+    routing = RoutedExpertsInfo(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=NUM_EXPERTS, dtype="u1")
+    writer = ChunkWriter(key, prompt_len=len(rollout.prompt), routing=routing, start=0, part_bytes=PART_BYTES)
+    sender.open(key, writer)
+    frames: list[bytes] = []
+
+    def send() -> None:
+        data: bytes | None = b""
+        while data is not None:
+            sender.receive(
+                LinkMessage(
+                    WIRE_VERSION, [], client_incarnation="me", incarnation="life", acked=len(frames), credit=CREDIT
+                )
+            )
+            data = sender.seal()
+            if data is not None:
+                frames.append(data)
+
+    for step in _steps(rollout):
+        sender.take(key, step, WEIGHT_VERSION)
+        if not merge:
+            send()
+    send()
+    return frames
+
+
+async def _take_in(request: GenerateRequest, frames: Iterable[bytes]) -> bus.Generation:
+    """What a client does with the frames for one request, between its NATS subscription and its caller."""
+    exchange, receiver = Exchange(), LinkReceiver("me")
+    exchange.connect(_Nowhere(), _Nowhere())
+    call = Call(request, Inbox(lambda callback: None), streams=False)
+    exchange.submit(call)
+    for data in frames:
+        frame = decode_frame(data)
+        if receiver.receive(frame, len(data), time.monotonic()) is Verdict.TAKEN:
+            exchange.take("worker", frame)
+    if call.error is not None:
+        raise call.error
+    return call.generation()
+
+
+def _read_frames(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> MicroBatch:
+    request = GenerateRequest(
+        prompt_token_ids=prompt,
+        request_id="rollout",
+        sampling=SamplingParams(max_tokens=None),
+        return_routed_experts=True,
+    )
+    stitcher = Stitcher()
+    stitcher.add(prompt, asyncio.run(_take_in(request, messages)))
+    sample = stitcher.sample(advantage=ADVANTAGE)
+    del stitcher
+    return pack([sample], max_tokens=len(sample) - 1)[0]
+
+
+# HTTP
+
+
+def _answer(rollout: Rollout, routed_experts: object) -> bytes:
+    """The answer of `/inference/v1/generate` as vLLM 0.30 writes it, for `logprobs=1`."""
+    ids, logprobs = rollout.sampled.tolist(), rollout.logprobs.tolist()
+    content = []
+    for token, logprob in zip(ids, logprobs, strict=True):
+        entry = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+        content.append({**entry, "top_logprobs": [entry]})
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "token_ids": ids,
+        "routed_experts": routed_experts,
+        "sampling_mask": None,
+    }
+    answer = {"request_id": "rollout", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def _write_npy(rollout: Rollout) -> list[bytes]:
+    """As vLLM does it: the string holds a file of numpy's."""
+    file = io.BytesIO()
+    np.save(file, rollout.rows)
+    return [_answer(rollout, base64.b64encode(file.getvalue()).decode())]
+
+
+def _write_raw(rollout: Rollout) -> list[bytes]:
+    """As prime-rl's and Dynamo's servers change it."""
+    rows = rollout.rows
+    data = base64.b64encode(rows.tobytes()).decode()
+    return [_answer(rollout, {"data": data, "shape": list(rows.shape), "start": 0, "dtype": rows.dtype.name})]
+
+
+def _to_tensors(prompt: list[int], sampled: list[int], logprobs: list[float], rows: torch.Tensor) -> Tensors:
+    num_prompt, num_sampled = len(prompt), len(sampled)
+    return {
+        "input_ids": torch.tensor(prompt + sampled, dtype=torch.long).unsqueeze(0),
+        "position_ids": torch.tensor(list(range(num_prompt + num_sampled)), dtype=torch.long).unsqueeze(0),
+        "loss_mask": torch.tensor([False] * num_prompt + [True] * num_sampled, dtype=torch.bool).unsqueeze(0),
+        "advantages": torch.tensor([ADVANTAGE] * (num_prompt + num_sampled), dtype=torch.float).unsqueeze(0),
+        "logprobs": torch.tensor([0.0] * num_prompt + logprobs, dtype=torch.float).unsqueeze(0),
+        "routed_experts": rows.to(torch.int32).unsqueeze(0),
+    }
+
+
+def _read_json(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """The standard library alone."""
+    choice = json.loads(next(iter(messages)))["choices"][0]
+    rows = np.load(io.BytesIO(base64.b64decode(choice.pop("routed_experts"))))
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return _to_tensors(prompt.tolist(), choice["token_ids"], logprobs, torch.from_numpy(rows))
+
+
+class _Entry(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs
+    token_ids: list[int]
+    routed_experts: str
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def _read_msgspec(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """A typed decoder that skips what is not needed, and base64 by SIMD."""
+    choice = _decoder.decode(next(iter(messages))).choices[0]
+    rows = np.load(io.BytesIO(pybase64.b64decode(choice.routed_experts)))
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    return _to_tensors(prompt.tolist(), choice.token_ids, logprobs, torch.from_numpy(rows))
+
+
+_DATA_PREFIX = b'"routed_experts":{"data":"'
+
+
+def _read_cut_out(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """As prime-rl's client: the string is cut out of the body, which `json` then reads without it."""
+    body = next(iter(messages))
+    first = body.index(_DATA_PREFIX) + len(_DATA_PREFIX)
+    last = body.index(b'"', first)
+    choice: dict[str, Any] = json.loads(body[:first] + body[last:])["choices"][0]
+    data = pybase64.b64decode_as_bytearray(memoryview(body)[first:last])
+    routed = choice["routed_experts"]
+    rows = torch.frombuffer(data, dtype=getattr(torch, routed["dtype"])).reshape(routed["shape"])
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return _to_tensors(prompt.tolist(), choice["token_ids"], logprobs, rows)
+
+
+# All of them
+
+
+@dataclass(frozen=True)
+class Way:
+    """From a request's bytes to tensors."""
+
+    what: str
+    """For the table."""
+    write: Callable[[Rollout], list[bytes]]
+    """What the other side sends, message by message."""
+    read: Callable[[npt.NDArray[np.int32], Iterable[bytes]], MicroBatch | Tensors]
+    """What is measured: from the prompt, which the client knows, and the messages."""
+
+
+WAYS = {
+    "rollbus-streamed": Way("rollbus, a frame per token", lambda r: _write_frames(r, merge=False), _read_frames),
+    "rollbus-merged": Way("rollbus, merged frames", lambda r: _write_frames(r, merge=True), _read_frames),
+    "json": Way("HTTP, json + base64", _write_npy, _read_json),
+    "msgspec": Way("HTTP, msgspec + pybase64", _write_npy, _read_msgspec),
+    "cut-out": Way("HTTP, string cut out", _write_raw, _read_cut_out),
+}
+"""By name."""
+
+
+def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:
+    """The tensors in which the two differ; positions in an HTTP way's are tokens, and in a batch predictions."""
+    experts = torch.empty(0) if batch.routed_experts is None else batch.routed_experts.to(torch.int32)
+    pairs = {
+        "input_ids": (batch.input_ids, tensors["input_ids"][:, :-1]),
+        "target_ids": (batch.target_ids, tensors["input_ids"][:, 1:]),
+        "position_ids": (batch.position_ids, tensors["position_ids"][:, :-1]),
+        "loss_mask": (batch.loss_mask, tensors["loss_mask"][:, 1:]),
+        "advantages": (batch.advantages, tensors["advantages"][:, 1:]),
+        "logprobs": (batch.logprobs, tensors["logprobs"][:, 1:]),
+        "routed_experts": (experts, tensors["routed_experts"]),
+    }
+    return [name for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]
+
+
+def tensor_bytes(result: MicroBatch | Tensors) -> int:
+    """What the tensors of a result take."""
+    values = result.values() if isinstance(result, dict) else (getattr(result, name) for name in result.__slots__)
+    return sum(value.nbytes for value in values if value is not None)

@@ -1,0 +1,66 @@
+"""What `bench.trainer` compares is the same work: all ways give the same tensors."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pybase64", reason="comes with vLLM")
+
+from bench.trainer import MAX_TOKENS, make_conversation, measure_conversations, peak_of, stitch_and_pack
+from bench.trainer_peak import read_messages, write_messages
+from bench.trainer_ways import WAYS, differences, make_rollout, tensor_bytes
+from trainer import MicroBatch
+
+HTTP = [name for name in WAYS if not name.startswith("rollbus")]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_prompt"), [(2, 1), (40, 1), (40, 39), (900, 400)])
+@pytest.mark.parametrize("ours", ["rollbus-streamed", "rollbus-merged"])
+@pytest.mark.parametrize("theirs", HTTP)
+def test_all_ways_give_the_same_tensors(ours: str, theirs: str, num_tokens: int, num_prompt: int) -> None:
+    """Bit for bit, whatever the lengths."""
+    rollout = make_rollout(num_tokens, num_prompt)
+    batch, tensors = (WAYS[name].read(rollout.prompt, WAYS[name].write(rollout)) for name in (ours, theirs))
+    assert isinstance(batch, MicroBatch)
+    assert isinstance(tensors, dict)
+    assert differences(batch, tensors) == []
+
+
+@pytest.mark.parametrize("name", ["input_ids", "position_ids", "loss_mask", "advantages", "logprobs", "routed_experts"])
+def test_a_difference_is_noticed(name: str) -> None:
+    """The comparison looks at every tensor."""
+    rollout = make_rollout(40, 20)
+    batch, tensors = (WAYS[way].read(rollout.prompt, WAYS[way].write(rollout)) for way in ("rollbus-merged", "json"))
+    assert isinstance(batch, MicroBatch)
+    assert isinstance(tensors, dict)
+    tensor = tensors[name]
+    tensor[0, 30] = ~tensor[0, 30] if name == "loss_mask" else tensor[0, 30] + 1
+    assert name in differences(batch, tensors)
+
+
+def test_a_frame_per_token_or_merged() -> None:
+    """The two ways to write frames are as far apart as they are called."""
+    rollout = make_rollout(900, 400)
+    assert len(WAYS["rollbus-streamed"].write(rollout)) >= 500
+    assert len(WAYS["rollbus-merged"].write(rollout)) < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_holds_the_tensors(tmp_path: Path) -> None:
+    """Messages pass a file unchanged, and a process of its own says what it took to read them."""
+    rollout, way = make_rollout(8000, 7900), "rollbus-merged"
+    messages = WAYS[way].write(rollout)
+    write_messages(tmp_path / "messages", messages)
+    assert list(read_messages(tmp_path / "messages")) == messages
+    tensors = tensor_bytes(WAYS[way].read(rollout.prompt, messages))
+    assert tensors < peak_of(way, messages, 7900) < 5 * tensors
+
+
+def test_conversations_are_stitched_and_packed_whole() -> None:
+    """No prediction is lost."""
+    batches = stitch_and_pack([make_conversation(index, 100) for index in range(5)])
+    assert sum(int((batch.sample_indices >= 0).sum()) for batch in batches) == 5 * 99
+    assert all(batch.input_ids.shape[1] <= MAX_TOKENS for batch in batches)
+    found = measure_conversations(5, 100, rounds=1)
+    assert found["batches"] == len(batches)
