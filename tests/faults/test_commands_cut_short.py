@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE, "faults": {"load_s": 2.0}}
-REQUESTS = [greedy(prompt, 400, request_id=f"r{prompt}") for prompt in range(24)]
-"""More than both workers run at once, each for a second and more."""
+REQUESTS = [greedy(prompt, 200 + 40 * prompt, request_id=f"r{prompt}") for prompt in range(24)]
+"""More than both workers run at once, of many lengths: when the first ends, both have others for a second and more."""
 
 
 async def go_away(server: EmbeddedServer) -> None:
