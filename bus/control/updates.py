@@ -159,7 +159,7 @@ class Updates:
     async def _state(self, model: str) -> DesiredState:
         return await self._commander.store.read(model) or DesiredState(model=model)
 
-    async def _refuse_old(self, model: str, command: UpdateWeights | FinishWeightUpdate, roster: Roster) -> None:
+    async def _refuse_old(self, model: str, command: UpdateWeights, roster: Roster) -> None:
         """Raise what recording would raise, before anything is uploaded or asked."""
         state = await self._state(model)
         desired.record(state, command)

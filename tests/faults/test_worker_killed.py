@@ -8,6 +8,7 @@ import pytest
 import bus
 from bus import GenerateRequest, SamplingParams
 from schemas.errors import ErrorCode, NoWorkers, RequestFailed
+from tests.control.support import until
 from tests.support.invariants import check_stream, observing
 from tests.support.load import VOCAB_SIZE, Load, greedy
 from tests.support.worker_process import worker_process
@@ -29,10 +30,8 @@ def endless() -> GenerateRequest:
 
 async def busy(rb: bus.Client) -> str:
     """The worker that has a request in flight; it is asked, not remembered."""
-    while True:
-        for worker in (await rb.fleet.state()).workers:
-            if worker.in_flight:
-                return worker.worker
+    state = await until(rb, lambda state: any(worker.in_flight for worker in state.workers))
+    return next(worker.worker for worker in state.workers if worker.in_flight)
 
 
 async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: str, fleet: str) -> None:
