@@ -34,7 +34,7 @@ from workers.control.desire import Outcome, failure
 from workers.control.events import Events
 from workers.control.parts import Parts
 from workers.control.reading import DesiredReader
-from workers.control.reconcile import Listeners, Reconciler
+from workers.control.reconcile import Reconciler
 from workers.control.registers import Registers
 
 __all__ = ["Control"]
@@ -67,7 +67,7 @@ class Control:
         self.reader = DesiredReader(
             self._store, model=config.model, worker=config.worker_id, on_read=self.reconciler.on_read
         )
-        self.reconciler.connect(self.reader, Listeners(self._on_progress, self.look))
+        self.reconciler.connect(self.reader, self.look)
         self._events = Events(parts, registers, self.reconciler)
         # Of each kind one at a time: what takes long must not hold up what is quick. No more wait than are under way.
         self._lanes: dict[str, asyncio.Queue[Heard]] = {
@@ -217,13 +217,8 @@ class Control:
             outcome = failure(ControlError(ControlCode.ENGINE_ERROR, f"{type(exc).__name__}: {exc}"))
         self._answers.end(heard, outcome, **answer)
 
-    def _on_progress(self, register: str, epoch: int, stage: str) -> None:
-        for heard in self._log.under_way:
-            if heard.command.register == register and heard.epoch == epoch:
-                self._answers.report(heard, stage)
-
     def look(self) -> None:
-        """Answer recorded commands of which the outcome is known, and those that are late. Call it every second too."""
+        """Say how far recorded commands are, or how they and the late ones ended. Call it every second too."""
         now = time.monotonic()
         for heard in self._log.under_way:
             register, timeout_s = heard.command.register, heard.command.timeout_s
@@ -231,7 +226,6 @@ class Control:
                 continue
             outcome = None
             if heard.epoch is not None:
-                # Begun before it was heard: the desired state was read first.
                 stage = self.reconciler.stage_of(register, heard.epoch)
                 if stage is not None:
                     self._answers.report(heard, stage)

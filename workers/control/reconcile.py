@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from bus.protocol.desired import WEIGHTS
 from bus.protocol.states import SPEAKING, WorkerEvent
@@ -23,7 +22,7 @@ from workers.control.parts import Parts
 from workers.control.reading import DesiredReader
 from workers.control.registers import Registers
 
-__all__ = ["Listeners", "Reconciler"]
+__all__ = ["Reconciler"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +35,6 @@ FETCH_RETRY_S = 30.0
 """Before weights are tried again that could not be fetched: the object store, or the disk, may be there again."""
 RESET_S = 600.0
 """For undoing what is no longer desired; weights may have to be loaded for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Who hears what a reconciler does."""
-
-    on_progress: Callable[[str, int, str], None]
-    """Called with a register, the epoch that it is brought to, and what is being done."""
-    on_change: Callable[[], None]
-    """Called when there may be new outcomes."""
 
 
 class Reconciler:
@@ -64,7 +53,7 @@ class Reconciler:
         self._engine_timeout_s = parts.config.engine_timeout_s
         self._registers = registers
         self._reader: DesiredReader
-        self._listeners: Listeners
+        self._on_change: Callable[[], None]
         # As many as the desired state has, and those of which it has none any more for as long as that takes.
         self._dealt: dict[str, Dealt] = {}
         self._epoch_read = 0
@@ -88,10 +77,10 @@ class Reconciler:
         dealt = {register: dealt.epoch for register, dealt in self._dealt.items()}
         return f"<Reconciler epoch={self.epoch} dealt={dealt} {self._registers!r}>"
 
-    def connect(self, reader: DesiredReader, listeners: Listeners) -> None:
-        """Say where to look, and whom to tell; once, before `run`."""
+    def connect(self, reader: DesiredReader, on_change: Callable[[], None]) -> None:
+        """Say where to look, and whom to tell of stages and outcomes; once, before `run`."""
         self._reader = reader
-        self._listeners = listeners
+        self._on_change = on_change
 
     def start(self) -> None:
         """The engine runs."""
@@ -111,7 +100,7 @@ class Reconciler:
         versions.wanted_loras = self._reader.wanted_loras
         self._break_off()
         self._is_due.set()
-        self._listeners.on_change()
+        self._on_change()
 
     def _ids(self) -> dict[tuple[str, int], str]:
         """Of the commands that count, by register and epoch."""
@@ -231,7 +220,7 @@ class Reconciler:
                 self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
                 self._waiting = None
             self._stage = due.register, epoch, stage
-            self._listeners.on_progress(due.register, epoch, stage)
+            self._on_change()
 
         work = self._registers.bring(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
@@ -241,7 +230,7 @@ class Reconciler:
         is_shown_later = isinstance(command, Resume | Drain) and outcome.is_applied and not self._is_transferring
         self._dealt[due.register] = Dealt(epoch, None if is_shown_later else outcome)
         self._keep_asleep()
-        self._listeners.on_change()
+        self._on_change()
 
     def _keep_asleep(self) -> None:
         """What woke the engine up for a while lets it sleep again."""
@@ -338,7 +327,7 @@ class Reconciler:
         for register, dealt in self._dealt.items():
             if dealt.outcome is None:
                 self._dealt[register] = Dealt(dealt.epoch, Outcome())
-        self._listeners.on_change()
+        self._on_change()
 
     async def _arrange(self, event: WorkerEvent) -> None:
         match event:
