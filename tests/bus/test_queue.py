@@ -1,12 +1,11 @@
 """The queue of a model in JetStream: its names, its bounds, what it tells."""
 
 import asyncio
-import json
 
 import pytest
 
-from bus.connection import Connection
 from bus.embedded import EmbeddedServer
+from bus.jetstream import ask
 from bus.queue.streams import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken
@@ -17,12 +16,6 @@ from tests.support.nats_server import change_config, require_binary
 from tests.support.queues import MODEL, publishing, pulling
 
 AWKWARD = ["Qwen/Qwen3-0.6B", "a=b", "é *>~ .", "~resume", "x" * 256, "é" * 256]
-
-
-async def api(nats: Connection, operation: str) -> dict[str, object]:
-    """Ask JetStream itself."""
-    answer: dict[str, object] = json.loads((await nats.request(f"$JS.API.{operation}")).data)
-    return answer
 
 
 def test_no_two_models_share_a_stream() -> None:
@@ -49,10 +42,10 @@ async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str)
         while not (result := await client.publish(model=model)).ok:  # until the worker has made the queue
             assert result.code == "no_workers"
         request = await worker.take()
-        info = await api(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
+        info = await ask(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
 
     assert (request.client, request.lane) == ("alice", "normal")
-    assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()  # type: ignore[index]
+    assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()
 
 
 async def test_making_a_queue_again_changes_nothing_but_its_limits(nats_url: str, fleet: str) -> None:
@@ -69,9 +62,9 @@ async def test_making_a_queue_again_changes_nothing_but_its_limits(nats_url: str
 
         assert (await client.publish(b"c")).ok
         assert not (await client.publish(b"d")).ok
-        consumer = await api(nats, f"CONSUMER.INFO.{stream_name(subjects, MODEL, 'high')}.high")
+        consumer = await ask(nats, f"CONSUMER.INFO.{stream_name(subjects, MODEL, 'high')}.high")
 
-    assert consumer["config"]["ack_wait"] == 9_000_000_000  # type: ignore[index]
+    assert consumer["config"]["ack_wait"] == 9_000_000_000
 
 
 async def test_an_operators_settings_stay(nats_url: str, fleet: str) -> None:
@@ -80,14 +73,14 @@ async def test_an_operators_settings_stay(nats_url: str, fleet: str) -> None:
     name = stream_name(subjects, MODEL, "low")
     async with opened(nats_url) as nats:
         await ensure_queue(nats, subjects, MODEL)
-        config = (await api(nats, f"STREAM.INFO.{name}"))["config"]
-        changed = config | {"description": "ours", "max_msgs": 5}  # type: ignore[operator]
-        await nats.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(changed).encode())
+        config = (await ask(nats, f"STREAM.INFO.{name}"))["config"]
+        changed = config | {"description": "ours", "max_msgs": 5}
+        await ask(nats, f"STREAM.UPDATE.{name}", changed)
         await ensure_queue(nats, subjects, MODEL)
-        config = (await api(nats, f"STREAM.INFO.{name}"))["config"]
+        config = (await ask(nats, f"STREAM.INFO.{name}"))["config"]
 
-    assert config["description"] == "ours"  # type: ignore[index]
-    assert config["max_msgs"] == QueueLimits().max_msgs  # type: ignore[index]
+    assert config["description"] == "ours"
+    assert config["max_msgs"] == QueueLimits().max_msgs
 
 
 async def test_depths_count_what_waits_and_what_is_in_hand(nats_url: str, fleet: str) -> None:

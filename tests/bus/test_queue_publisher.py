@@ -1,12 +1,12 @@
 """Publishing to the queue: one result for each request, whatever happens to it, and no request stored twice."""
 
 import asyncio
-import json
 
 import pytest
 
 import bus.queue.publisher
 from bus.embedded import EmbeddedServer
+from bus.jetstream import ask
 from bus.queue.publisher import REPEAT_S
 from bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from bus.subjects import Subjects
@@ -95,9 +95,8 @@ async def test_other_refusals_quote_the_server(
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         name = stream_name(Subjects(fleet), MODEL, "normal")
-        info = json.loads((await client.nats.request(f"$JS.API.STREAM.INFO.{name}")).data)
-        config = json.dumps(info["config"] | change).encode()
-        await client.nats.request(f"$JS.API.STREAM.UPDATE.{name}", config)
+        config = (await ask(client.nats, f"STREAM.INFO.{name}"))["config"]
+        await ask(client.nats, f"STREAM.UPDATE.{name}", config | change)
         result = await client.publish(bytes(100))
 
     assert (result.ok, result.code) == (False, code)

@@ -1,11 +1,11 @@
 """Pulling from the queue: lanes in order, as much as there is room for, and nothing lost that was handed out."""
 
 import asyncio
-import json
 
 import pytest
 
 from bus.connection import close_connection
+from bus.jetstream import ask
 from bus.protocol.pulling import MAX_OVER
 from bus.queue.puller import QueuePuller
 from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths, stream_name
@@ -38,8 +38,7 @@ async def exists_queue(client: Publishing, fleet: str) -> bool:
 async def num_pulls(client: Publishing, fleet: str) -> int:
     """How many pulls wait on the lane `normal`."""
     name = stream_name(Subjects(fleet), MODEL, "normal")
-    info = await client.nats.request(f"$JS.API.CONSUMER.INFO.{name}.normal")
-    return int(json.loads(info.data).get("num_waiting", 0))
+    return int((await ask(client.nats, f"CONSUMER.INFO.{name}.normal")).get("num_waiting", 0))
 
 
 async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
@@ -210,7 +209,7 @@ async def test_a_queue_that_disappears_is_made_anew(nats_url: str, fleet: str, w
         await worker.finish(await worker.take())
         await until(lambda: is_empty(client, fleet), True)
         name = stream_name(Subjects(fleet), MODEL, "normal")
-        await client.nats.request(f"$JS.API.{what.format(name=name)}")
+        await ask(client.nats, what.format(name=name))
         while not (await client.publish(b"after")).ok:
             pass
 

@@ -1,7 +1,7 @@
 """Fixtures that any test may use; tests/conftest.py loads them."""
 
 import asyncio
-import json
+import contextlib
 import subprocess
 import sys
 import uuid
@@ -32,16 +32,16 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 async def _delete_queues(url: str, fleet: str) -> None:
+    from bus.jetstream import ApiError, ask
     from tests.support.connections import opened
 
     async with opened(url) as connection:
-        jetstream = connection.jetstream()
-        answer = await connection.request("$JS.API.STREAM.NAMES", f'{{"subject": "rb.v1.{fleet}.>"}}'.encode())
-        for stream in json.loads(answer.data)["streams"] or ():
-            await jetstream.delete_stream(stream)
-        # Answered with an error where no test has made the bucket.
-        await connection.request("$JS.API.STREAM.PURGE.KV_rollbus", f'{{"filter": "$KV.rollbus.{fleet}.>"}}'.encode())
-        await connection.request(f"$JS.API.STREAM.DELETE.OBJ_rollbus-{fleet}")
+        for stream in (await ask(connection, "STREAM.NAMES", {"subject": f"rb.v1.{fleet}.>"}))["streams"] or ():
+            await ask(connection, f"STREAM.DELETE.{stream}")
+        with contextlib.suppress(ApiError):  # no test has made the bucket
+            await ask(connection, "STREAM.PURGE.KV_rollbus", {"filter": f"$KV.rollbus.{fleet}.>"})
+        with contextlib.suppress(ApiError):  # this one has no objects
+            await ask(connection, f"STREAM.DELETE.OBJ_rollbus-{fleet}")
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +51,12 @@ def tiny_moe_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = [sys.executable, "-m", "workers.engines.vllm.tiny_moe", "--output", str(path), "--dtype", "float32"]
     subprocess.run(make, check=True)
     return path
+
+
+@pytest.fixture(scope="session")
+def real_fleet(nats_url: str, tiny_moe_float32: Path) -> Iterator[str]:
+    """One vLLM worker process for all tests that only send it requests; gives its fleet."""
+    from tests.support.real_fleet import running_fleet
+
+    with running_fleet(nats_url, tiny_moe_float32) as fleet:
+        yield fleet
