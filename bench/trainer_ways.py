@@ -321,7 +321,7 @@ def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:
         "position_ids": (batch.position_ids, tensors["position_ids"][:, :-1]),
         "loss_mask": (batch.loss_mask, tensors["loss_mask"][:, 1:]),
         "advantages": (batch.advantages, tensors["advantages"][:, 1:]),
-        "logprobs": (batch.logprobs, tensors["logprobs"][:, 1:]),
+        "logprobs": (batch.sampler_logprobs, tensors["logprobs"][:, 1:]),
         "routed_experts": (experts, tensors["routed_experts"]),
     }
     return [name for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]

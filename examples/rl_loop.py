@@ -158,7 +158,7 @@ class Learner:
         for batch in batches:
             with replay(self._model, batch.routed_experts):
                 logprobs = logprobs_of(self._model, batch)
-                weights = importance_weights(logprobs, batch.logprobs, batch.loss_mask)
+                weights = importance_weights(logprobs, batch.sampler_logprobs, batch.loss_mask)
                 loss = -(batch.advantages * weights * logprobs)[batch.loss_mask].sum() / num_tokens
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
@@ -184,7 +184,7 @@ class Learner:
                 free = logprobs_of(self._twin, batch)
                 count = int(batch.loss_mask.sum())
                 for index, logprobs in enumerate((replayed, free)):
-                    sums[index] += count * float(sampler_kl(logprobs, batch.logprobs, batch.loss_mask))
+                    sums[index] += count * float(sampler_kl(logprobs, batch.sampler_logprobs, batch.loss_mask))
                 num_tokens += count
         with_replay, without = sums / max(num_tokens, 1)
         return with_replay, without

@@ -41,7 +41,7 @@ class MicroBatch:
     """bool[1, T]: the target was sampled and is to be trained; off in padding."""
     advantages: torch.Tensor
     """f32[1, T]: the target's; 0.0 in padding."""
-    logprobs: torch.Tensor
+    sampler_logprobs: torch.Tensor
     """f32[1, T]: of the target, by the sampler; 0.0 where it was not sampled, and in padding."""
     weight_versions: torch.Tensor
     """i32[1, T]: the weights that sampled the target; -1 where it was not sampled, and in padding."""
@@ -151,7 +151,7 @@ class _Filler:
             position_ids=torch.empty((1, padded), dtype=torch.int64),
             loss_mask=torch.zeros((1, padded), dtype=torch.bool),
             advantages=torch.zeros((1, padded), dtype=torch.float32),
-            logprobs=torch.zeros((1, padded), dtype=torch.float32),
+            sampler_logprobs=torch.zeros((1, padded), dtype=torch.float32),
             weight_versions=torch.full((1, padded), NOT_SAMPLED, dtype=torch.int32),
             routed_experts=(
                 None
@@ -171,7 +171,7 @@ class _Filler:
         _view(batch.loss_mask)[span] = sample.loss_mask[1 : size + 1]
         advantage = sample.advantage
         _view(batch.advantages)[span] = advantage[1 : size + 1] if isinstance(advantage, np.ndarray) else advantage
-        _view(batch.logprobs)[span] = sample.logprobs[1 : size + 1]
+        _view(batch.sampler_logprobs)[span] = sample.logprobs[1 : size + 1]
         _view(batch.weight_versions)[span] = sample.weight_versions[1 : size + 1]
         _view(batch.sample_indices)[span] = index
         if batch.routed_experts is not None:

@@ -39,16 +39,16 @@ def test_sequence_weights_of_a_micro_batch() -> None:
     """Each sample has its own weight, as if it were alone in its batch; padding is a segment that weighs nothing."""
     given_samples = [sample_of(size, first=2) for size in (7, 4, 9)]
     (batch,) = pack(given_samples, max_tokens=32, pad_to_multiple_of=32)
-    trainer = batch.logprobs - 0.01 * torch.arange(32) * batch.loss_mask
+    trainer = batch.sampler_logprobs - 0.01 * torch.arange(32) * batch.loss_mask
 
     weights = importance_weights(
-        trainer, batch.logprobs, batch.loss_mask, level="sequence", cu_seqlens=batch.cu_seqlens
+        trainer, batch.sampler_logprobs, batch.loss_mask, level="sequence", cu_seqlens=batch.cu_seqlens
     )
 
     for index in range(3):
         here = batch.sample_indices == index
         there = here & batch.loss_mask
-        ratio = float((trainer - batch.logprobs)[there].sum().exp())
+        ratio = float((trainer - batch.sampler_logprobs)[there].sum().exp())
         assert weights[there].tolist() == pytest.approx([ratio] * int(there.sum()))
     assert not weights[~batch.loss_mask].any()
 

@@ -30,7 +30,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
             assert not batch.loss_mask[0, at].any()
             assert (batch.weight_versions[0, at] == -1).all()
             assert batch.routed_experts is None or (batch.routed_experts[0, at] == NO_EXPERT).all()
-            for zero in (batch.input_ids, batch.target_ids, batch.advantages, batch.logprobs):
+            for zero in (batch.input_ids, batch.target_ids, batch.advantages, batch.sampler_logprobs):
                 assert not zero[0, at].any()
             continue
         found.append(index)
@@ -40,7 +40,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
             (batch.input_ids, sample.token_ids[:-1]),
             (batch.target_ids, sample.token_ids[1:]),
             (batch.loss_mask, sample.loss_mask[1:]),
-            (batch.logprobs, sample.logprobs[1:]),
+            (batch.sampler_logprobs, sample.logprobs[1:]),
             (batch.weight_versions, sample.weight_versions[1:]),
             (batch.advantages, advantage[1:]),
         ):
@@ -77,7 +77,7 @@ def test_everything_is_there_once(given_samples: list[Sample], max_tokens: int, 
 
 DTYPES = {
     "input_ids": torch.int64, "target_ids": torch.int64, "position_ids": torch.int64, "loss_mask": torch.bool,
-    "advantages": torch.float32, "logprobs": torch.float32, "weight_versions": torch.int32,
+    "advantages": torch.float32, "sampler_logprobs": torch.float32, "weight_versions": torch.int32,
     "sample_indices": torch.int32, "cu_seqlens": torch.int32,
 }  # fmt: skip
 
