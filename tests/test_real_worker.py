@@ -1,10 +1,5 @@
 """A vLLM worker process behind the bus: what a trainer receives is what the model computed, alone or among many."""
 
-import asyncio
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,46 +8,10 @@ import pytest
 import bus
 from bus import GenerateRequest, InvalidRequest, RequestRejected, SamplingParams
 from tests.support.fleet import check_generation
+from tests.support.real_fleet import WEIGHT_VERSION, greedy, prompt
 from tests.support.results import TOLERANCE, assert_same, expert_sets
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-ENGINE_ARGS = '{"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}'
-START_TIMEOUT_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def real_fleet(nats_url: str, tiny_moe_float32: Path) -> Iterator[str]:
-    """One vLLM worker process for all tests of this file; returns its fleet."""
-    fleet = f"real-{uuid.uuid4().hex[:8]}"
-    arguments = ["--nats", nats_url, "--fleet", fleet, "--model", str(tiny_moe_float32), "--engine-args", ENGINE_ARGS]
-    process = subprocess.Popen([sys.executable, "-m", "workers", *arguments, "--weight-version", "5"])
-    try:
-        asyncio.run(wait_for_worker(nats_url, fleet))
-        yield fleet
-    finally:
-        process.terminate()
-        try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-
-
-async def wait_for_worker(nats_url: str, fleet: str) -> None:
-    """Wait until a worker of `fleet` serves."""
-    async with bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers(timeout_s=START_TIMEOUT_S)
-
-
-def prompt(length: int, seed: int = 0) -> np.ndarray:
-    """Token ids without meaning, away from the special ones."""
-    return np.random.default_rng(seed).integers(10, 500, length)
-
-
-def greedy(length: int, max_tokens: int, seed: int = 0, **fields: object) -> GenerateRequest:
-    """A greedy request that does not end early."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=prompt(length, seed), sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
@@ -104,7 +63,7 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
         for request in requests:
             check_generation(together[request.request_id], request)
             assert_same(together[request.request_id], await rb.complete(request))
-            assert set(together[request.request_id].weight_versions) == {5}
+            assert set(together[request.request_id].weight_versions) == {WEIGHT_VERSION}
 
 
 async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
