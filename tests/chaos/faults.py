@@ -122,7 +122,8 @@ class Victims:
         if fault.kind == "worker stopped":
             await _stop(worker.process.pid, fault.away_s)
             return
-        if fault.kind == "worker restarted":
+        # It may have ended by itself: see `revive`.
+        if fault.kind == "worker restarted" and worker.process.returncode is None:
             worker.process.terminate()
             await worker.process.wait()
         # Kills it if it still runs.
