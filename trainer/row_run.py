@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from schemas.rows import Rows, dtype_of
+from schemas.rows import Rows
+from trainer.checks import check_integer, check_rows
 from trainer.errors import StitchError
 
 __all__ = ["Overlap", "RowRun"]
@@ -16,25 +17,34 @@ OVERLAPS = ("refuse", "first", "last")
 
 
 class RowRun:
-    """Contiguous rows in pieces that do not overlap. Nothing is copied until `join`."""
+    """Contiguous rows in parts that do not overlap. Nothing is copied until `join`, except for small rests.
+
+    A piece touches the parts that it meets, and no others, so many pieces cost no more than their rows.
+    """
 
     def __init__(self, overlap: Overlap) -> None:
         if overlap not in OVERLAPS:
             raise StitchError(f"overlap is {overlap!r}; allowed: {', '.join(OVERLAPS)}")
         self._overlap = overlap
-        self.start = 0
-        """The position of the first row."""
         self.layout: tuple[int, int] | None = None
         """Layers and top_k; None until a piece was added."""
         self._dtype: np.dtype[Any] = np.dtype("u1")
         self._parts: list[Rows] = []
-        self._ends: list[int] = []
-        """Of each part: the position after its last row."""
+        """In order; each has rows."""
+        self._starts: list[int] = []
+        """Of each part: the position of its first row."""
+        self._empty_start = 0
+        """Where the first piece began, as long as none has brought a row."""
+
+    @property
+    def start(self) -> int:
+        """The position of the first row."""
+        return self._starts[0] if self._starts else self._empty_start
 
     @property
     def end(self) -> int:
         """The position after the last row."""
-        return self._ends[-1] if self._ends else self.start
+        return self._starts[-1] + len(self._parts[-1]) if self._starts else self._empty_start
 
     def add(self, where: str, start: int, rows: Rows) -> None:
         """Take in a piece that begins at position `start`. After an error all is as it was before.
@@ -42,15 +52,20 @@ class RowRun:
         Raises:
             StitchError: saying `where`.
         """
+        start = check_integer(StitchError, f"{where}: start", start, 0)
         layout = self._check_layout(where, start, rows)
         if self._parts and len(rows):
             self._check_reach(where, start, start + len(rows))
             if self._overlap == "refuse":
                 self._check_agreement(where, start, rows)
-            self._insert(start, rows)
-        elif len(rows) or self.layout is None:
-            self.start = start
-            self._append([rows])
+            if self._overlap == "last":
+                self._replace(start, rows)
+            else:
+                self._extend(start, rows)
+        elif len(rows):
+            self._starts, self._parts = [start], [rows]
+        elif self.layout is None:
+            self._empty_start = start
         self.layout = layout
         self._dtype = np.result_type(self._dtype, rows.dtype)
 
@@ -64,40 +79,37 @@ class RowRun:
             return self._parts[0].astype(self._dtype, copy=False)
         return np.concatenate(self._parts, dtype=self._dtype)
 
-    def _insert(self, start: int, rows: Rows) -> None:
-        """Take in rows that touch those that are here: what both have is kept once."""
+    def _extend(self, start: int, rows: Rows) -> None:
+        """Take in the rows of positions that have none yet: before those that are here, and after."""
+        head, tail = self.start - start, self.end - start
+        if tail < len(rows):
+            self._starts.append(self.end)
+            self._parts.append(_cut(rows, tail, len(rows)))
+        if head > 0:
+            self._starts.insert(0, start)
+            self._parts.insert(0, _cut(rows, 0, head))
+
+    def _replace(self, start: int, rows: Rows) -> None:
+        """Take in all rows; of the parts that they meet, what is left before and after them stays."""
         end = start + len(rows)
-        if self._overlap == "last":
-            self._replace(min(start, self.start), self._slice(self.start, start), [rows], self._slice(end, self.end))
-            return
-        tail = rows[self.end - start :] if end > self.end else rows[:0]
-        if len(tail) * 2 < len(rows):
-            # A view would keep the whole piece in memory: turns that bring all rows again would hold them all.
-            tail = tail.copy()
-        if start < self.start:
-            self._replace(start, [rows[: self.start - start]], self._parts, [tail])
-        else:
-            self._append([tail])
+        starts, parts = [start], [rows]
+        first, after = bisect.bisect_left(self._starts, start), bisect.bisect_left(self._starts, end)
+        if after and self._starts[after - 1] + len(self._parts[after - 1]) > end:
+            part = self._parts[after - 1]
+            starts.append(end)
+            parts.append(_cut(part, end - self._starts[after - 1], len(part)))
+        if first and self._starts[first - 1] + len(self._parts[first - 1]) > start:
+            first -= 1
+            starts.insert(0, self._starts[first])
+            parts.insert(0, _cut(self._parts[first], 0, start - self._starts[first]))
+        self._starts[first:after] = starts
+        self._parts[first:after] = parts
 
-    def _replace(self, start: int, *groups: list[Rows]) -> None:
-        self.start, self._parts, self._ends = start, [], []
-        for group in groups:
-            self._append(group)
-
-    def _append(self, parts: list[Rows]) -> None:
-        for part in parts:
-            if len(part):
-                self._ends.append(self.end + len(part))
-                self._parts.append(part)
-
-    def _slice(self, start: int, end: int) -> list[Rows]:
+    def _held(self, start: int, end: int) -> list[Rows]:
         """The rows of positions `start` to `end - 1` that are here, as views."""
         views = []
-        for index in range(bisect.bisect_right(self._ends, start), len(self._parts)):
-            part = self._parts[index]
-            first = self._ends[index] - len(part)
-            if first >= end:
-                break
+        for index in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, end)):
+            part, first = self._parts[index], self._starts[index]
             views.append(part[max(start - first, 0) : end - first])
         return views
 
@@ -111,14 +123,7 @@ class RowRun:
         )
 
     def _check_layout(self, where: str, start: int, rows: Rows) -> tuple[int, int]:
-        try:
-            dtype_of(rows)
-        except ValueError as exc:
-            raise StitchError(f"{where}: {exc}") from None
-        if rows.ndim != 3 or start < 0:
-            raise StitchError(
-                f"{where}: rows of shape {rows.shape} from position {start}; allowed: [rows, layers, top_k] from 0 on"
-            )
+        check_rows(StitchError, f"{where}: routed_experts", rows)
         layout = (rows.shape[1], rows.shape[2])
         if self.layout is not None and layout != self.layout:
             raise StitchError(
@@ -130,7 +135,7 @@ class RowRun:
     def _check_agreement(self, where: str, start: int, rows: Rows) -> None:
         """Rows of the same position must name the same experts; the order within a top-k says nothing."""
         position = max(start, self.start)
-        for held in self._slice(position, min(start + len(rows), self.end)):
+        for held in self._held(position, min(start + len(rows), self.end)):
             new = rows[position - start :][: len(held)]
             if not np.array_equal(held, new):
                 differs = (np.sort(held, axis=2) != np.sort(new, axis=2)).any(axis=2)
@@ -141,3 +146,9 @@ class RowRun:
                         f" an earlier one: {new[row, layer]} after {held[row, layer]}"
                     )
             position += len(held)
+
+
+def _cut(rows: Rows, begin: int, end: int) -> Rows:
+    """A view, or a copy if it is small: a view would keep all of the piece in memory."""
+    part = rows[begin:end]
+    return part.copy() if len(part) * 2 < len(rows) else part

@@ -4,17 +4,19 @@ Row i of the routed experts belongs to position `start + i`; the last token has 
 none. So a sample of S tokens has `S - 1 - start` rows, as `schemas.rows` has it for what a worker returns.
 """
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.rows import Rows, dtype_of, expected_rows
+from schemas.rows import Rows, expected_rows
+from trainer.checks import check_entries, check_integer, check_rows, check_vector, describe
 from trainer.errors import PackError
 
-__all__ = ["NOT_SAMPLED", "Sample"]
+__all__ = ["NOT_SAMPLED", "Sample", "check_samples"]
 
 NOT_SAMPLED = -1
 """The weight version of a token that no weights sampled: a prompt's, a tool's, or padding."""
@@ -44,34 +46,37 @@ class Sample:
     """One for all tokens, or f4[S]."""
 
     def __post_init__(self) -> None:
-        size = _check_vector("token_ids", self.token_ids, np.int32, None)
-        _check_vector("loss_mask", self.loss_mask, np.bool_, size)
-        _check_vector("logprobs", self.logprobs, np.float32, size)
-        _check_vector("weight_versions", self.weight_versions, np.int32, size)
-        if isinstance(self.advantage, np.ndarray):
-            _check_vector("advantage", self.advantage, np.float32, size)
-            _check_all("advantage", np.isfinite(self.advantage), self.advantage, "finite numbers")
-        elif not math.isfinite(self.advantage):
-            raise PackError(f"advantage is {self.advantage}; allowed: finite numbers")
-        _check_all("token_ids", self.token_ids >= 0, self.token_ids, "0 and above")
+        check_vector(PackError, "token_ids", self.token_ids, np.int32)
+        size = len(self.token_ids)
+        check_vector(PackError, "loss_mask", self.loss_mask, np.bool_, size)
+        check_vector(PackError, "logprobs", self.logprobs, np.float32, size)
+        check_vector(PackError, "weight_versions", self.weight_versions, np.int32, size)
+        self._check_advantage()
+        check_entries(PackError, "token_ids", self.token_ids, self.token_ids >= 0, "0 and above")
         if size and self.loss_mask[0]:
             raise PackError("loss_mask is on at position 0, which nothing predicts; allowed: positions 1 and above")
-        trained_only = "numbers, and -inf, where the loss mask is on"
-        _check_all("logprobs", (self.logprobs < np.inf) | ~self.loss_mask, self.logprobs, trained_only)
-        trained_only = "0 and above where the loss mask is on"
-        _check_all("weight_versions", (self.weight_versions >= 0) | ~self.loss_mask, self.weight_versions, trained_only)
+        good = (self.logprobs < np.inf) | ~self.loss_mask
+        check_entries(PackError, "logprobs", self.logprobs, good, "numbers, and -inf, where the loss mask is on")
+        good = (self.weight_versions >= 0) | ~self.loss_mask
+        check_entries(PackError, "weight_versions", self.weight_versions, good, "0 and above where the loss mask is on")
+        check_integer(PackError, "start", self.start, 0)
         if self.routed_experts is not None:
             self._check_rows(self.routed_experts)
 
+    def _check_advantage(self) -> None:
+        advantage: Any = self.advantage
+        if isinstance(advantage, np.ndarray):
+            check_vector(PackError, "advantage", advantage, np.float32, len(self.token_ids))
+            check_entries(PackError, "advantage", advantage, np.isfinite(advantage), "finite numbers")
+        elif not isinstance(advantage, Real):
+            raise PackError(f"advantage is {describe(advantage)}; allowed: a number, or a numpy array of float32")
+        elif not abs(cast(float, advantage)) <= float(np.finfo(np.float32).max):
+            raise PackError(f"advantage is {advantage}; allowed: finite numbers that float32 has")
+
     def _check_rows(self, rows: Rows) -> None:
-        try:
-            dtype_of(rows)
-        except ValueError as exc:
-            raise PackError(f"routed_experts: {exc}") from None
-        if rows.ndim != 3:
-            raise PackError(f"routed_experts are of shape {rows.shape}; allowed: [S - 1 - start, layers, top_k]")
+        check_rows(PackError, "routed_experts", rows)
         size = len(self.token_ids)
-        if not 0 <= self.start <= max(size - 1, 0):
+        if self.start > max(size - 1, 0):
             raise PackError(f"start is {self.start} of {size} tokens; allowed: 0 to S - 1")
         if len(rows) != (wanted := expected_rows(size - 1, self.start, 1)):
             raise PackError(
@@ -90,17 +95,16 @@ class Sample:
         return f"<Sample tokens={len(self.token_ids)} trained={trained} rows={rows} start={self.start}>"
 
 
-def _check_vector(name: str, array: object, dtype: type[np.generic], size: int | None) -> int:
-    """Check an array of one dimension; returns its length."""
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-        found = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise PackError(f"{name} is {found}; allowed: a numpy array of {np.dtype(dtype)} in one dimension")
-    if size is not None and len(array) != size:
-        raise PackError(f"{name} has {len(array)} entries for {size} tokens; allowed: one for each token")
-    return len(array)
+def check_samples(samples: object) -> list[Sample]:
+    """The samples as a list.
 
-
-def _check_all(name: str, good: npt.NDArray[np.bool_], array: npt.NDArray[Any], allowed: str) -> None:
-    if not good.all():
-        position = int(good.argmin())
-        raise PackError(f"{name} is {array[position]} at position {position}; allowed: {allowed}")
+    Raises:
+        PackError: a single sample, or something else among them.
+    """
+    if not isinstance(samples, Iterable):
+        raise PackError(f"samples is {describe(samples)}; allowed: a list, or anything else that yields samples")
+    listed = list(samples)
+    for index, sample in enumerate(listed):
+        if not isinstance(sample, Sample):
+            raise PackError(f"sample {index} is {describe(sample)}; allowed: trainer.Sample")
+    return listed

@@ -4,8 +4,8 @@ Every row of routed experts knows its absolute position, and the result has one 
 to the last: nothing is padded, guessed or narrowed, and what does not fit is an error that says where.
 
 The boundary: the last token of a turn has not been through the model, so its turn has no row for it. The next turn
-runs it as part of its prompt and brings the row, if it was asked for rows from there on or from before:
-`Stitcher.next_start` is what to ask for.
+runs it as part of its prompt and brings the row, if it was asked for rows from there on or from before. And the row
+of a prompt's last token belongs to the first token sampled. `Stitcher.next_start` is what to ask for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.rows import Rows, expected_rows
+from trainer.checks import check_entries, check_integer, check_rows, check_vector, describe
 from trainer.errors import StitchError
 from trainer.row_run import Overlap, RowRun
 from trainer.sample import NOT_SAMPLED, Sample
@@ -24,6 +25,10 @@ __all__ = ["Stitcher", "Turn", "stitch_rows"]
 
 class Turn(Protocol):
     """What one request produced, after a prompt of Lp tokens. A `bus.Generation` is one."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Lp."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -44,6 +49,10 @@ class Turn(Protocol):
     @property
     def start(self) -> int:
         """The position of the first row, 0 to Lp."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the request failed; None if it did not."""
 
 
 def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refuse") -> tuple[int, Rows]:
@@ -87,8 +96,8 @@ class Stitcher:
         self._num_added = 0
         self._tokens: tuple[npt.NDArray[np.int32], ...] = ()
         """All tokens so far: the last prompt, and what was sampled after it."""
-        self._unrouted: tuple[int, int] | None = None
-        """The first turn without routing that no later one covers, and the first position whose row it needs."""
+        self._unrouted: int | None = None
+        """The first turn without routing whose rows no later one has brought."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,26 +106,35 @@ class Stitcher:
 
     @property
     def next_start(self) -> int:
-        """The first position that the next turn must bring a row for: its `routed_experts_prompt_start`."""
-        if self._run.layout is not None:
-            return self._run.end
-        return 0 if self._unrouted is None else self._unrouted[1]
+        """The first position that the next turn must bring a row for: its `routed_experts_prompt_start`.
+
+        That is where the rows so far end; or the position before the first token sampled, as long as its row is
+        missing: its turn had no routing, or began at its prompt's length.
+        """
+        if not self._sampled:
+            return 0
+        first_needed: int = self._sampled[0][0].start - 1
+        if self._run.layout is None or self._run.start > first_needed:
+            return first_needed
+        return self._run.end
 
     def add(self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], turn: Turn) -> None:
         """Add the next turn. After an error the stitcher is as it was before.
 
         Args:
             prompt_token_ids: its whole prompt, which begins with all tokens so far.
-            turn: what was sampled after it. Zero tokens are fine, with or without an empty routing.
+            turn: what was sampled after it. Zero tokens are fine, with or without an empty routing; a request that
+                failed is not, whatever it had brought by then.
 
         Raises:
             StitchError: which turn does not follow, where, and why.
         """
         where = f"turn {self._num_added}"
-        prompt = _as_token_ids(where, "prompt", prompt_token_ids)
-        sampled = _as_token_ids(where, "turn", turn.token_ids)
+        _check_outcome(where, turn)
+        prompt = _as_token_ids(f"{where}: prompt_token_ids", prompt_token_ids)
+        sampled = _as_token_ids(f"{where}: token_ids", turn.token_ids)
         self._check_prompt(where, prompt)
-        logprobs = _check_turn(where, turn, len(prompt))
+        logprobs = _check_turn(where, turn, len(prompt), len(sampled))
         if len(sampled):
             self._add_rows(where, turn, len(prompt))
             span = slice(len(prompt), len(prompt) + len(sampled))
@@ -133,15 +151,15 @@ class Stitcher:
 
         Raises:
             StitchError: no turns, or some turns lack routing that others have.
+            PackError: an `advantage` that `Sample` refuses.
         """
         if not self._num_added:
             raise StitchError("there are no turns; allowed: one or more")
         size = self._sampled[-1][0].stop if self._sampled else self.num_tokens
         routed = self._run.layout is not None
         if routed and self._unrouted is not None:
-            turn, position = self._unrouted
             raise StitchError(
-                f"turn {turn}: no routing for positions {position} to {size - 2}, which other turns have;"
+                f"turn {self._unrouted}: no routing from position {self.next_start} on, which other turns have;"
                 " allowed: routing in all turns, in none, or a later turn that brings these rows"
             )
         token_ids = np.concatenate(self._tokens, dtype=np.int32)[:size]
@@ -183,57 +201,63 @@ class Stitcher:
     def _add_rows(self, where: str, turn: Turn, prompt_len: int) -> None:
         if turn.routed_experts is None:
             if self._unrouted is None:
-                self._unrouted = (self._num_added, prompt_len - 1 if self._run.layout is None else self._run.end)
+                self._unrouted = self._num_added
             return
-        needed = self._unrouted is not None or self._run.layout is not None
-        if needed and turn.start > self.next_start:
+        if self._sampled and turn.start > (position := self.next_start):
             raise StitchError(
-                f"{where}: rows begin at position {turn.start}, and those of positions {self.next_start} to"
-                f" {turn.start - 1} are missing; allowed: a start of at most {self.next_start}"
+                f"{where}: rows begin at position {turn.start}, and that of position {position} is missing;"
+                f" allowed: a start of at most {position}"
             )
         self._run.add(where, turn.start, turn.routed_experts)
         self._unrouted = None
 
 
-def _as_token_ids(
-    where: str, what: str, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]]
-) -> npt.NDArray[np.int32]:
-    array = np.asarray(token_ids) if len(token_ids) else np.empty(0, np.int32)
+def _as_token_ids(name: str, token_ids: object) -> npt.NDArray[np.int32]:
+    try:
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError):
+        raise StitchError(f"{name} is {describe(token_ids)}; allowed: integers in one dimension, in memory") from None
+    if array.shape == (0,):
+        return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise StitchError(f"{where}: {what} tokens are {array.dtype} of shape {array.shape}; allowed: integers")
-    good = (array >= 0) & (array <= np.iinfo(np.int32).max)
-    if not good.all():
-        at = int(good.argmin())
-        raise StitchError(f"{where}: {what} token {at} is {array[at]}; allowed: 0 to 2147483647")
+        found = describe(array if array.ndim else token_ids)
+        raise StitchError(f"{name} is {found}; allowed: integers in one dimension")
+    check_entries(StitchError, name, array, (array >= 0) & (array <= np.iinfo(np.int32).max), "0 to 2147483647")
     return array.astype(np.int32, copy=False)
 
 
-def _check_turn(where: str, turn: Turn, prompt_len: int) -> npt.NDArray[np.float32]:
+def _check_outcome(where: str, turn: Turn) -> None:
+    """What a failed request left behind ends anywhere, and is no sample of the policy."""
+    # Objects of a trainer's own may do without the field; nothing else says that a turn failed.
+    error = getattr(turn, "error", None)
+    if error is not None:
+        raise StitchError(f"{where}: its request failed: {error}; allowed: turns whose error is None")
+
+
+def _check_turn(where: str, turn: Turn, prompt_len: int, num_sampled: int) -> npt.NDArray[np.float32]:
     """A turn must not contradict itself: one of everything for each token, rows by the row rule. Returns logprobs."""
-    num_sampled = len(turn.token_ids)
+    told = getattr(turn, "prompt_len", prompt_len)
+    if told != prompt_len:
+        raise StitchError(f"{where}: sampled after {told} prompt tokens; allowed: the prompt given, of {prompt_len}")
     if num_sampled and not prompt_len:
         raise StitchError(f"{where}: tokens were sampled after an empty prompt; allowed: one prompt token or more")
     if num_sampled and turn.logprobs is None:
         raise StitchError(f"{where}: no logprobs, from position {prompt_len} on; allowed: SamplingParams(logprobs=0)")
     logprobs = np.empty(0, np.float32) if turn.logprobs is None else turn.logprobs
+    check_vector(StitchError, f"{where}: logprobs", logprobs, np.float32, num_sampled)
+    check_entries(StitchError, f"{where}: logprobs", logprobs, logprobs < np.inf, "numbers, and -inf")
     versions = turn.weight_versions
-    for name, array in (("logprobs", logprobs), ("weight_versions", versions)):
-        if len(array) != num_sampled:
-            raise StitchError(f"{where}: {len(array)} {name} for {num_sampled} tokens; allowed: one for each")
-    _check_values(where, "logprobs", logprobs, logprobs < np.inf, "numbers, and -inf")
-    _check_values(where, "weight_versions", versions, versions >= 0, "0 and above")
+    check_vector(StitchError, f"{where}: weight_versions", versions, np.int32, num_sampled)
+    check_entries(StitchError, f"{where}: weight_versions", versions, versions >= 0, "0 and above")
     rows = turn.routed_experts
-    if rows is not None and not 0 <= turn.start <= prompt_len:
+    if rows is None:
+        return logprobs
+    check_rows(StitchError, f"{where}: routed_experts", rows)
+    if check_integer(StitchError, f"{where}: start", turn.start, 0) > prompt_len:
         raise StitchError(f"{where}: start is {turn.start}; allowed: 0 to {prompt_len}, the prompt's length")
-    if rows is not None and len(rows) != (wanted := expected_rows(prompt_len, turn.start, num_sampled)):
+    if len(rows) != (wanted := expected_rows(prompt_len, turn.start, num_sampled)):
         raise StitchError(
             f"{where}: {len(rows)} rows for {prompt_len} prompt and {num_sampled} sampled tokens from start"
             f" {turn.start}; allowed: {wanted}"
         )
     return logprobs
-
-
-def _check_values(where: str, name: str, array: npt.NDArray[Any], good: npt.NDArray[np.bool_], allowed: str) -> None:
-    if not good.all():
-        token = int(good.argmin())
-        raise StitchError(f"{where}: {name} of sampled token {token} is {array[token]}; allowed: {allowed}")

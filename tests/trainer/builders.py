@@ -45,6 +45,8 @@ class FakeTurn:
     weight_versions: npt.NDArray[np.int32]
     routed_experts: Rows | None
     start: int = 0
+    prompt_len: int = 0
+    error: Exception | None = None
 
 
 def turn_of(whole: Sample, prompt_len: int, end: int, *, start: int | None = 0) -> FakeTurn:
@@ -57,7 +59,8 @@ def turn_of(whole: Sample, prompt_len: int, end: int, *, start: int | None = 0) 
         rows = rows[:0]
     else:
         rows = rows[start : end - 1]
-    return FakeTurn(whole.token_ids[span], whole.logprobs[span], whole.weight_versions[span], rows, start or 0)
+    arrays = whole.token_ids[span], whole.logprobs[span], whole.weight_versions[span]
+    return FakeTurn(*arrays, rows, start or 0, prompt_len)
 
 
 @st.composite
@@ -71,3 +74,27 @@ def samples(draw: st.DrawFn, max_size: int = 24) -> Sample:
     versions = np.where(mask, np.arange(size), -1).astype(np.int32)
     advantage = draw(st.sampled_from([0.25, np.arange(size, dtype=np.float32)]))
     return sample_of(size, start=start, routed=routed, loss_mask=mask, weight_versions=versions, advantage=advantage)
+
+
+def spoken(dtype: str = "u1") -> tuple[Sample, FakeTurn, FakeTurn]:
+    """Prompt 0 to 2, sampled 3 to 5, a tool's 6 and 7, sampled 8 to 10."""
+    mask = np.isin(np.arange(11), [3, 4, 5, 8, 9, 10])
+    whole = sample_of(
+        11, routed=dtype, loss_mask=mask, weight_versions=np.where(mask, 7, -1).astype(np.int32), advantage=0.0,
+        logprobs=np.where(mask, -1, 0).astype(np.float32),
+    )  # fmt: skip
+    return whole, turn_of(whole, 3, 6), turn_of(whole, 8, 11, start=5)
+
+
+def assert_same(found: Sample, wanted: Sample) -> None:
+    """Two samples with the same contents, of which the first is writable."""
+    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "routed_experts"):
+        assert getattr(found, name) is None or getattr(found, name).flags.writeable, name
+    assert found.start == wanted.start
+    if wanted.routed_experts is None:
+        assert found.routed_experts is None
+    else:
+        assert found.routed_experts is not None
+        assert np.array_equal(found.routed_experts, wanted.routed_experts)

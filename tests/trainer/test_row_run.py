@@ -1,5 +1,8 @@
 """Pieces of routed experts, in whatever sizes they come, give the rows that they were cut from."""
 
+import tracemalloc
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from schemas.rows import Rows
 from tests.trainer.builders import rows_of
 from trainer import StitchError, stitch_rows
-from trainer.row_run import Overlap
+from trainer.row_run import Overlap, RowRun
 
 
 @st.composite
@@ -25,6 +28,54 @@ def cut(draw: st.DrawFn) -> tuple[int, Rows, list[tuple[int, Rows]]]:
         for at, piece in pieces
     ]
     return start, rows, narrow
+
+
+class Counted(np.ndarray[Any, Any]):
+    """Rows that count how often somebody measures or cuts them."""
+
+    looks = 0
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        Counted.looks += 1
+        return int(self.shape[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        """A view."""
+        Counted.looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("overlap", ["refuse", "first", "last"])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("reach", [1, 2])
+def test_a_piece_costs_the_same_however_many_there_are(
+    overlap: Overlap, order: int, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece is looked at a fixed number of times: forwards and backwards, touching and overlapping."""
+    count, rows = 1000, rows_of(1001)
+    pieces = [(at, rows[at : at + reach].view(Counted)) for at in range(count)][::order]
+    monkeypatch.setattr(Counted, "looks", 0)
+
+    _, found = stitch_rows(pieces, overlap=overlap)
+
+    assert Counted.looks < 20 * count
+    assert np.array_equal(np.asarray(found), rows[: count + reach - 1])
+
+
+def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
+    """With `last`, one row that is left of a long piece is copied, and the others' memory is free."""
+    rows = rows_of(4000, layers=24, top_k=8)
+    run = RowRun("last")
+    tracemalloc.start()
+    try:
+        for at in range(0, 400, 10):
+            run.add("piece", at, rows[at : at + 3600].copy())
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert held < 2 * rows.nbytes
 
 
 @given(cut(), st.sampled_from(["refuse", "first", "last"]))
@@ -121,9 +172,11 @@ def test_what_does_not_fit_is_named() -> None:
     assert "piece 2, from position 6: 2 layers of top-4, after 2 layers of top-3" in refused(
         (0, rows[:3]), (3, rows[3:]), (6, empty)
     )
-    assert "piece 0: rows are int16; allowed: u1 or <u2" in refused((0, rows.astype(np.int16)))
-    assert "piece 0: rows of shape (6, 3) from position 0" in refused((0, rows[:, 0]))
-    assert "from position -1" in refused((-1, rows))
+    assert "piece 0: routed_experts is int16 of shape (6, 2, 3); allowed: a numpy array of uint8" in refused(
+        (0, rows.astype(np.int16))
+    )
+    assert "piece 0: routed_experts is uint8 of shape (6, 3)" in refused((0, rows[:, 0]))
+    assert "piece 0: start is -1; allowed: an integer, 0 and above" in refused((-1, rows))
     assert "there are no pieces" in refused()
     with pytest.raises(StitchError, match="overlap is 'newest'; allowed: refuse, first, last"):
         stitch_rows([(0, rows)], overlap="newest")  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
 """A sample that contradicts itself cannot be made."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trainer.builders import rows_of, sample_of
 from trainer import PackError
@@ -11,18 +13,30 @@ from trainer import PackError
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"token_ids": [1, 2, 3]}, "token_ids is list; allowed: a numpy array of int32"),
     "int64": ({"token_ids": np.arange(6)}, "token_ids is int64 of shape (6,)"),
-    "negative": ({"token_ids": np.array([0, 1, -1, 3, 4, 5], np.int32)}, "token_ids is -1 at position 2"),
+    "negative": ({"token_ids": np.array([0, 1, -1, 3, 4, 5], np.int32)}, "token_ids[2] is -1"),
     "mask length": ({"loss_mask": np.zeros(5, np.bool_)}, "loss_mask has 5 entries for 6 tokens"),
     "float64": ({"logprobs": np.zeros(6)}, "logprobs is float64"),
-    "nan": ({"logprobs": np.array([0, 0, np.nan, 0, 0, 0], np.float32)}, "logprobs is nan at position 2"),
-    "unversioned": ({"weight_versions": np.full(6, -1, np.int32)}, "weight_versions is -1 at position 1"),
+    "nan": ({"logprobs": np.array([0, 0, np.nan, 0, 0, 0], np.float32)}, "logprobs[2] is nan"),
+    "unversioned": ({"weight_versions": np.full(6, -1, np.int32)}, "weight_versions[1] is -1"),
     "first token": ({"loss_mask": np.ones(6, np.bool_)}, "loss_mask is on at position 0"),
-    "signed rows": ({"routed_experts": rows_of(5).astype(np.int16)}, "routed_experts: rows are int16; allowed: u1"),
-    "flat rows": ({"routed_experts": rows_of(5)[:, 0]}, "routed_experts are of shape (5, 3)"),
+    "signed rows": (
+        {"routed_experts": rows_of(5).astype(np.int16)},
+        "routed_experts is int16 of shape (5, 2, 3)",
+    ),
+    "flat rows": ({"routed_experts": rows_of(5)[:, 0]}, "routed_experts is uint8 of shape (5, 3)"),
     "row too many": ({"routed_experts": rows_of(6)}, "6 rows for 6 tokens from start 0; allowed: S - 1 - start = 5"),
     "row too few": ({"routed_experts": rows_of(4)}, "has 4 rows for 6 tokens"),
     "late start": ({"routed_experts": rows_of(0), "start": 6}, "start is 6 of 6 tokens"),
     "advantages": ({"advantage": np.zeros(5, np.float32)}, "advantage has 5 entries for 6 tokens"),
+    "a list of advantages": ({"advantage": [0.5] * 6}, "advantage is list; allowed: a number, or a numpy array of"),
+    "no advantage": ({"advantage": None}, "advantage is NoneType"),
+    "a tensor": ({"advantage": torch.tensor(0.5)}, "advantage is Tensor of torch.float32 of shape ()"),
+    "beyond float32": ({"advantage": 1e39}, "advantage is 1e+39; allowed: finite numbers that float32 has"),
+    "listed rows": ({"routed_experts": [[[1]]] * 5}, "routed_experts is list; allowed: a numpy array of uint8 or"),
+    "torch rows": (
+        {"routed_experts": torch.zeros(5, 2, 3, dtype=torch.uint16)},
+        "routed_experts is Tensor of torch.uint16 of shape (5, 2, 3); allowed: a numpy array of uint8 or uint16",
+    ),
     "infinite": ({"advantage": float("inf")}, "advantage is inf"),
 }
 
@@ -37,6 +51,18 @@ def test_wrong_fields_are_named(wrong: str) -> None:
 
     assert message in str(caught.value)
     assert "allowed: " in str(caught.value)
+
+
+def test_a_start_is_an_integer() -> None:
+    """A position that was computed as a float is refused, not rounded."""
+    with pytest.raises(PackError, match="start is of type float; allowed: an integer, 0 and above"):
+        replace(sample_of(6), start=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("advantage", [1, True, np.float32(0.5), np.int64(-1)])
+def test_an_advantage_is_any_number(advantage: Any) -> None:
+    """Numbers of Python and numpy serve alike."""
+    assert sample_of(6, advantage=advantage).advantage == advantage
 
 
 def test_nan_where_nothing_is_trained_is_fine() -> None:

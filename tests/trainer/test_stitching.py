@@ -2,7 +2,7 @@
 
 import tracemalloc
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,22 +11,8 @@ from hypothesis import strategies as st
 
 from bus import Generation
 from schemas.chunk import FinishReason
-from tests.trainer.builders import FakeTurn, rows_of, sample_of, turn_of
-from trainer import Sample, Stitcher, StitchError
-
-
-def assert_same(found: Sample, wanted: Sample) -> None:
-    """Two samples with the same contents, of which the first is writable."""
-    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
-        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
-    for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "routed_experts"):
-        assert getattr(found, name) is None or getattr(found, name).flags.writeable, name
-    assert found.start == wanted.start
-    if wanted.routed_experts is None:
-        assert found.routed_experts is None
-    else:
-        assert found.routed_experts is not None
-        assert np.array_equal(found.routed_experts, wanted.routed_experts)
+from tests.trainer.builders import FakeTurn, assert_same, rows_of, sample_of, spoken, turn_of
+from trainer import PackError, Sample, Stitcher, StitchError, pack
 
 
 @st.composite
@@ -90,16 +76,6 @@ def two_turns(first: FakeTurn, second: FakeTurn, whole: Sample) -> Sample:
     return stitcher.sample()
 
 
-def spoken(dtype: str = "u1") -> tuple[Sample, FakeTurn, FakeTurn]:
-    """Prompt 0 to 2, sampled 3 to 5, a tool's 6 and 7, sampled 8 to 10."""
-    mask = np.isin(np.arange(11), [3, 4, 5, 8, 9, 10])
-    whole = sample_of(
-        11, routed=dtype, loss_mask=mask, weight_versions=np.where(mask, 7, -1).astype(np.int32), advantage=0.0,
-        logprobs=np.where(mask, -1, 0).astype(np.float32),
-    )  # fmt: skip
-    return whole, turn_of(whole, 3, 6), turn_of(whole, 8, 11, start=5)
-
-
 def test_the_boundary_row_is_the_second_turns() -> None:
     """The last token of a turn gets the row that the next turn computed: once, not a copy, zeros, or appended twice."""
     whole, first, second = spoken()
@@ -154,6 +130,59 @@ def test_next_start_is_what_to_ask_for() -> None:
     assert stitcher.num_tokens == 11
 
 
+@given(conversations(), st.integers(0, 4))
+def test_rows_from_next_start_are_all_that_training_needs(
+    case: tuple[Sample, list[tuple[int, FakeTurn]]], late: int
+) -> None:
+    """Where each turn brings its rows from `next_start` on, the sample is packed, wherever the first one began.
+
+    What is missing at the end is the row of the first turn's own start, if that was its prompt's length, and
+    `next_start` says so.
+    """
+    whole, turns = case
+    stitcher, asked = Stitcher(), late
+    for prompt_len, turn in turns:
+        end = prompt_len + len(turn.token_ids)
+        stitcher.add(whole.token_ids[:prompt_len], turn_of(whole, prompt_len, end, start=min(asked, prompt_len)))
+        asked = stitcher.next_start if end > prompt_len else asked
+    sample = stitcher.sample()
+    if len(sample) < 2:
+        return
+
+    try:
+        pack([sample], max_tokens=100)
+    except PackError as error:
+        assert f"no row for position {stitcher.next_start}, whose prediction is trained" in str(error)
+
+
+def test_a_first_turn_that_began_at_its_prompts_length() -> None:
+    """The row before it predicts its first token: `next_start` asks for it, and rows from there on are compared."""
+    whole, first, second = spoken()
+    rows = whole.routed_experts
+    assert rows is not None
+    stitcher = Stitcher()
+    stitcher.add(whole.token_ids[:3], replace(first, routed_experts=rows[3:5], start=3))
+
+    assert stitcher.next_start == 2
+    with pytest.raises(StitchError, match="rows begin at position 5, and that of position 2 is missing; allowed: a st"):
+        stitcher.add(whole.token_ids[:8], second)
+    stitcher.add(whole.token_ids[:8], replace(second, routed_experts=rows[2:], start=2))
+    assert stitcher.next_start == 10
+    assert stitcher.sample().start == 2
+    pack([stitcher.sample()], max_tokens=10)
+
+
+def test_a_turn_may_do_without_what_only_refuses() -> None:
+    """Objects of a trainer's own need neither `error` nor `prompt_len`."""
+    whole, first, _ = spoken()
+    fields = {name: value for name, value in vars(first).items() if name not in ("error", "prompt_len")}
+    stitcher = Stitcher()
+
+    stitcher.add(whole.token_ids[:3], SimpleNamespace(**fields))
+
+    assert len(stitcher.sample()) == 6
+
+
 def test_a_first_turn_may_have_no_rows_at_all() -> None:
     """With start == Lp and one token sampled: no rows, and the next turn brings all that are missing."""
     whole, _, second = spoken()
@@ -175,11 +204,11 @@ def test_a_later_turn_can_make_routing_whole() -> None:
     found = two_turns(first, replace(second, routed_experts=whole.routed_experts[2:10], start=2), whole)
 
     assert (found.start, len(found)) == (2, 11)
-    with pytest.raises(StitchError, match=r"turn 1: rows begin at position 5, and those of positions 2 to 4 are miss"):
+    with pytest.raises(StitchError, match=r"turn 1: rows begin at position 5, and that of position 2 is missing"):
         two_turns(first, second, whole)
     whole, first, second = spoken()
     second.routed_experts = None
-    with pytest.raises(StitchError, match=r"turn 1: no routing for positions 5 to 9, which other turns have"):
+    with pytest.raises(StitchError, match=r"turn 1: no routing from position 5 on, which other turns have"):
         two_turns(first, second, whole)
 
 
@@ -201,63 +230,6 @@ def test_recomputed_rows_that_differ() -> None:
         found = stitcher.sample().routed_experts
         assert found is not None
         assert np.array_equal(found[2], row)
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "gap": ({"routed_experts": rows_of(4), "start": 6}, "turn 1: rows begin at position 6, and those of positions 5"),
-    "top_k": ({"routed_experts": rows_of(5, top_k=2)}, "turn 1, from position 5: 2 layers of top-2, after"),
-    "layers": ({"routed_experts": rows_of(5, layers=1)}, "turn 1, from position 5: 1 layers of top-3, after"),
-    "row too few": ({"routed_experts": rows_of(4)}, "turn 1: 4 rows for 8 prompt and 3 sampled tokens from start 5"),
-    "late start": ({"start": 9, "routed_experts": rows_of(1)}, "turn 1: start is 9; allowed: 0 to 8"),
-    "no logprobs": ({"logprobs": None}, "turn 1: no logprobs, from position 8 on"),
-    "logprobs": ({"logprobs": np.zeros(2, np.float32)}, "turn 1: 2 logprobs for 3 tokens"),
-    "nan": ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "turn 1: logprobs of sampled token 1 is nan"),
-    "infinite": ({"logprobs": np.array([0, 0, np.inf], np.float32)}, "turn 1: logprobs of sampled token 2 is inf"),
-    "versions": ({"weight_versions": np.zeros(4, np.int32)}, "turn 1: 4 weight_versions for 3 tokens"),
-    "unversioned": ({"weight_versions": np.array([0, 0, -1], np.int32)}, "sampled token 2 is -1; allowed: 0 and above"),
-    "floats": ({"token_ids": np.zeros(3)}, "turn 1: turn tokens are float64"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_turn_that_does_not_fit_is_named_and_leaves_no_trace(wrong: str) -> None:
-    """The error says which turn and where; the right turn can still be added."""
-    fields, message = WRONG[wrong]
-    whole, first, second = spoken()
-    stitcher = Stitcher()
-    stitcher.add(whole.token_ids[:3], first)
-
-    with pytest.raises(StitchError) as caught:
-        stitcher.add(whole.token_ids[:8], replace(second, **fields))
-
-    assert message in str(caught.value)
-    assert "allowed: " in str(caught.value)
-    stitcher.add(whole.token_ids[:8], second)
-    assert_same(stitcher.sample(), whole)
-
-
-def test_a_prompt_that_does_not_follow_is_named() -> None:
-    """Re-tokenized history, a shortened prompt, tokens out of range: an error with the turn and the position."""
-    whole, first, second = spoken()
-    changed = whole.token_ids[:8].copy()
-    changed[4] = 9
-    stitcher = Stitcher()
-    stitcher.add(whole.token_ids[:3], first)
-
-    def refused(prompt: Any) -> str:
-        with pytest.raises(StitchError) as caught:
-            stitcher.add(prompt, second)
-        return str(caught.value)
-
-    assert "turn 1: its prompt has token 9 at position 4, and the sequence so far 104" in refused(changed)
-    assert "turn 1: its prompt ends at position 5; allowed: a prompt that begins with all 6" in refused(changed[:5] * 0
-        + whole.token_ids[:5])  # fmt: skip
-    assert "turn 1: prompt token 1 is 4294967396; allowed: 0 to" in refused([100, 100 + 2**32])
-    assert "turn 1: prompt tokens are float64 of shape (2,); allowed: integers" in refused([0.5, 1.0])
-    with pytest.raises(StitchError, match="turn 0: tokens were sampled after an empty prompt"):
-        Stitcher().add([], replace(first, routed_experts=None))
-    with pytest.raises(StitchError, match="there are no turns"):
-        Stitcher().sample()
 
 
 def test_many_turns_are_copied_once() -> None:

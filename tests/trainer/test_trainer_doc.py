@@ -32,7 +32,8 @@ def conversation(seed: int, layers: int, top_k: int) -> list[tuple[list[int], Fa
     for prompt_len, end, start in ((3, 7, 0), (9, 14, 6)):
         size = end - prompt_len
         logprobs = np.full(size, -4.0, np.float32)
-        turn = FakeTurn(token_ids[prompt_len:end], logprobs, np.full(size, 3, np.int32), rows[start : end - 1], start)
+        arrays = token_ids[prompt_len:end], logprobs, np.full(size, 3, np.int32), rows[start : end - 1]
+        turn = FakeTurn(*arrays, start, prompt_len)
         turns.append((token_ids[:prompt_len].tolist(), turn))
     return turns
 
