@@ -36,19 +36,20 @@ def importance_weights(
 
     Args:
         trainer_logprobs: f[B, T]. Gradients do not flow through the weights.
-        sampler_logprobs: f[B, T]. Where it is -inf, the ratio is `cap`.
+        sampler_logprobs: f[B, T]. Where it is -inf, the ratio is `cap`, and so is that of its sequence.
         loss_mask: bool[B, T].
         cap: above 0; `math.inf` for no truncation.
         level: `token`: each token's own ratio. `sequence`: the product of the ratios of all trained tokens of its
             sequence, truncated once.
-        cu_seqlens: i32[n + 1], where B is 1: where the sequences begin and the last ends, for `sequence`. Without
-            it, each of the B rows is one sequence.
+        cu_seqlens: i32[n + 1], for `sequence`, which needs it, with B = 1: where the sequences begin, and where the
+            last ends. `MicroBatch` has it.
 
     Returns:
         f32[B, T], detached; 0.0 where the loss mask is off.
 
     Raises:
-        PackError: shapes that differ, or a `cap`, `level` or `cu_seqlens` that is not allowed.
+        PackError: shapes that differ, a `cap`, `level` or `cu_seqlens` that is not allowed, or `sequence` without
+            `cu_seqlens`.
     """
     if not cap > 0:
         raise PackError(f"cap is {cap}; allowed: above 0")
@@ -87,7 +88,8 @@ def sampler_kl(
     """
     log_ratio = _log_ratio(trainer_logprobs, sampler_logprobs, loss_mask)
     if estimator == "k1":
-        total = -log_ratio.sum()
+        # Ratios of infinity and of 0 have no sum; that the sampler could not draw what it drew is what matters.
+        total = torch.where((log_ratio == math.inf).any(), -math.inf, -log_ratio.sum())
     elif estimator == "k3":
         # expm1(d) - d: with exp(d) - 1 - d, float32 would round a d below 1e-4 away.
         total = torch.where(log_ratio == math.inf, math.inf, torch.expm1(log_ratio) - log_ratio).sum()
@@ -97,25 +99,27 @@ def sampler_kl(
 
 
 def _log_ratio(trainer: torch.Tensor, sampler: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """f32[B, T]: trainer - sampler, and 0.0 where the loss mask is off."""
+    """f32[B, T]: trainer - sampler, inf where both are -inf, and 0.0 where the loss mask is off."""
     if not trainer.shape == sampler.shape == loss_mask.shape or trainer.ndim != 2 or loss_mask.dtype != torch.bool:
         raise PackError(
             f"trainer_logprobs {tuple(trainer.shape)}, sampler_logprobs {tuple(sampler.shape)}, loss_mask"
             f" {tuple(loss_mask.shape)} of {loss_mask.dtype}; allowed: all [B, T], and a mask of torch.bool"
         )
-    return torch.where(loss_mask, trainer.detach().float() - sampler.detach().float(), 0.0)
+    ours, theirs = trainer.detach().float(), sampler.detach().float()
+    ratio = torch.where((ours == -math.inf) & (theirs == -math.inf), math.inf, ours - theirs)
+    return torch.where(loss_mask, ratio, 0.0)
 
 
 def _sum_by_sequence(log_ratio: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """Each sequence's sum, in the place of each of its tokens. In float64: a sum of thousands goes through exp."""
-    if cu_seqlens is None:
-        return log_ratio.double().sum(dim=1, keepdim=True).float().expand_as(log_ratio)
-    if log_ratio.shape[0] != 1 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+    shape = None if cu_seqlens is None else tuple(cu_seqlens.shape)
+    if cu_seqlens is None or log_ratio.shape[0] != 1 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise PackError(
-            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} with logprobs of shape {tuple(log_ratio.shape)};"
-            " allowed: [n + 1] with [1, T]"
+            f'level="sequence" with cu_seqlens of shape {shape} and logprobs of shape {tuple(log_ratio.shape)};'
+            " allowed: [n + 1] and [1, T]"
         )
     segments = segment_indices(cu_seqlens.to(log_ratio.device), log_ratio.shape[1])
     sums = torch.zeros(len(cu_seqlens) - 1, dtype=torch.float64, device=log_ratio.device)
-    sums.index_add_(0, segments, log_ratio[0].double())
+    # Lowest stands for -inf, whose exp it has: inf and -inf in one sequence would give NaN, and inf is to win.
+    sums.index_add_(0, segments, log_ratio[0].double().clamp(min=torch.finfo(torch.float32).min))
     return sums[segments].float()[None]

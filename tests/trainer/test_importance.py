@@ -25,11 +25,13 @@ def test_token_weights(cap: float) -> None:
 
 
 def test_sequence_weights() -> None:
-    """The product of a sequence's ratios, truncated once: of each row, or of each segment of a packed row."""
+    """The product of a sequence's ratios, truncated once: of each segment of a packed row."""
     packed = importance_weights(
         TRAINER, SAMPLER, MASK, level="sequence", cap=4.0, cu_seqlens=torch.tensor([0, 1, 3, 5], dtype=torch.int32)
     )
-    alone = importance_weights(TRAINER, SAMPLER, MASK, level="sequence", cap=100.0)
+    alone = importance_weights(
+        TRAINER, SAMPLER, MASK, level="sequence", cap=100.0, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)
+    )
 
     assert packed[0].tolist() == pytest.approx([1.0, math.e, math.e, 0.0, math.exp(0.5)])
     assert alone[0].tolist() == pytest.approx([math.exp(1.5)] * 3 + [0.0] + [math.exp(1.5)])
@@ -59,15 +61,34 @@ def test_segment_indices() -> None:
     assert segment_indices(torch.tensor([0, 4]), 4).tolist() == [0, 0, 0, 0]
 
 
-def test_a_sampler_that_says_never() -> None:
+@pytest.mark.parametrize("trainer_says", [-9.0, -math.inf])
+def test_a_sampler_that_says_never(trainer_says: float) -> None:
     """A sampler's logprob of -inf weighs `cap`, at both levels; the KL is infinite, not NaN, so that it is seen."""
     sampler, mask = torch.tensor([[-1.0, -math.inf]]), torch.tensor([[True, True]])
-    trainer = torch.tensor([[-1.0, -9.0]])
+    trainer = torch.tensor([[-1.0, trainer_says]])
+    whole = torch.tensor([0, 2])
 
     assert importance_weights(trainer, sampler, mask).tolist() == [[1.0, 2.0]]
-    assert importance_weights(trainer, sampler, mask, level="sequence").tolist() == [[2.0, 2.0]]
+    assert importance_weights(trainer, sampler, mask, level="sequence", cu_seqlens=whole).tolist() == [[2.0, 2.0]]
     assert sampler_kl(trainer, sampler, mask, estimator="k1").item() == -math.inf
     assert sampler_kl(trainer, sampler, mask).item() == math.inf
+
+
+def test_both_sides_say_never_of_different_tokens() -> None:
+    """The sampler's -inf settles its sequence and the KL; a trainer's alone weighs 0; a NaN is never hidden."""
+    sampler = torch.tensor([[-math.inf, -1.0, -1.0, -1.0, -math.inf]])
+    trainer = torch.tensor([[-1.0, -math.inf, -math.inf, -1.0, math.nan]])
+    mask, bounds = torch.ones(1, 5, dtype=torch.bool), torch.tensor([0, 2, 4, 5])
+
+    by_token = importance_weights(trainer, sampler, mask)
+    by_sequence = importance_weights(trainer, sampler, mask, level="sequence", cu_seqlens=bounds)
+
+    assert by_token[0, :4].tolist() == [2.0, 0.0, 0.0, 1.0]
+    assert by_sequence[0, :4].tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert by_token[0, 4].isnan()
+    assert by_sequence[0, 4].isnan()
+    assert sampler_kl(trainer[:, :4], sampler[:, :4], mask[:, :4], estimator="k1").item() == -math.inf
+    assert sampler_kl(trainer[:, :4], sampler[:, :4], mask[:, :4]).item() == math.inf
 
 
 def test_no_gradient_flows_through_weights() -> None:
@@ -120,6 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"sampler_logprobs": SAMPLER[0]}, "sampler_logprobs (5,)"),
     "mask": ({"loss_mask": MASK.float()}, "of torch.float32; allowed: all [B, T], and a mask of torch.bool"),
     "cu_seqlens": ({"level": "sequence", "cu_seqlens": torch.tensor([0])}, "cu_seqlens of shape (1,)"),
+    "no cu_seqlens": ({"level": "sequence"}, 'level="sequence" with cu_seqlens of shape None and logprobs of'),
 }
 
 
