@@ -6,7 +6,7 @@ from collections.abc import Sequence
 __all__ = ["fit"]
 
 
-def fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def fit(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> list[list[int]]:
     """Put items into as few bins as best-fit decreasing finds.
 
     From the largest item to the smallest, each goes into the fullest bin that still takes it, or into a new one.
@@ -15,6 +15,7 @@ def fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     Args:
         sizes: of each item, 0 to `capacity`.
         capacity: what a bin may hold in sum.
+        max_items: how many it may hold, 1 or more; None for any number.
 
     Returns:
         For each bin, oldest first, the indices of its items in ascending order.
@@ -40,7 +41,8 @@ def fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             room, bin_index = capacity, len(bins)
             bins.append([])
         bins[bin_index].append(index)
-        heapq.heappush(full_bins, (size - room, bin_index))
+        if len(bins[bin_index]) != max_items:
+            heapq.heappush(full_bins, (size - room, bin_index))
     for members in bins:
         members.sort()
     return bins

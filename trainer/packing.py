@@ -6,7 +6,7 @@ reaches from one sample into the next: the last token of a sample is a target on
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ import torch
 
 from schemas.rows import Rows
 from trainer.bins import fit
+from trainer.checks import check_integer
 from trainer.errors import PackError
-from trainer.sample import NOT_SAMPLED, Sample
+from trainer.sample import NOT_SAMPLED, Sample, check_samples
 
 __all__ = ["NO_EXPERT", "PADDING", "MicroBatch", "pack"]
 
@@ -42,7 +43,7 @@ class MicroBatch:
     advantages: torch.Tensor
     """f32[1, T]: the target's; 0.0 in padding."""
     sampler_logprobs: torch.Tensor
-    """f32[1, T]: of the target, by the sampler; 0.0 where it was not sampled, and in padding."""
+    """f32[1, T]: of the target, by the sampler, which may be -inf; 0.0 where the loss mask is off."""
     weight_versions: torch.Tensor
     """i32[1, T]: the weights that sampled the target; -1 where it was not sampled, and in padding."""
     routed_experts: torch.Tensor | None
@@ -80,24 +81,28 @@ class MicroBatch:
 
 
 def pack(
-    samples: Sequence[Sample],
+    samples: Iterable[Sample],
     *,
     max_tokens: int,
+    max_samples: int | None = None,
     pad_to_multiple_of: int = 1,
     too_long: Literal["refuse", "truncate"] = "refuse",
     without_routing: Literal["refuse", "separate"] = "refuse",
-    device: torch.device | str | None = None,
 ) -> list[MicroBatch]:
     """Put samples into as few micro-batches as best-fit decreasing finds; the same samples give the same batches.
 
+    The tensors are in the CPU's memory, whatever torch's default device: `MicroBatch.to` moves one when its turn comes.
+
     Args:
         samples: of 2 tokens or more.
-        max_tokens: predictions in a micro-batch, without padding.
-        pad_to_multiple_of: T is a multiple of this; `max_tokens` should be one, or padding may exceed it.
-        too_long: what becomes of a sample of more than `max_tokens` predictions; `truncate` keeps its first ones.
+        max_tokens: predictions in a micro-batch, a multiple of `pad_to_multiple_of`: no T is larger.
+        max_samples: in a micro-batch; None for any number. 1 for a model in which samples of one row would see each
+            other: one with linear attention or another recurrent state.
+        pad_to_multiple_of: T is a multiple of this.
+        too_long: what becomes of a sample of more than `max_tokens` predictions; `truncate` keeps its first ones,
+            among which there may be none that is trained.
         without_routing: what becomes of samples without routing where others have it: an error, or batches of
             their own, after the others. A sample with nothing to train needs no routing and may go with any.
-        device: where the tensors are to be; they are built in memory and moved as a whole.
 
     Returns:
         The micro-batches. Expert ids are i16 if all samples have u1, i32 if any has u2, in all of them alike.
@@ -105,12 +110,13 @@ def pack(
     Raises:
         PackError: which sample cannot be packed, where, and why.
     """
-    _check_options(max_tokens, pad_to_multiple_of, too_long, without_routing)
-    sizes = [_num_predictions(i, sample, max_tokens, too_long) for i, sample in enumerate(samples)]
-    layout = _layout(samples)
-    routed, unrouted = list(range(len(samples))), []
+    listed = check_samples(samples)
+    _check_options(max_tokens, max_samples, pad_to_multiple_of, too_long, without_routing)
+    sizes = [_num_predictions(i, sample, max_tokens, too_long) for i, sample in enumerate(listed)]
+    layout = _layout(listed)
+    routed, unrouted = list(range(len(listed))), []
     if layout is not None:
-        unrouted = [i for i, sample in enumerate(samples) if sample.routed_experts is None and sample.loss_mask.any()]
+        unrouted = [i for i, sample in enumerate(listed) if sample.routed_experts is None and sample.loss_mask.any()]
         if unrouted and without_routing == "refuse":
             raise PackError(
                 f"sample {unrouted[0]} has no routing, and others have; allowed: routing in all samples, or"
@@ -120,12 +126,12 @@ def pack(
         routed = [i for i in routed if i not in apart]
     batches = []
     for members, experts in ((routed, layout), (unrouted, None)):
-        for chosen in fit([sizes[i] for i in members], max_tokens):
+        for chosen in fit([sizes[i] for i in members], max_tokens, max_samples):
             indices = [members[i] for i in chosen]
             batch = _Filler(sum(sizes[i] for i in indices), pad_to_multiple_of, experts)
             for index in indices:
-                batch.append(index, samples[index], sizes[index])
-            batches.append(batch.finish() if device is None else batch.finish().to(device))
+                batch.append(index, listed[index], sizes[index])
+            batches.append(batch.finish())
     return batches
 
 
@@ -137,6 +143,9 @@ class _Layout:
     top_k: int
     dtype: torch.dtype
 
+    def empty(self, num_rows: int) -> torch.Tensor:
+        return torch.empty((1, num_rows, self.num_layers, self.top_k), dtype=self.dtype)
+
 
 class _Filler:
     """A micro-batch while its samples are copied in. Its arrays are views of its tensors' memory."""
@@ -145,22 +154,20 @@ class _Filler:
         padded = -(-num_predictions // multiple) * multiple
         self._used = 0
         self._ends = [0]
-        self._batch = MicroBatch(
-            input_ids=torch.zeros((1, padded), dtype=torch.int64),
-            target_ids=torch.zeros((1, padded), dtype=torch.int64),
-            position_ids=torch.empty((1, padded), dtype=torch.int64),
-            loss_mask=torch.zeros((1, padded), dtype=torch.bool),
-            advantages=torch.zeros((1, padded), dtype=torch.float32),
-            sampler_logprobs=torch.zeros((1, padded), dtype=torch.float32),
-            weight_versions=torch.full((1, padded), NOT_SAMPLED, dtype=torch.int32),
-            routed_experts=(
-                None
-                if layout is None
-                else torch.empty((1, padded, layout.num_layers, layout.top_k), dtype=layout.dtype)
-            ),
-            sample_indices=torch.full((1, padded), PADDING, dtype=torch.int32),
-            cu_seqlens=torch.empty(0, dtype=torch.int32),
-        )
+        # numpy writes into this memory, which a default device of the trainer's would put elsewhere.
+        with torch.device("cpu"):
+            self._batch = MicroBatch(
+                input_ids=torch.zeros((1, padded), dtype=torch.int64),
+                target_ids=torch.zeros((1, padded), dtype=torch.int64),
+                position_ids=torch.empty((1, padded), dtype=torch.int64),
+                loss_mask=torch.zeros((1, padded), dtype=torch.bool),
+                advantages=torch.zeros((1, padded), dtype=torch.float32),
+                sampler_logprobs=torch.zeros((1, padded), dtype=torch.float32),
+                weight_versions=torch.full((1, padded), NOT_SAMPLED, dtype=torch.int32),
+                routed_experts=None if layout is None else layout.empty(padded),
+                sample_indices=torch.full((1, padded), PADDING, dtype=torch.int32),
+                cu_seqlens=torch.empty(0, dtype=torch.int32),
+            )
 
     def append(self, index: int, sample: Sample, size: int) -> None:
         """Copy in the first `size` predictions of a sample."""
@@ -168,10 +175,11 @@ class _Filler:
         _view(batch.input_ids)[span] = sample.token_ids[:size]
         _view(batch.target_ids)[span] = sample.token_ids[1 : size + 1]
         _view(batch.position_ids)[span] = np.arange(size)
-        _view(batch.loss_mask)[span] = sample.loss_mask[1 : size + 1]
+        mask = sample.loss_mask[1 : size + 1]
+        _view(batch.loss_mask)[span] = mask
         advantage = sample.advantage
         _view(batch.advantages)[span] = advantage[1 : size + 1] if isinstance(advantage, np.ndarray) else advantage
-        _view(batch.sampler_logprobs)[span] = sample.logprobs[1 : size + 1]
+        np.copyto(_view(batch.sampler_logprobs)[span], sample.logprobs[1 : size + 1], where=mask)
         _view(batch.weight_versions)[span] = sample.weight_versions[1 : size + 1]
         _view(batch.sample_indices)[span] = index
         if batch.routed_experts is not None:
@@ -187,7 +195,8 @@ class _Filler:
             if self._batch.routed_experts is not None:
                 _view(self._batch.routed_experts)[self._used :] = NO_EXPERT
             self._ends.append(padded)
-        return dataclasses.replace(self._batch, cu_seqlens=torch.tensor(self._ends, dtype=torch.int32))
+        ends = torch.tensor(self._ends, dtype=torch.int32, device="cpu")
+        return dataclasses.replace(self._batch, cu_seqlens=ends)
 
     def _copy_rows(self, target: npt.NDArray[Any], index: int, sample: Sample) -> None:
         size = len(target)
@@ -211,10 +220,14 @@ def _view(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _check_options(max_tokens: int, multiple: int, too_long: str, without_routing: str) -> None:
-    for name, number in (("max_tokens", max_tokens), ("pad_to_multiple_of", multiple)):
-        if number < 1:
-            raise PackError(f"{name} is {number}; allowed: 1 and above")
+def _check_options(
+    max_tokens: int, max_samples: int | None, multiple: int, too_long: str, without_routing: str
+) -> None:
+    if max_samples is not None:
+        check_integer(PackError, "max_samples", max_samples, 1)
+    check_integer(PackError, "pad_to_multiple_of", multiple, 1)
+    if check_integer(PackError, "max_tokens", max_tokens, 1) % multiple:
+        raise PackError(f"max_tokens is {max_tokens}; allowed: multiples of pad_to_multiple_of, {multiple}")
     if too_long not in ("refuse", "truncate"):
         raise PackError(f"too_long is {too_long!r}; allowed: refuse, truncate")
     if without_routing not in ("refuse", "separate"):
@@ -227,7 +240,8 @@ def _num_predictions(index: int, sample: Sample, max_tokens: int, too_long: str)
         raise PackError(f"sample {index} has {len(sample)} tokens, which is no prediction; allowed: 2 and above")
     if size > max_tokens and too_long == "refuse":
         raise PackError(
-            f'sample {index} has {size} predictions; allowed: max_tokens = {max_tokens}, or too_long="truncate"'
+            f"sample {index} has {len(sample)} tokens, which is {size} predictions (S - 1); allowed: max_tokens ="
+            f' {max_tokens} of them, or too_long="truncate"'
         )
     return min(size, max_tokens)
 

@@ -4,18 +4,21 @@ With a trainer at version V that allows a lag of N, what versions V - N and late
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
+import torch
+
+from trainer.checks import check_integer
 from trainer.errors import PackError
 from trainer.packing import MicroBatch
-from trainer.sample import Sample
+from trainer.sample import Sample, check_samples
 
 __all__ = ["drop_stale", "mask_stale"]
 
 
 def mask_stale(batch: MicroBatch, *, version: int, max_lag: int) -> MicroBatch:
-    """The same micro-batch with the loss mask off for stale tokens; all other tensors are shared.
+    """The same micro-batch with the loss mask off for stale tokens, and 0.0 as their logprobs; the rest is shared.
 
     Args:
         batch: is not changed.
@@ -23,14 +26,14 @@ def mask_stale(batch: MicroBatch, *, version: int, max_lag: int) -> MicroBatch:
         max_lag: 0 and above; how many versions behind a token may be.
 
     Raises:
-        PackError: `max_lag` is negative.
+        PackError: `version` or `max_lag` is not an integer, or `max_lag` is negative.
     """
-    fresh = batch.weight_versions >= _oldest(version, max_lag)
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask & fresh)
+    mask = batch.loss_mask & (batch.weight_versions >= _oldest(version, max_lag))
+    return dataclasses.replace(batch, loss_mask=mask, sampler_logprobs=torch.where(mask, batch.sampler_logprobs, 0.0))
 
 
 def drop_stale(
-    samples: Sequence[Sample], *, version: int, max_lag: int, by: Literal["oldest", "newest"] = "oldest"
+    samples: Iterable[Sample], *, version: int, max_lag: int, by: Literal["oldest", "newest"] = "oldest"
 ) -> list[Sample]:
     """The samples that are fresh, in order.
 
@@ -42,7 +45,8 @@ def drop_stale(
             as its newest, so a sample is dropped only if all of it is stale; `mask_stale` masks the rest.
 
     Raises:
-        PackError: `max_lag` is negative, or `by` is another word.
+        PackError: `version` or `max_lag` is not an integer, `max_lag` is negative, `by` is another word, or something
+            else than a sample is among them.
     """
     if by not in ("oldest", "newest"):
         raise PackError(f"by is {by!r}; allowed: oldest, newest")
@@ -52,10 +56,8 @@ def drop_stale(
         versions = sample.weight_versions[sample.loss_mask]
         return not len(versions) or int(versions.min() if by == "oldest" else versions.max()) >= oldest
 
-    return [sample for sample in samples if is_fresh(sample)]
+    return [sample for sample in check_samples(samples) if is_fresh(sample)]
 
 
 def _oldest(version: int, max_lag: int) -> int:
-    if max_lag < 0:
-        raise PackError(f"max_lag is {max_lag}; allowed: 0 and above")
-    return version - max_lag
+    return check_integer(PackError, "version", version) - check_integer(PackError, "max_lag", max_lag, 0)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from trainer.bins import fit
 
 
-def naive_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+def naive_fit(sizes: list[int], capacity: int, max_items: int | None) -> list[list[int]]:
     """Best-fit decreasing word for word: look at every bin for every item."""
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         rooms = [(capacity - sum(sizes[i] for i in members), at) for at, members in enumerate(bins)]
-        fitting = [(room, at) for room, at in rooms if room >= sizes[index]]
+        fitting = [(room, at) for room, at in rooms if room >= sizes[index] and len(bins[at]) != max_items]
         if fitting:
             bins[min(fitting)[1]].append(index)
         else:
@@ -25,16 +25,17 @@ def naive_fit(sizes: list[int], capacity: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60))
-def test_it_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None:
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60), st.none() | st.integers(1, 4))
+def test_it_is_best_fit_decreasing(sizes: list[int], capacity: int, max_items: int | None) -> None:
     """The heaps find the same bin as a look at all bins does, ties included."""
-    assert fit(sizes, capacity) == naive_fit(sizes, capacity)
+    assert fit(sizes, capacity, max_items) == naive_fit(sizes, capacity, max_items)
 
 
 def test_examples() -> None:
     """Full bins where they exist, equal items in order, and nothing from nothing."""
     assert fit([5, 5, 3, 7, 2, 8], 10) == [[4, 5], [2, 3], [0, 1]]
     assert fit([1, 1, 1], 1) == [[0], [1], [2]]
+    assert fit([5, 5, 3, 7, 2, 8], 20, 2) == [[3, 5], [0, 1], [2, 4]]
     assert fit([], 10) == []
     with pytest.raises(ValueError, match="item 1 is of size 11; allowed: 0 to 10"):
         fit([1, 11], 10)

@@ -40,7 +40,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
             (batch.input_ids, sample.token_ids[:-1]),
             (batch.target_ids, sample.token_ids[1:]),
             (batch.loss_mask, sample.loss_mask[1:]),
-            (batch.sampler_logprobs, sample.logprobs[1:]),
+            (batch.sampler_logprobs, np.where(sample.loss_mask, sample.logprobs, 0)[1:]),
             (batch.weight_versions, sample.weight_versions[1:]),
             (batch.advantages, advantage[1:]),
         ):
@@ -56,22 +56,27 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
 
 
 @pytest.mark.slow
-@given(st.lists(samples(), max_size=8), st.integers(1, 40), st.integers(1, 8))
-def test_everything_is_there_once(given_samples: list[Sample], max_tokens: int, multiple: int) -> None:
+@given(st.lists(samples(), max_size=8), st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(1, 3))
+def test_everything_is_there_once(
+    given_samples: list[Sample], multiples: int, multiple: int, max_samples: int | None
+) -> None:
     """Any samples, packed with truncation and routing apart: each is in one batch, whole or its first predictions."""
+    max_tokens = multiples * multiple
     batches = pack(
         given_samples,
         max_tokens=max_tokens,
+        max_samples=max_samples,
         pad_to_multiple_of=multiple,
         too_long="truncate",
         without_routing="separate",
     )
 
-    found = [index for batch in batches for index in assert_holds(batch, given_samples)]
-    assert sorted(found) == list(range(len(given_samples)))
+    members = [assert_holds(batch, given_samples) for batch in batches]
+    assert sorted(itertools.chain.from_iterable(members)) == list(range(len(given_samples)))
+    assert all(len(found) <= (max_samples or len(given_samples)) for found in members)
     for batch in batches:
         used = int((batch.sample_indices >= 0).sum())
-        assert used <= max_tokens
+        assert batch.input_ids.shape[1] <= max_tokens
         assert batch.input_ids.shape[1] == -(-used // multiple) * multiple
 
 
@@ -157,11 +162,20 @@ def test_a_missing_row_is_refused_only_where_it_is_needed() -> None:
 
 WRONG: dict[str, tuple[list[Sample], dict[str, Any], str]] = {
     "one token": ([sample_of(5), sample_of(1)], {}, "sample 1 has 1 tokens, which is no prediction; allowed: 2"),
-    "too long": ([sample_of(5), sample_of(12)], {}, "sample 1 has 11 predictions; allowed: max_tokens = 10"),
+    "too long": (
+        [sample_of(5), sample_of(12)],
+        {},
+        "sample 1 has 12 tokens, which is 11 predictions (S - 1); al",
+    ),
     "top_k": ([sample_of(5), sample_of(5, routed_experts=rows_of(4, top_k=2))], {}, "sample 1 has 2 layers of top-2"),
     "layers": ([sample_of(5), sample_of(5, routed_experts=rows_of(4, layers=1))], {}, "sample 1 has 1 layers of top-3"),
-    "max_tokens": ([], {"max_tokens": 0}, "max_tokens is 0; allowed: 1 and above"),
-    "multiple": ([], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; allowed: 1 and above"),
+    "max_tokens": ([], {"max_tokens": 0}, "max_tokens is 0; allowed: an integer, 1 and above"),
+    "fraction": ([], {"max_tokens": 10.0}, "max_tokens is of type float; allowed: an integer, 1 and above"),
+    "max_samples": ([], {"max_samples": 0}, "max_samples is 0; allowed: an integer, 1 and above"),
+    "no multiple": ([], {"pad_to_multiple_of": 64}, "max_tokens is 10; allowed: multiples of pad_to_multiple_of, 64"),
+    "a number": ([sample_of(5), 3], {}, "sample 1 is int; allowed: trainer.Sample"),  # type: ignore[list-item]
+    "not in a list": (sample_of(5), {}, "samples is Sample; allowed: a list, or"),  # type: ignore[dict-item]
+    "multiple": ([], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; allowed: an integer, 1 and above"),
     "too_long": ([], {"too_long": "drop"}, "too_long is 'drop'; allowed: refuse, truncate"),
     "without_routing": ([], {"without_routing": "pad"}, "without_routing is 'pad'; allowed: refuse, separate"),
 }
@@ -199,6 +213,40 @@ def test_packing_is_deterministic() -> None:
     assert [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=8)] == members
 
 
+def test_max_samples() -> None:
+    """At most so many share a batch, though more would fit: the same ones each time, those apart for routing too."""
+    given_samples = [sample_of(size) for size in (5, 3, 5, 9, 2, 5)]
+
+    def members(limit: int) -> list[list[int]]:
+        return [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=64, max_samples=limit)]
+
+    assert members(1) == [[3], [0], [2], [5], [1], [4]]
+    assert members(2) == members(2) == [[0, 3], [2, 5], [1, 4]]
+    bare = [sample_of(4, routed=None), sample_of(4), sample_of(4, routed=None)]
+    assert len(pack(bare, max_tokens=64, max_samples=1, without_routing="separate")) == 3
+
+
+def test_any_iterable_of_samples_is_packed() -> None:
+    """A generator is read once."""
+    assert len(pack((sample_of(size) for size in (5, 6)), max_tokens=5)) == 2
+
+
+def test_logprobs_are_finite_where_nothing_is_trained() -> None:
+    """`(new - sampler) * mask` is a number: what is not trained has 0.0, NaN and -inf in the sample or not."""
+    logprobs = np.array([np.nan, np.nan, -np.inf, -1, -np.inf], np.float32)
+    (batch,) = pack([sample_of(5, first=3, logprobs=logprobs)], max_tokens=4)
+
+    assert batch.sampler_logprobs.tolist() == [[0.0, 0.0, -1.0, -np.inf]]
+
+
+def test_the_trainers_default_device_is_not_asked() -> None:
+    """Batches are built in memory that numpy can write to, also where new tensors go elsewhere."""
+    with torch.device("meta"):
+        (batch,) = pack([sample_of(5)], max_tokens=8, pad_to_multiple_of=8)
+
+    assert assert_holds(batch, [sample_of(5)]) == [0]
+
+
 def test_rows_are_copied_once() -> None:
     """Packing allocates the tensors and nothing else of their size: the wire's array goes straight into them."""
     sample = sample_of(2001, routed_experts=rows_of(2000, layers=8, top_k=4))
@@ -223,4 +271,3 @@ def test_repr_and_moves() -> None:
     assert repr(pack([sample_of(2, routed=None)], max_tokens=1)[0]) == "<MicroBatch predictions=1 segments=1 rows=none>"
     moved = batch.to("meta")
     assert {getattr(moved, name).device.type for name in (*DTYPES, "routed_experts")} == {"meta"}
-    assert pack([sample_of(9)], max_tokens=16, device="meta")[0].input_ids.is_meta

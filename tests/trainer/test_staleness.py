@@ -25,6 +25,16 @@ def test_mask_stale(max_lag: int, fresh: list[int]) -> None:
     assert masked.input_ids is batch.input_ids
 
 
+def test_stale_logprobs_are_finite() -> None:
+    """A stale token's logprob becomes 0.0 as its mask goes off: the sampler's may be -inf."""
+    logprobs = np.array([0, -np.inf, -2], np.float32)
+    sample = sample_of(3, logprobs=logprobs, weight_versions=np.array([-1, 1, 2], np.int32))
+    (batch,) = pack([sample], max_tokens=2)
+
+    assert mask_stale(batch, version=2, max_lag=0).sampler_logprobs.tolist() == [[0.0, -2.0]]
+    assert batch.sampler_logprobs.tolist() == [[-np.inf, -2.0]]
+
+
 def test_mask_stale_never_turns_a_mask_on() -> None:
     """What was not to be trained stays so, prompts and padding too, whatever the lag."""
     (batch,) = pack([sample_of(6, first=3)], max_tokens=8, pad_to_multiple_of=8)
@@ -47,8 +57,14 @@ def test_drop_stale() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    """A negative lag would drop everything unseen."""
-    with pytest.raises(PackError, match="max_lag is -1; allowed: 0 and above"):
+    """A negative lag would drop everything unseen; a version that nobody set is not a version."""
+    with pytest.raises(PackError, match="max_lag is -1; allowed: an integer, 0 and above"):
         drop_stale([], version=1, max_lag=-1)
+    with pytest.raises(PackError, match="version is of type NoneType; allowed: an integer"):
+        drop_stale([], version=None, max_lag=1)  # type: ignore[arg-type]
+    with pytest.raises(PackError, match="max_lag is of type float; allowed: an integer, 0 and above"):
+        mask_stale(pack([sample_of(3)], max_tokens=2)[0], version=1, max_lag=0.5)  # type: ignore[arg-type]
+    with pytest.raises(PackError, match="samples is Sample; allowed: a list"):
+        drop_stale(sample_of(3), version=1, max_lag=1)  # type: ignore[arg-type]
     with pytest.raises(PackError, match="by is 'mean'; allowed: oldest, newest"):
         drop_stale([], version=1, max_lag=1, by="mean")  # type: ignore[arg-type]

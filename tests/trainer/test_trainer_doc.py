@@ -1,6 +1,7 @@
 """The step that docs/trainer.md shows runs as it stands there, and learns."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,21 +10,35 @@ import numpy as np
 import pytest
 import torch
 
+from schemas.errors import ErrorCode, request_error
 from tests.trainer.builders import FakeTurn, rows_of
 from tests.trainer.replay_models import build
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "trainer.md"
 
 
+Conversation = list[tuple[list[int], FakeTurn]]
+
+
+def the_block() -> str:
+    """The page's first block of Python."""
+    block: str = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)[0]
+    return block
+
+
 def the_step() -> SimpleNamespace:
-    """What the page's one block of Python defines."""
-    (block,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    """What it defines."""
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(the_block(), names)
     return SimpleNamespace(**names)
 
 
-def conversation(seed: int, layers: int, top_k: int) -> list[tuple[list[int], FakeTurn]]:
+def test_it_is_thirty_lines() -> None:
+    """As the heading says, blank ones not counted."""
+    assert len([line for line in the_block().splitlines() if line]) <= 30
+
+
+def conversation(seed: int, layers: int, top_k: int) -> Conversation:
     """Two turns of random tokens, with the rows that each would bring."""
     random = np.random.default_rng(seed)
     token_ids = random.integers(0, 50, 14).astype(np.int32)
@@ -38,13 +53,32 @@ def conversation(seed: int, layers: int, top_k: int) -> list[tuple[list[int], Fa
     return turns
 
 
+def failed(turns: Conversation) -> Conversation:
+    """The same, with a last answer that a worker did not finish."""
+    *others, (prompt, answer) = turns
+    return [*others, (prompt, replace(answer, error=request_error(ErrorCode.WORKER_LOST, "its lease expired")))]
+
+
+def unrouted(turns: Conversation) -> Conversation:
+    """The same, of a fleet that brings no routing."""
+    return [(prompt, replace(answer, routed_experts=None, start=0)) for prompt, answer in turns]
+
+
 @pytest.mark.slow
-def test_the_step_learns() -> None:
-    """A few steps on one group of conversations raise the better one's logprobs above the worse one's."""
+@pytest.mark.parametrize("routed", [True, False])
+def test_the_step_learns(routed: bool) -> None:
+    """A few steps on one group of conversations raise the better one's logprobs above the worse one's.
+
+    Rewards are 0 and 1, one conversation failed, and another group has nothing left to compare.
+    """
     step = the_step()
-    model = build("qwen3_moe").train()
+    model = build("qwen3_moe").eval()
     layers = model.config.num_hidden_layers
-    group = [(conversation(seed, layers, 3), float(seed)) for seed in (0, 1)]
+    talks = [conversation(seed, layers, 3) for seed in (0, 1)]
+    if not routed:
+        talks = [unrouted(turns) for turns in talks]
+    group = [(turns, reward) for reward, turns in enumerate(talks)]
+    rollouts = [[*group, (failed(talks[0]), 1)], [(failed(talks[1]), 0)], [(talks[0], 1)]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def mean_logprobs() -> list[float]:
@@ -59,7 +93,8 @@ def test_the_step_learns() -> None:
 
     before = mean_logprobs()
     for _ in range(5):
-        step.train_step(model, optimizer, [group], version=4)
+        step.train_step(model, optimizer, rollouts, version=4)
+    assert model.training
     after = mean_logprobs()
 
     assert after[1] - before[1] > 0.1
