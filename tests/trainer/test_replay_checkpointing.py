@@ -58,9 +58,49 @@ def test_backward_after_the_block_is_refused(reentrant: bool) -> None:
     block.__enter__()
     kept = loss_of(model)
     loss_of(model).backward()
-    with pytest.raises(ReplayError, match=r"2 forward passes .* but 1 backward"):
+    with pytest.raises(ReplayError, match=r"1 of 2 forward passes .* no backward pass"):
         block.__exit__(None, None, None)
     del kept
+
+
+@both_kinds
+def test_a_backward_pass_counts_for_its_forward_pass_only(reentrant: bool) -> None:
+    """Layers that one pass computes again and again do not hide that another one's backward pass is missing."""
+    model = checkpointed(reentrant=reentrant)
+    embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
+
+    def again() -> None:
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def nested() -> None:
+        checkpoint = torch.utils.checkpoint.checkpoint
+        logits = checkpoint(lambda given: model(inputs_embeds=given).logits, embedded, use_reentrant=reentrant)
+        logits.sum().backward()
+
+    for step in (again, nested):
+        with replay(model, ROWS):
+            step()
+        block = replay(model, ROWS)
+        block.__enter__()
+        kept = loss_of(model)
+        step()
+        with pytest.raises(ReplayError, match="1 of 2 forward passes"):
+            block.__exit__(None, None, None)
+        del kept
+
+
+@both_kinds
+def test_late_backward_is_refused_after_any_end(reentrant: bool) -> None:
+    """What was computed in a block that an exception ended is not computed again with another routing."""
+    model = checkpointed(reentrant=reentrant)
+    block = replay(model, ROWS)
+    block.__enter__()
+    loss = loss_of(model)
+    assert not block.__exit__(KeyError, KeyError("x"), None)
+    with pytest.raises(ReplayError, match=r"after its replay has ended; call backward\(\) inside the block"):
+        loss.backward()
 
 
 @both_kinds

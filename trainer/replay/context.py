@@ -17,8 +17,8 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
     """Inside, each router of `model` uses the given experts and weighs them by its own logits, with gradients into it.
 
     Args:
-        model: a mixture of experts of transformers >= 5 whose routers are in `SUPPORTED`; wrapped by torch.compile,
-            DDP or FSDP2 is fine.
+        model: a mixture of experts of transformers whose routers are in `SUPPORTED`; wrapped by torch.compile, DDP or
+            FSDP2 is fine.
         routed_experts: i[B, T, L, K] for inputs of B sequences and T tokens, best on the model's device. L counts all
             hidden layers, as vLLM's rows do, or those with experts alone. A row of -1 leaves the choice to the router.
             It is not copied: leave it alone until the block ends. None, for samples without routing, is refused: what
@@ -41,39 +41,36 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
         if is_rerouted(router.module):
             raise ReplayError(f"{router.name} is being replayed; blocks for one model do not nest")
     layers = layer_of_rows(routers, routed_experts.shape[2])
-    reroutings = [
-        Rerouting(router.name, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)
-    ]
+    reroutings = [Rerouting(router, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)]
     try:
-        for router, rerouting in zip(routers, reroutings, strict=True):
-            reroute(router.module, router.formula, rerouting)
+        for rerouting in reroutings:
+            reroute(rerouting)
         yield
     finally:
-        for router in routers:
-            if is_rerouted(router.module):
-                restore(router.module)
+        for rerouting in reroutings:
+            restore(rerouting)
     _check_called(reroutings)
     _check_recomputed(model, reroutings)
 
 
 def _check_called(reroutings: list[Rerouting]) -> None:
     """Refuse a pass that went around a router, which some fused kernels do with a whole block."""
-    uncalled = [rerouting.name for rerouting in reroutings if not rerouting.called]
+    uncalled = [rerouting.router.name for rerouting in reroutings if not rerouting.called]
     if uncalled:
         raise ReplayError(
             f"{len(uncalled)} of {len(reroutings)} routers were not called inside the block, the first of them "
-            f"{uncalled[0]}: either the model was not, or a kernel stands in for the layer and chose its own experts"
+            f"{uncalled[0]}: call the model in the block; if you did, a fused kernel chose that layer's experts"
         )
 
 
 def _check_recomputed(model: nn.Module, reroutings: list[Rerouting]) -> None:
-    """Refuse to leave a pass behind whose backward pass would silently recompute another routing."""
-    # The most of all routers: a backward pass does not recompute layers below which nothing is trained.
-    forward = max(rerouting.checkpointed for rerouting in reroutings)
-    backward = max(rerouting.recomputed for rerouting in reroutings)
-    if forward > backward and any(parameter.requires_grad for parameter in model.parameters()):
+    """Refuse to leave a pass behind whose backward pass would recompute another routing."""
+    # The least of all routers: a backward pass does not recompute layers below which nothing is trained.
+    pending = min((len(rerouting.pending) for rerouting in reroutings if rerouting.checkpointed), default=0)
+    if pending and any(parameter.requires_grad for parameter in model.parameters()):
+        forward = max(rerouting.checkpointed for rerouting in reroutings)
         raise ReplayError(
-            f"{forward} forward passes with gradient checkpointing ran inside the block, but {backward} backward "
-            "passes; a later one would recompute the layers with another routing. Call backward() inside the block, "
-            "or run what needs no backward pass under torch.no_grad()"
+            f"{pending} of {forward} forward passes with gradient checkpointing had no backward pass inside the block; "
+            "a later one would recompute the layers without their routing. Call backward() inside the block, or run "
+            "what needs no backward pass under torch.no_grad()"
         )

@@ -9,7 +9,10 @@ from typing import Final, Literal, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SUPPORTED", "Formula", "formula_of"]
+__all__ = ["SUPPORTED", "TRANSFORMERS", "Formula", "formula_of"]
+
+TRANSFORMERS: Final = "5.21.1"
+"""The oldest release that replay is tested with. Some before it, as 5.5, return shares where these return logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ _BY_FORMULA: Final[dict[Formula, str]] = {
 SUPPORTED: Final[dict[str, Formula]] = {
     name: formula for formula, names in _BY_FORMULA.items() for name in names.split()
 }
-"""The routers that can be replayed, as transformers 5 names them."""
+"""The routers that can be replayed, as transformers names them."""
 
 
 def formula_of(kind: type[nn.Module]) -> Formula | None:

@@ -7,96 +7,140 @@ torch.compile does not look into, so that it neither bakes their length into its
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from trainer.errors import ReplayError
-from trainer.replay.formulas import Formula
+from trainer.replay.checkpoints import watch_checkpoints
+from trainer.replay.formulas import TRANSFORMERS
+from trainer.replay.routers import Router
 
 __all__ = ["Rerouting", "is_rerouted", "reroute", "restore"]
 
 _TICKET: Final = "_rollbus_replay"
+_CHECKED_TOKENS: Final = 256
+_numbers = itertools.count()
+# A CUDA graph would go on with the rows that it was captured with. Releases of torch without the tag make no CUDA graph
+# of code that takes a tensor on the CPU, as a ticket is.
+_TAGS: Final[dict[str, Any]] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
 @dataclass(slots=True)
 class Rerouting:
     """One router in one block."""
 
-    name: str
+    router: Router
     rows: Tensor
     """i[B, T, K]: expert ids, -1 where the router's own choice stands."""
-    called: int = 0
-    """Calls in a forward pass."""
+    number: int = field(default_factory=lambda: next(_numbers))
+    checked: bool = False
+    """The formula has given the router's own weights for its own ids."""
+    called: bool = False
     checkpointed: int = 0
-    """Those of them under a gradient checkpoint, which a backward pass will repeat."""
-    recomputed: int = 0
-    """Calls in a backward pass."""
+    """Calls under a gradient checkpoint, which a backward pass will repeat."""
+    pending: set[int] = field(default_factory=set)
+    """Those of them that no backward pass has repeated yet."""
+
+    def check(self, logits: Tensor, weights: Tensor, own: Tensor) -> None:
+        """Check that the formula gives the weights f[N, K] that the router gave its `own` choice i64[N, K].
+
+        Routers are known by the names of their classes alone, and what a name computes changes between releases.
+
+        Raises:
+            ReplayError: it gives others.
+        """
+        logits, weights, own = logits[:_CHECKED_TOKENS], weights[:_CHECKED_TOKENS], own[:_CHECKED_TOKENS]
+        by_formula = self.router.formula.weights(self.router.module, logits, own)
+        # Compiled code may round otherwise than the formula does here; another formula is off by far more.
+        tolerance = max(1e-3, 16 * torch.finfo(logits.dtype).eps, 16 * torch.finfo(weights.dtype).eps)
+        wrong = (by_formula.float() - weights.float()).abs() > tolerance * weights.float().abs().amax()
+        if bool(wrong.any()):
+            release = getattr(sys.modules.get("transformers"), "__version__", "not imported")
+            raise ReplayError(
+                f"{self.router.name} weighs its own choice of experts otherwise than a "
+                f"{type(self.router.module).__bases__[0].__name__} should (transformers is {release}); "
+                f"allowed: the routers of transformers >= {TRANSFORMERS} in trainer.replay.SUPPORTED"
+            )
+        self.checked = True
+
+    def count(self, grad: bool) -> None:
+        """Count a call in a forward pass."""
+        self.called = True
+        call = self.checkpointed
+
+        def on_recompute() -> None:
+            if self.number not in _open:
+                raise _ended(self.router.name)
+            self.pending.discard(call)
+
+        if watch_checkpoints(grad, on_recompute):
+            self.checkpointed += 1
+            self.pending.add(call)
 
 
 _open: dict[int, Rerouting] = {}
-_tickets = itertools.count()
+"""By its number."""
 _rerouted_classes: dict[type[nn.Module], type[nn.Module]] = {}
 """By the class before."""
 
 
-@torch.library.custom_op("rollbus::replayed_experts", mutates_args=())
-def _replayed_experts(own: Tensor, ticket: Tensor, grad: bool) -> Tensor:
-    """The expert ids i64[N, K] to compute with, where the router's own choice is `own` i64[N, K]."""
+def _ended(name: str) -> ReplayError:
+    return ReplayError(f"{name} is computed again after its replay has ended; call backward() inside the block")
+
+
+@torch.library.custom_op("rollbus::replayed_experts", mutates_args=(), **_TAGS)
+def _replayed_experts(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
+    """The expert ids i64[N, K] to compute with, where the router chose `own` i64[N, K] with `weights` f[N, K]."""
     rerouting = _open.get(int(ticket))
     if rerouting is None:
-        raise ReplayError("a layer is recomputed after its replay has ended; call backward() inside the block")
+        raise _ended("a router")
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise ReplayError("a CUDA graph would repeat the rows that it is captured with; replay without CUDA graphs")
     rows = rerouting.rows
     if own.shape[0] != rows.shape[0] * rows.shape[1]:
         has = f"{rows.shape[0]} sequences of {rows.shape[1]} tokens"
-        raise ReplayError(f"{rerouting.name} was called with {own.shape[0]} tokens; the routed experts have {has}")
-    if torch._C._current_graph_task_id() != -1:
-        rerouting.recomputed += 1
-    else:
-        rerouting.called += 1
-        rerouting.checkpointed += _in_checkpoint(grad)
+        raise ReplayError(
+            f"{rerouting.router.name} was called with {own.shape[0]} tokens; the routed experts have {has}"
+        )
+    if not rerouting.checked:
+        rerouting.check(logits, weights, own)
+    if torch._C._current_graph_task_id() == -1:
+        rerouting.count(grad)
     ids = rows.reshape(own.shape).to(own.device, own.dtype)
     return torch.where(ids < 0, own, ids)
 
 
 @_replayed_experts.register_fake
-def _(own: Tensor, ticket: Tensor, grad: bool) -> Tensor:
+def _(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
     return torch.empty_like(own)
 
 
-def _in_checkpoint(grad: bool) -> bool:
-    """Whether a checkpoint of torch.utils calls this and will call it again in a backward pass.
-
-    Nothing that a checkpoint calls is told so; its frame on the stack is the only sign.
-    """
-    reentrant = torch.utils.checkpoint.CheckpointFunction.forward.__code__
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code is reentrant:
-            # It turns gradients off, as if there were none to compute; that there will be, its edges in the graph say.
-            return bool(frame.f_locals["ctx"].next_functions)
-        if grad and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _rerouted(base: type[nn.Module], formula: Formula) -> type[nn.Module]:
+def _rerouted(base: type[nn.Module], router: Router) -> type[nn.Module]:
     if base in _rerouted_classes:
         return _rerouted_classes[base]
+    formula = router.formula
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         output = base.__call__(self, *args, **kwargs)
         if not isinstance(output, tuple) or len(output) != 3:
-            raise ReplayError(f"a {base.__name__} returned no (logits, weights, ids); transformers >= 5 is needed")
+            raise ReplayError(
+                f"a {base.__name__} returned no (logits, weights, ids); transformers >= {TRANSFORMERS} is needed"
+            )
         logits, weights, own = output
-        ids = _replayed_experts(own, getattr(self, _TICKET), torch.is_grad_enabled())
+        ticket, grad = getattr(self, _TICKET), torch.is_grad_enabled()
+        ids = _replayed_experts(own, logits.detach(), weights.detach(), ticket, grad)
         return logits, formula.weights(self, logits, ids).to(weights.dtype), ids
 
-    body = {"__call__": call, "__module__": __name__, "__doc__": base.__doc__}
+    def reduce(self: nn.Module, _: Any) -> tuple[Any, ...]:
+        # A copy, or a file, is of the router itself: it outlives the block. Protocol 1 lets the class be another one.
+        parts: Any = base.__reduce_ex__(self, 1)
+        make, (_, *args), state, *others = parts
+        return make, (base, *args), {name: value for name, value in state.items() if name != _TICKET}, *others
+
+    body = {"__call__": call, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": base.__doc__}
     return _rerouted_classes.setdefault(base, type(f"Rerouted{base.__name__}", (base,), body))
 
 
@@ -105,19 +149,20 @@ def is_rerouted(router: nn.Module) -> bool:
     return _TICKET in vars(router)
 
 
-def reroute(router: nn.Module, formula: Formula, rerouting: Rerouting) -> None:
+def reroute(rerouting: Rerouting) -> None:
     """Make a router use the rows, until `restore`."""
-    number = next(_tickets)
-    _open[number] = rerouting
+    module = rerouting.router.module
+    _open[rerouting.number] = rerouting
     # A tensor, not a number: torch.compile would compile each layer of each block for its own number.
-    setattr(router, _TICKET, torch.tensor(number))
-    router.__class__ = _rerouted(type(router), formula)
+    setattr(module, _TICKET, torch.tensor(rerouting.number, device="cpu"))
+    module.__class__ = _rerouted(type(module), rerouting.router)
 
 
-def restore(router: nn.Module) -> None:
-    """Make a router what it was before `reroute`."""
-    del _open[int(getattr(router, _TICKET))]
-    delattr(router, _TICKET)
-    kind = type(router)
+def restore(rerouting: Rerouting) -> None:
+    """Make a router what it was before `reroute`, if that was called at all."""
+    _open.pop(rerouting.number, None)
+    module = rerouting.router.module
+    vars(module).pop(_TICKET, None)
+    kind = type(module)
     if kind in _rerouted_classes.values():
-        router.__class__ = kind.__bases__[0]
+        module.__class__ = kind.__bases__[0]

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ReplayError
-from trainer.replay.formulas import SUPPORTED, Formula, formula_of
+from trainer.replay.formulas import TRANSFORMERS, Formula, formula_of
 
 __all__ = ["Router", "check_rows", "find_routers", "layer_of_rows"]
 
 _ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in trainer.replay.SUPPORTED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def find_routers(model: nn.Module) -> list[Router]:
         formula = formula_of(type(module))
         if formula is None:
             if type(module).__name__.endswith("Router"):
-                raise ReplayError(f"{name} is a {type(module).__name__}, which cannot be replayed; {_supported()}")
+                raise ReplayError(f"{name} is a {type(module).__name__}, which cannot be replayed; {_SUPPORTED}")
             continue
         parts = name.split(".")
         prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
@@ -51,11 +52,11 @@ def find_routers(model: nn.Module) -> list[Router]:
         stacks.add(stack)
         top_k, num_experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
         if not isinstance(top_k, int) or not isinstance(num_experts, int):
-            raise ReplayError(f"{name} has no integers top_k and num_experts; transformers >= 5 is needed")
+            raise ReplayError(f"{name} has no integers top_k and num_experts; transformers >= {TRANSFORMERS} is needed")
         layer, num_hidden_layers = int(parts[stack.count(".") + 1]), len(list(modules[stack].children()))
         routers.append(Router(name, module, formula, layer, num_hidden_layers, top_k, num_experts))
     if not routers:
-        raise ReplayError(f"{type(model).__name__} has no router that can be replayed; {_supported()}")
+        raise ReplayError(f"{type(model).__name__} has no router that can be replayed; {_SUPPORTED}")
     if len({(router.top_k, router.num_experts) for router in routers}) > 1:
         raise ReplayError("the model's routers differ in top_k or in the number of experts; rows have one layout")
     layers_seen = [router.layer for router in routers]
@@ -63,10 +64,6 @@ def find_routers(model: nn.Module) -> list[Router]:
         names = ", ".join(router.name for router in routers)
         raise ReplayError(f"rows have one layer for each of one stack of layers; the model has the routers {names}")
     return sorted(routers, key=lambda router: router.layer)
-
-
-def _supported() -> str:
-    return f"supported are the routers of transformers >= 5: {', '.join(SUPPORTED)}"
 
 
 def layer_of_rows(routers: list[Router], num_layers: int) -> list[int]:
@@ -94,9 +91,13 @@ def check_rows(routed_experts: Tensor, routers: list[Router]) -> None:
         ReplayError: the first fault, with its place. A row that repeats an expert is one: zeros where there is no
             routing would otherwise pass as expert 0.
     """
-    if routed_experts.ndim != 4 or routed_experts.dtype not in _ROW_DTYPES:
-        found = f"{routed_experts.dtype} of shape {list(routed_experts.shape)}"
-        raise ReplayError(f"routed experts are {found}; allowed: integers [batch, tokens, layers, top_k]")
+    given: object = routed_experts
+    if not isinstance(given, Tensor) or given.ndim != 4 or given.dtype not in _ROW_DTYPES:
+        found = f"a {type(given).__module__}.{type(given).__qualname__}"
+        if hasattr(given, "dtype") and hasattr(given, "shape"):
+            found += f" {list(given.shape)} of {given.dtype}"
+        dtypes = ", ".join(str(dtype) for dtype in _ROW_DTYPES)
+        raise ReplayError(f"routed experts are {found}; allowed: a tensor [batch, tokens, layers, top_k] of {dtypes}")
     layers = layer_of_rows(routers, routed_experts.shape[2])
     if routed_experts.shape[3] != routers[0].top_k:
         raise ReplayError(

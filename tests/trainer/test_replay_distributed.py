@@ -1,0 +1,60 @@
+"""Replay of models that are wrapped for training on many devices; a group of one process shows that they fit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run
+from trainer.replay import replay
+
+pytestmark = pytest.mark.slow
+ROWS = random_rows(11, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    """What the model computes that is not wrapped."""
+    model = build(num_layers=2)
+    with replay(model, ROWS):
+        return run(model)
+
+
+def test_distributed_data_parallel(expected: dict[str, torch.Tensor]) -> None:
+    """DistributedDataParallel computes with the given experts."""
+    model = torch.nn.parallel.DistributedDataParallel(build(num_layers=2))
+    with replay(model, ROWS):
+        found = run(model)
+    assert difference(expected, {name.removeprefix("module."): tensor for name, tensor in found.items()}) < 1e-6
+
+
+@pytest.mark.parametrize("routers_too", [False, True])
+def test_fully_shard(expected: dict[str, torch.Tensor], routers_too: bool) -> None:
+    """Sharded layers, or routers, which change their class for it, compute with the given experts and stay sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model: Any = build(num_layers=2)
+    for layer in model.model.layers:
+        if routers_too:
+            fully_shard(layer.mlp.gate, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    classes = [type(router_of(block)) for block in moe_blocks(model)]
+    with replay(model, ROWS):
+        found = run(model)
+    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
+    assert difference(expected, whole) < 1e-6
+    assert [type(router_of(block)) for block in moe_blocks(model)] == classes

@@ -1,0 +1,92 @@
+"""What replay looks at while a model runs, and that nothing of it outlives the block."""
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, tokens
+from trainer.errors import ReplayError
+from trainer.replay import replay
+
+pytestmark = pytest.mark.slow
+ROWS = random_rows(11, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model that each test leaves as it was."""
+    return build(num_layers=2)
+
+
+@pytest.fixture
+def doctored(model: Any) -> Iterator[Any]:
+    """The model with a last router of a known name that returns what the routers of transformers 5.0 did."""
+    router = router_of(moe_blocks(model)[1])
+    kind = type(router)
+
+    def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, weights, ids = kind.forward(self, hidden)
+        return logits.softmax(dim=-1), weights, ids
+
+    router.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    yield model
+    router.__class__ = kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> None:
+    """A router whose class has a known name and another formula is refused, not replayed with wrong weights."""
+    import transformers
+
+    message = rf"layers.1.mlp.gate weighs .* Qwen3MoeTopKRouter should \(transformers is {transformers.__version__}\)"
+    with (
+        pytest.raises(ReplayError, match=message),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+        replay(doctored, ROWS),
+    ):
+        doctored(input_ids=tokens(11))
+
+
+def test_copies_made_inside_the_block(model: Any) -> None:
+    """A copy, or a file, of a model inside the block is one of the model, before, while and after it is replayed."""
+    before = run(model)
+    file = io.BytesIO()
+    with replay(model, ROWS):
+        expected = run(model)
+        copied = copy.deepcopy(model)
+        torch.save(model, file)
+        assert difference(before, run(copied)) == 0
+        with replay(copied, ROWS):
+            assert difference(expected, run(copied)) == 0
+        assert difference(expected, run(model)) == 0
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert difference(before, run(other)) == 0
+        with replay(other, ROWS):
+            assert difference(expected, run(other)) == 0
+
+
+def test_under_another_default_device(model: Any) -> None:
+    """Where tensors are made by default does not matter, and the model is restored."""
+    before, given = run(model), tokens(11)
+    with replay(model, ROWS):
+        expected = model(input_ids=given).logits
+    with torch.device("meta"), replay(model, ROWS), torch.device("cpu"):
+        assert torch.equal(model(input_ids=given).logits, expected)
+    assert difference(before, run(model)) == 0
+
+
+def test_cuda_graphs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA graph takes up the rows of one block for all: torch.compile leaves the operator out, others raise."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.rollbus.replayed_experts.default.tags
+    with replay(model, ROWS):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(ReplayError, match="without CUDA graphs"):
+                model(input_ids=tokens(11))
+        run(model)
