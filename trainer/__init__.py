@@ -16,7 +16,7 @@ from trainer.importance import importance_weights, sampler_kl
 from trainer.packing import NO_EXPERT, PADDING, MicroBatch, pack
 from trainer.replay import replay
 from trainer.sample import NOT_SAMPLED, Sample
-from trainer.segments import attention_mask, segment_indices
+from trainer.segments import attention_mask, check_packing, segment_indices
 from trainer.staleness import drop_stale, mask_stale
 from trainer.stitching import Stitcher, Turn, stitch_rows
 
@@ -32,6 +32,7 @@ __all__ = [
     "Stitcher",
     "Turn",
     "attention_mask",
+    "check_packing",
     "drop_stale",
     "importance_weights",
     "mask_stale",

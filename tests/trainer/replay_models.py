@@ -10,6 +10,7 @@ from torch import Tensor, nn
 __all__ = [
     "FAMILIES",
     "NUM_EXPERTS",
+    "RECURRENT",
     "TOP_K",
     "Run",
     "build",
@@ -62,13 +63,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {}),
 }
 """Class prefix and settings, by family."""
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+_NEMOTRON_GROUPS = {"n_group": 1, "topk_group": 1, "moe_shared_expert_intermediate_size": 16}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", _LINEAR | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 16}),
+    "minimax": ("MiniMax", {"block_size": 4}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _MAMBA | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 16},
+    ),
+    "nemotron_h": ("NemotronH", _NEMOTRON | _NEMOTRON_GROUPS | {"hybrid_override_pattern": "ME*E"}),
+}
+"""The same, of families with layers that carry a state from token to token."""
 
 
 def build(family: str = "qwen3_moe", *, num_layers: int = 3, **settings: Any) -> Any:
     """A model of random weights, always the same, in float32 and training mode."""
     import transformers
 
-    prefix, particular = FAMILIES[family]
+    prefix, particular = (FAMILIES | RECURRENT)[family]
     config_class = getattr(transformers, f"{prefix}Config")
     config = config_class(**_COMMON | {"num_hidden_layers": num_layers} | particular | settings)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
