@@ -1,28 +1,32 @@
 """Reinforcement learning of a tiny mixture of experts, with its rollouts over the bus; some minutes on two cores.
 
-    python examples/rl_loop.py [--seeds 3] [--steps 60] [--output rl-output]
+    python examples/rl_loop.py [--seeds 3] [--steps 40] [--workers 2] [--output rl-output]
 
-The policy, a Qwen3-MoE of 100,000 random parameters, learns to continue arithmetic progressions of digits (modulo ten)
-by GRPO. A real vLLM worker samples; requests never stop: while the trainer makes a step, the worker goes on with the
-weights that it has, and gets the new ones in the middle of its answers. Every token says which weights it came from,
-and brings the experts that the sampler chose; the trainer computes with the same ones.
+The policy, a Qwen3-MoE of 1.7 million random parameters, learns to continue arithmetic progressions of digits (modulo
+ten): REINFORCE with the group-normalised advantages of GRPO and truncated importance weights, one update per batch.
+Real vLLM workers sample, without a pause: while the trainer makes a step they go on with the weights that they have,
+and get the new ones in the midst of their answers. Every token says which weights it came from, and brings the experts
+that the sampler chose; the trainer computes with the same ones.
 
 Prints, for each step, the mean reward, and the KL between sampler and trainer on the same tokens with the same
-weights, both in bfloat16, with and without the sampler's experts. Writes log.jsonl, learning.svg and worker.log into
---output. The exit code is 0 only if the policies have learned and replay has brought sampler and trainer closer.
+weights, both in bfloat16, with and without the sampler's experts. Writes log.jsonl, learning.svg and the workers' logs
+into --output. The exit code is 0 only if the policies have learned and replay has brought sampler and trainer closer.
 """
 
 import argparse
 import asyncio
+import copy
 import json
+import math
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 import torch
@@ -32,100 +36,100 @@ from transformers.utils import logging
 import bus
 from bus import ErrorCode, GenerateRequest, SamplingParams
 from bus.embedded import EmbeddedServer
-from trainer import MicroBatch, Sample, Stitcher, importance_weights, pack, replay, sampler_kl
+from trainer import MicroBatch, Sample, Stitcher, drop_stale, importance_weights, pack, replay, sampler_kl
 
 NUM_DIGITS = 4
 """Of each answer."""
 GROUP = 8
 """Answers to one prompt: each is rewarded relative to the others."""
 GROUPS_PER_STEP = 32
+"""As many are under way, and at most as many wait for the trainer: so what it gets is one or two steps old."""
 MAX_WEIGHT_LAG = 2
-"""Requests that have waited while the weights moved on by more are dropped."""
-LEARNING_RATE = 5e-3
-MAX_TOKENS = 4096
+"""Requests that have waited while the weights moved on by more are dropped, and so are older answers."""
+LEARNING_RATE = 4e-3
+MAX_TOKENS = 1024
 """Of a micro-batch."""
 START_TIMEOUT_S = 600.0
 POLICY = Qwen3MoeConfig(
-    vocab_size=32,
+    vocab_size=16,
     hidden_size=64,
     intermediate_size=64,
     moe_intermediate_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=4,
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=32,
-    num_experts=16,
-    num_experts_per_tok=4,
+    num_experts=64,
+    num_experts_per_tok=2,
     norm_topk_prob=True,
     max_position_embeddings=64,
     initializer_range=0.1,
     tie_word_embeddings=False,
 )
+EMBEDDING_SCALE = 10.0
+"""Embeddings of size 1, as in trained models: else what a token is drowns in what the layers add."""
 
 
-def reward(prompt: np.ndarray, token_ids: np.ndarray) -> float:
-    """The share of digits that continue the progression of the prompt's two terms."""
-    wanted = (prompt[1] + (prompt[1] - prompt[0]) * np.arange(1, NUM_DIGITS + 1)) % 10
+def reward_of(prompt: np.ndarray, token_ids: np.ndarray) -> float:
+    """The share of digits that continue the progression of the prompt."""
+    wanted = (prompt[-1] + (prompt[1] - prompt[0]) * np.arange(1, NUM_DIGITS + 1)) % 10
     return float((token_ids == wanted).mean())
 
 
 @dataclass
-class Batch:
-    """Answers for one step of the trainer."""
+class Group:
+    """The answers to one prompt; none where the request waited until the weights had moved on too far."""
 
-    samples: list[Sample] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    num_dropped: int = 0
-    """Requests that waited until the weights had moved on too far."""
+    samples: list[Sample]
+    rewards: np.ndarray
+
+    @classmethod
+    def of(cls, prompt: np.ndarray, generation: bus.Generation) -> "Group":
+        """An answer's advantage is its reward measured by those of its group."""
+        if generation.error is not None:
+            if generation.error.code is not ErrorCode.TOO_STALE:
+                raise generation.error
+            return cls([], np.empty(0))
+        answers = (generation, *generation.siblings)
+        rewards = np.array([reward_of(prompt, answer.token_ids) for answer in answers])
+        samples = []
+        for answer, advantage in zip(answers, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+            stitcher = Stitcher()
+            stitcher.add(prompt, answer)
+            samples.append(stitcher.sample(advantage=float(advantage)))
+        return cls(samples, rewards)
 
 
 class Rollouts:
     """Answers to prompts without end: there are always requests under way, also while the trainer computes."""
 
-    def __init__(self, rb: bus.Client, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
         self._prompts: dict[str, np.ndarray] = {}
-        self._results = rb.complete_many(self._requests(seed), max_in_flight=2 * GROUPS_PER_STEP)
+        self._groups: asyncio.Queue[Group] = asyncio.Queue(1)
 
-    def _requests(self, seed: int) -> Iterator[GenerateRequest]:
-        rng = np.random.default_rng(seed)
+    def _requests(self) -> Iterator[GenerateRequest]:
         sampling = SamplingParams(max_tokens=NUM_DIGITS, temperature=1.0, n=GROUP, ignore_eos=True)
         while True:
-            first, step = rng.integers(0, 10), rng.integers(1, 4)
-            prompt = np.array([first, (first + step) % 10], np.int32)
+            first, step, num_terms = self._rng.integers((0, 1, 2), (10, 4, 5))
+            prompt = ((first + step * np.arange(num_terms)) % 10).astype(np.int32)
             request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, max_weight_lag=MAX_WEIGHT_LAG)
             self._prompts[request.request_id] = prompt
             yield request
 
-    async def next(self) -> Batch:
-        """The next groups that finish; an answer's advantage is its reward measured by those of its group."""
-        batch = Batch()
-        num_groups = 0
-        async for generation in self._results:
-            prompt = self._prompts.pop(generation.request_id)
-            if generation.error is not None:
-                if generation.error.code is not ErrorCode.TOO_STALE:
-                    raise generation.error
-                batch.num_dropped += 1
-                continue
-            answers = (generation, *generation.siblings)
-            rewards = np.array([reward(prompt, answer.token_ids) for answer in answers])
-            for answer, advantage in zip(answers, (rewards - rewards.mean()) / (rewards.std() + 1e-4), strict=True):
-                stitcher = Stitcher()
-                stitcher.add(prompt, answer)
-                batch.samples.append(stitcher.sample(advantage=float(advantage)))
-            batch.rewards.extend(rewards)
-            num_groups += 1
-            if num_groups == GROUPS_PER_STEP:
-                break
-        return batch
+    async def run(self, rb: bus.Client) -> None:
+        """Ask and collect until cancelled, which aborts what is open."""
+        async with aclosing(rb.complete_many(self._requests(), max_in_flight=GROUPS_PER_STEP)) as generations:
+            async for generation in generations:
+                await self._groups.put(Group.of(self._prompts.pop(generation.request_id), generation))
 
-    async def close(self) -> None:
-        """Abort what is open."""
-        await self._results.aclose()
+    async def next(self) -> list[Group]:
+        """The next groups."""
+        return [await self._groups.get() for _ in range(GROUPS_PER_STEP)]
 
 
 class Learner:
-    """The policy in float32, and what the sampler has of it: bfloat16, as saved for each version.
+    """The policy, in float32.
 
     Attributes:
         version: of the present weights.
@@ -133,61 +137,63 @@ class Learner:
 
     def __init__(self, seed: int, version: int) -> None:
         torch.manual_seed(seed)
-        self._model = Qwen3MoeForCausalLM(POLICY)
-        self._twin = Qwen3MoeForCausalLM(POLICY).to(torch.bfloat16).eval()
+        self._model = Qwen3MoeForCausalLM(POLICY).train()
+        with torch.no_grad():
+            self._model.model.embed_tokens.weight *= EMBEDDING_SCALE
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-        self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self.version = version
 
-    def save(self, folder: Path) -> Path:
-        """Write the present weights as a checkpoint, in bfloat16."""
-        path = folder / str(self.version)
-        self._twin.load_state_dict(self._model.state_dict())
-        self._twin.save_pretrained(path)
-        weights = {name: tensor.clone() for name, tensor in self._twin.state_dict().items()}
-        self._saved = {**self._saved, self.version: weights}
-        for version in sorted(self._saved)[: -MAX_WEIGHT_LAG - 2]:
-            del self._saved[version]
-        return path
+    def sampler(self) -> Qwen3MoeForCausalLM:
+        """A copy of the policy as samplers have it, in bfloat16."""
+        return copy.deepcopy(self._model).to(torch.bfloat16).eval()
 
     def step(self, samples: list[Sample]) -> None:
-        """One step of GRPO with the sampler's experts; each token's weight makes up for the sampler's older policy."""
-        self._model.train()
+        """One update with the sampler's experts; each token's weight makes up for the sampler's older policy."""
         batches = pack(samples, max_tokens=MAX_TOKENS)
-        num_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+        num_trained = sum(int(batch.loss_mask.sum()) for batch in batches)
         for batch in batches:
             with replay(self._model, batch.routed_experts):
                 logprobs = logprobs_of(self._model, batch)
                 weights = importance_weights(logprobs, batch.sampler_logprobs, batch.loss_mask)
-                loss = -(batch.advantages * weights * logprobs)[batch.loss_mask].sum() / num_tokens
+                loss = -(batch.advantages * weights * logprobs)[batch.loss_mask].sum() / num_trained
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
 
+
+class Comparison:
+    """How far sampler and trainer are apart. A trainer does without: it keeps a copy of each version's weights."""
+
+    def __init__(self) -> None:
+        self._models: dict[int, Qwen3MoeForCausalLM] = {}
+
+    def remember(self, version: int, model: Qwen3MoeForCausalLM) -> None:
+        """What the samplers compute with from now on; answers of the versions before are still to come."""
+        self._models[version] = model
+        for old in sorted(self._models)[: -MAX_WEIGHT_LAG - 2]:
+            del self._models[old]
+
     @torch.no_grad()
     def divergence(self, samples: list[Sample]) -> tuple[float, float]:
-        """KL of sampler and trainer with replay, and without: both in bfloat16, with the weights of a token's version.
+        """KL of sampler and trainer with replay, and without; NaN if there is nothing to compare.
 
         Answers whose tokens are of two versions are left out: their first tokens' keys and values are of the older one.
         """
         sums, num_tokens = np.zeros(2), 0
-        for version, weights in self._saved.items():
+        for version, model in self._models.items():
             own = [sample for sample in samples if (sample.weight_versions[sample.loss_mask] == version).all()]
-            if not own:
-                continue
-            self._twin.load_state_dict(weights)
             for batch in pack(own, max_tokens=MAX_TOKENS):
-                with replay(self._twin, batch.routed_experts):
-                    replayed = logprobs_of(self._twin, batch)
-                free = logprobs_of(self._twin, batch)
+                with replay(model, batch.routed_experts):
+                    replayed = logprobs_of(model, batch)
+                free = logprobs_of(model, batch)
                 count = int(batch.loss_mask.sum())
                 for index, logprobs in enumerate((replayed, free)):
                     sums[index] += count * float(sampler_kl(logprobs, batch.sampler_logprobs, batch.loss_mask))
                 num_tokens += count
-        with_replay, without = sums / max(num_tokens, 1)
-        return with_replay, without
+        with_replay, without = sums / num_tokens if num_tokens else (math.nan, math.nan)
+        return float(with_replay), float(without)
 
 
 def logprobs_of(model: Qwen3MoeForCausalLM, batch: MicroBatch) -> torch.Tensor:
@@ -207,52 +213,80 @@ class Step:
     kl_with_replay: float
     kl_without_replay: float
     lag: int
-    """Of the oldest token's weights behind the trainer's."""
-    num_dropped: int
+    """Of the oldest trained token's weights behind the trainer's."""
+    mixed: float
+    """Share of answers whose tokens come from more than one version of the weights."""
+    dropped: int
+    """Requests and answers that were too old."""
     seconds: float
+    """All of it, with the comparison."""
 
 
 async def learn(rb: bus.Client, seed: int, version: int, num_steps: int, folder: Path, log: TextIO) -> list[Step]:
     """Train one policy, from random weights on."""
-    learner = Learner(seed, version)
-    await rb.fleet.update_weights(learner.save(folder), version=learner.version, mode="abort")
-    rollouts = Rollouts(rb, seed)
+    learner, comparison, rollouts = Learner(seed, version), Comparison(), Rollouts(seed)
+
+    async def publish() -> None:
+        """Give the workers the present weights; they have answers under way, whose next tokens come from these."""
+        sampler, path = learner.sampler(), folder / str(learner.version)
+        sampler.save_pretrained(path)
+        comparison.remember(learner.version, sampler)
+        await rb.fleet.update_weights(path, version=learner.version, mode="keep")
+        shutil.rmtree(folder / str(learner.version - 1), ignore_errors=True)
+
+    await publish()
     steps: list[Step] = []
-    print(f"\nseed {seed}\nstep  reward  KL with replay  KL without   lag  dropped  seconds")
-    try:
+    print(f"\nseed {seed}\nstep  reward  KL with replay  KL without   lag  mixed  dropped  seconds")
+    async with asyncio.TaskGroup() as tasks:
+        rolling = tasks.create_task(rollouts.run(rb))
         while len(steps) < num_steps:
             started = time.monotonic()
-            batch = await rollouts.next()
-            oldest = min(int(sample.weight_versions[sample.loss_mask].min()) for sample in batch.samples)
-            lag, reward = learner.version - oldest, float(np.mean(batch.rewards))
-            divergence = learner.divergence(batch.samples)
-            learner.step(batch.samples)
-            # The worker has answers under way: their next tokens come from these weights.
-            await rb.fleet.update_weights(learner.save(folder), version=learner.version, mode="keep")
-            seconds = time.monotonic() - started
-            step = Step(seed, len(steps), reward, *divergence, lag, batch.num_dropped, seconds)
+            groups = await rollouts.next()
+            samples = [sample for group in groups for sample in group.samples]
+            fresh = drop_stale(samples, version=learner.version, max_lag=MAX_WEIGHT_LAG)
+            if not fresh:
+                continue
+            versions = [sample.weight_versions[sample.loss_mask] for sample in fresh]
+            step = Step(
+                seed=seed,
+                step=len(steps),
+                reward=float(np.concatenate([group.rewards for group in groups]).mean()),
+                lag=learner.version - min(int(each.min()) for each in versions),
+                mixed=float(np.mean([each.min() < each.max() for each in versions])),
+                dropped=GROUPS_PER_STEP * GROUP - len(fresh),
+                kl_with_replay=math.nan,
+                kl_without_replay=math.nan,
+                seconds=0.0,
+            )
+            await asyncio.to_thread(learner.step, fresh)
+            await publish()
+            step.kl_with_replay, step.kl_without_replay = await asyncio.to_thread(comparison.divergence, fresh)
+            step.seconds = time.monotonic() - started
             steps.append(step)
-            print(json.dumps(asdict(step)), file=log, flush=True)
+            line = {name: None if math.isnan(value) else value for name, value in asdict(step).items()}
+            print(json.dumps(line), file=log, flush=True)
             print(
                 f"{step.step:4}  {step.reward:6.3f}  {step.kl_with_replay:14.1e}  {step.kl_without_replay:10.1e}  "
-                f"{step.lag:4}  {step.num_dropped:7}  {step.seconds:7.2f}",
+                f"{step.lag:4}  {step.mixed:5.0%}  {step.dropped:7}  {step.seconds:7.2f}",
                 flush=True,
             )
-    finally:
-        await rollouts.close()
+        rolling.cancel()
     return steps
 
 
 def summarize(runs: list[list[Step]]) -> bool:
     """Say what came of it; False: not what was promised."""
     is_good = True
-    print("\nseed  reward, first 10  last 10   ratio  KL with replay  KL without")
+    print("\nseed  reward, first 10  last 10   ratio  KL with replay  KL without  steps where it is lower with replay")
     for steps in runs:
         first, last = (float(np.mean([step.reward for step in part])) for part in (steps[:10], steps[-10:]))
-        with_replay = float(np.mean([step.kl_with_replay for step in steps]))
-        without = float(np.mean([step.kl_without_replay for step in steps]))
-        ratio = last / first
-        print(f"{steps[0].seed:4}  {first:16.3f}  {last:7.3f}  {ratio:6.2f}  {with_replay:14.1e}  {without:10.1e}")
+        divergences = np.array([(step.kl_with_replay, step.kl_without_replay) for step in steps])
+        with_replay, without = np.nanmean(divergences, axis=0)
+        lower, ratio = int((divergences[:, 0] < divergences[:, 1]).sum()), last / first
+        print(
+            f"{steps[0].seed:4}  {first:16.3f}  {last:7.3f}  {ratio:6.2f}  {with_replay:14.1e}  {without:10.1e}  "
+            f"{lower} of {len(steps)}"
+        )
         is_good = is_good and ratio >= 1.5 and with_replay < without
     return is_good
 
@@ -277,39 +311,50 @@ def plot(runs: list[list[Step]], path: Path) -> None:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, output: Path) -> AsyncIterator[bus.Client]:
-    """NATS and a vLLM worker with a random policy; yields a client once it serves."""
-    first = Learner(seed=0, version=0).save(folder)
-    engine_args = {"dtype": "bfloat16", "max_model_len": 64, "skip_tokenizer_init": True}
-    async with EmbeddedServer() as server:
+async def fleet(num_workers: int, folder: Path, output: Path) -> AsyncIterator[bus.Client]:
+    """NATS and vLLM workers with a random policy; yields a client once they serve."""
+    first = folder / "0"
+    Learner(seed=0, version=0).sampler().save_pretrained(first)
+    engine_args = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 16, "skip_tokenizer_init": True}
+    async with EmbeddedServer() as server, AsyncExitStack() as stack:
         command = [sys.executable, "-P", "-m", "workers", "--nats", server.url, "--served-model-name", "policy"]
         options = ["--model", str(first), "--weight-root", str(folder), "--engine-args", json.dumps(engine_args)]
-        with (output / "worker.log").open("wb") as log:
-            worker = await asyncio.create_subprocess_exec(*command, *options, stdout=log, stderr=log)
-        try:
-            async with bus.connect(server.url) as rb:
-                await rb.fleet.wait_for_workers(timeout_s=START_TIMEOUT_S)
-                yield rb
-        finally:
-            if worker.returncode is None:
-                worker.terminate()
-            await worker.wait()
+        for name in (f"worker-{i}" for i in range(num_workers)):
+            log = stack.enter_context((output / f"{name}.log").open("wb"))
+            await stack.enter_async_context(process(*command, *options, "--worker-id", name, log=log))
+        async with bus.connect(server.url) as rb:
+            await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
+            yield rb
 
 
-async def run(num_seeds: int, num_steps: int, output: Path) -> bool:
-    """Train with each seed, on the same worker; False: it did not go as promised."""
+@asynccontextmanager
+async def process(*command: str, log: BinaryIO) -> AsyncIterator[None]:
+    """Run a program, and stop it on leaving."""
+    running = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        if running.returncode is None:
+            running.terminate()
+        await running.wait()
+
+
+async def run(num_seeds: int, num_steps: int, num_workers: int, output: Path) -> bool:
+    """Train with each seed, on the same workers; False: it did not go as promised."""
     logging.disable_progress_bar()
-    print("A vLLM worker starts, which takes half a minute and more", flush=True)
+    # The policy is tiny: the cores are for the samplers.
+    torch.set_num_threads(1)
+    print("vLLM workers start, which takes half a minute and more", flush=True)
     with tempfile.TemporaryDirectory() as name, (output / "log.jsonl").open("w") as log:
         folder = Path(name)
-        async with fleet(folder, output) as rb:
+        async with fleet(num_workers, folder, output) as rb:
             # Each seed's versions come after those of the last.
             runs = [
                 await learn(rb, seed, 1 + seed * (num_steps + 1), num_steps, folder, log) for seed in range(num_seeds)
             ]
     plot(runs, output / "learning.svg")
     is_good = summarize(runs)
-    print(f"\n{output}: log.jsonl, learning.svg, worker.log")
+    print(f"\n{output}: log.jsonl, learning.svg, and the workers' logs")
     if not is_good:
         print("Rewards should rise by half, and replay bring sampler and trainer closer: for some seed they did not.")
     return is_good
@@ -326,8 +371,9 @@ def positive(text: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=positive, default=3, help="policies to train, one after the other (3)")
-    parser.add_argument("--steps", type=positive, default=60, help="of each (60)")
+    parser.add_argument("--steps", type=positive, default=40, help="of each (40)")
+    parser.add_argument("--workers", type=positive, default=2, help="vLLM workers that sample (2)")
     parser.add_argument("--output", type=Path, default=Path("rl-output"), help="folder for what is written (rl-output)")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    sys.exit(0 if asyncio.run(run(arguments.seeds, arguments.steps, arguments.output)) else 1)
+    sys.exit(0 if asyncio.run(run(arguments.seeds, arguments.steps, arguments.workers, arguments.output)) else 1)
