@@ -57,9 +57,9 @@ class MicroBatch:
     def model_inputs(self) -> dict[str, torch.Tensor | bool]:
         """What a Hugging Face model is called with: `model(**batch.model_inputs()).logits` is [1, T, vocabulary].
 
-        There is no attention mask, and no cache: under these two conditions transformers reads from `position_ids`
-        where samples begin, and keeps attention within them. With its default, `use_cache=True`, it does not, and
-        every sample silently sees those before it.
+        There is no attention mask, and no cache: under these two conditions most models of transformers read from
+        `position_ids` where samples begin, and keep attention within them; `check_packing` tells whether this one
+        does. With the default, `use_cache=True`, none does, and every sample silently sees those before it.
         """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
