@@ -112,6 +112,11 @@ class Fleet:
         return f"<Fleet {self._name} {' '.join(workers) or 'empty'}>"
 
     @property
+    def workers(self) -> tuple[WorkerPresence, ...]:
+        """Live workers by id, as they were last heard; `state` asks them."""
+        return self._watch.snapshot.workers
+
+    @property
     def bad_messages(self) -> int:
         """Announcements and answers of workers that did not decode."""
         return self._watch.bad_messages + self._traffic.commander.bad_messages

@@ -1,0 +1,83 @@
+"""The application: which routes there are, who may call them, and how their errors are answered."""
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+import bus
+from frontend.http import status
+from frontend.http.access import check_access
+from frontend.http.calls import Admission
+from frontend.http.errors import HttpError, error_response, http_error
+from frontend.http.service import Handler, RouteTable, Service
+from frontend.http.settings import Settings
+from schemas.errors import RollbusError
+
+__all__ = ["make_app"]
+
+logger = logging.getLogger(__name__)
+
+OPEN: RouteTable = {**status.OPEN_ROUTES}
+"""For everybody: whether the service lives."""
+DATA: RouteTable = {**status.ROUTES}
+"""With the data token, or that of admins."""
+ADMIN: RouteTable = {}
+"""With the admin token: they change the fleet."""
+CLIENT_GONE = 499
+"""nginx's word for it: nobody reads this answer."""
+
+
+def make_app(rb: bus.Client, settings: Settings) -> Starlette:
+    """Make the application on top of a client that is connected, and stays so while it serves."""
+    service = Service(rb, settings, Admission(settings.max_in_flight))
+    routes: list[BaseRoute] = [
+        *_routes(service, OPEN, None),
+        *_routes(service, DATA, settings.token, settings.admin_token),
+        *_routes(service, ADMIN, settings.admin_token),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+
+def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:
+    return [
+        Route(path, _Endpoint(service, handler, tokens or (None,)), methods=[method])
+        for (method, path), handler in table.items()
+    ]
+
+
+class _Endpoint:
+    """A handler as Starlette calls it: with access checked, and with errors as answers."""
+
+    def __init__(self, service: Service, handler: Handler, tokens: tuple[str | None, ...]) -> None:
+        self._service = service
+        self._handler = handler
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response = await self._answer(request)
+            await response(scope, receive, send)
+        except ClientDisconnect:
+            logger.info("client.gone path=%s", request.url.path)
+
+    async def _answer(self, request: Request) -> Response:
+        try:
+            check_access(request, *self._tokens)
+            return await self._handler(self._service, request)
+        except HttpError as error:
+            return error_response(error)
+        except RollbusError as error:
+            return error_response(http_error(error))
+
+
+async def _no_route(_request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, HTTPException):
+        raise exc
+    code = {404: "unknown_route", 405: "wrong_method"}.get(exc.status_code, "http_error")
+    return error_response(HttpError(exc.status_code, exc.detail, code=code, headers=exc.headers))

@@ -1,0 +1,73 @@
+"""Reading a request's body: bounded, and with the name of the field that is wrong."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from frontend.http.errors import HttpError
+from schemas.errors import ErrorCode
+
+__all__ = ["decode_body", "read_body"]
+
+T = TypeVar("T")
+
+AT_PATH = re.compile(r"(?P<problem>.*?) - at `\$(?P<path>.*)`", re.DOTALL)
+"""How msgspec says where in a document something is wrong."""
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """All of the body.
+
+    Raises:
+        HttpError: 413, as soon as more than `max_bytes` have come or are announced.
+        ClientDisconnect: the client went away meanwhile.
+    """
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    # The rest of the body is not read: the connection cannot be used again.
+    return HttpError(
+        413, f"the body is too large; allowed: {max_bytes} bytes", code="too_large", headers={"Connection": "close"}
+    )
+
+
+def decode_body(data: bytes, kind: type[T]) -> T:
+    """Decode JSON into a struct that forbids unknown fields.
+
+    Raises:
+        HttpError: 400, naming the field that is unknown, missing, or of another type.
+    """
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        message, field = _explain(str(error))
+        raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"the body is not JSON: {error}", code=ErrorCode.INVALID_REQUEST) from None
+
+
+def _explain(text: str) -> tuple[str, str | None]:
+    """A message that begins with the field's name, and the name; None where it is the whole body that is wrong."""
+    at = AT_PATH.fullmatch(text)
+    problem, path = (text, "") if at is None else (at["problem"], at["path"].lstrip("."))
+    for pattern, words in ((UNKNOWN_FIELD, "is unknown; allowed: {}"), (MISSING_FIELD, "is missing; it is required")):
+        found = pattern.fullmatch(problem)
+        if found is not None:
+            field = f"{path}.{found['name']}" if path else found["name"]
+            return f"{field} {words.format('the documented parameters')}", field
+    problem = problem[:1].lower() + problem[1:]
+    return (f"{path}: {problem}", path) if path else (f"the body: {problem}", None)

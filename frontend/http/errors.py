@@ -1,0 +1,123 @@
+"""From an error to an HTTP answer, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+
+from schemas.errors import (
+    BusBroken,
+    BusClosed,
+    ControlCode,
+    ControlError,
+    ErrorCode,
+    InvalidRequest,
+    RequestError,
+    RollbusError,
+)
+
+__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error"]
+
+RETRY_AFTER_S = 1
+"""What is busy may be free a second later."""
+
+STATUS: Final[dict[ErrorCode, int]] = {
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.UNKNOWN_MODEL: 404,
+    ErrorCode.UNSUPPORTED: 400,
+    ErrorCode.DUPLICATE_REQUEST: 409,
+    ErrorCode.TOO_LARGE: 413,
+    ErrorCode.NO_WORKERS: 503,
+    ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.TIMEOUT: 504,
+    ErrorCode.WEIGHTS_TOO_OLD: 503,
+    ErrorCode.TOO_STALE: 409,
+    ErrorCode.WORKER_LOST: 502,
+    ErrorCode.WORKER_STOPPED: 502,
+    ErrorCode.FRAMES_LOST: 502,
+    ErrorCode.PROTOCOL_ERROR: 502,
+    ErrorCode.ENGINE_ERROR: 502,
+    ErrorCode.ENGINE_DEAD: 502,
+    ErrorCode.CLIENT_CLOSED: 503,
+    ErrorCode.POISON_REQUEST: 502,
+    ErrorCode.WORKER_FENCED: 502,
+    ErrorCode.CLIENT_LOST: 502,
+    ErrorCode.OVER_BUDGET: 502,
+    ErrorCode.UNKNOWN: 502,
+}
+"""Of each way in which a request for tokens can fail."""
+
+CONTROL_STATUS: Final[dict[ControlCode, int]] = {
+    ControlCode.INVALID_COMMAND: 400,
+    ControlCode.PATH_REFUSED: 403,
+    ControlCode.BAD_SOURCE: 400,
+    ControlCode.OLD_VERSION: 409,
+    ControlCode.TIMEOUT: 504,
+    ControlCode.STALE: 409,
+    ControlCode.NOT_FOUND: 404,
+    ControlCode.UNSUPPORTED: 400,
+}
+"""Of a command that was refused before any worker heard of it; 502 for all others."""
+
+
+class HttpError(Exception):
+    """A request is answered with an error.
+
+    Attributes:
+        status: of the answer.
+        message: one sentence for people, without prompts or tokens.
+        code: for programs.
+        param: the field that is wrong, if one is.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+        super().__init__(f"{status} {code}: {message}")
+
+
+def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> HttpError:
+    """What an error of the bus is over HTTP.
+
+    Args:
+        names: what a route calls the fields of `GenerateRequest` and its `sampling`, where it has names of its own.
+    """
+    if isinstance(error, InvalidRequest):
+        field = (names or {}).get(error.field, error.field)
+        message = f"{field} {error.problem}; allowed: {error.allowed}"
+        return HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field)
+    if isinstance(error, RequestError):
+        return HttpError(STATUS[error.code], error.message, code=error.code)
+    if isinstance(error, ControlError):
+        return HttpError(CONTROL_STATUS.get(error.code, 502), error.message, code=error.code)
+    if isinstance(error, BusBroken | BusClosed):
+        return HttpError(503, str(error), code="bus_unavailable")
+    return HttpError(502, str(error), code="bad_gateway")
+
+
+def error_body(error: HttpError) -> bytes:
+    """The answer's JSON."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    )
+
+
+def error_response(error: HttpError) -> Response:
+    """The answer."""
+    return Response(error_body(error), error.status, headers=error.headers, media_type="application/json")

@@ -1,0 +1,29 @@
+"""What an operator sets for the HTTP service."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.limits import DEFAULT_TIMEOUT_S
+
+__all__ = ["LOOPBACK", "Settings"]
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Hosts that nobody else can reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator sets; the defaults let in this machine only."""
+
+    token: str | None = None
+    """Bearer token of the data routes; None: none is asked for."""
+    admin_token: str | None = None
+    """Bearer token of the admin routes, which change the fleet; None: none is asked for."""
+    max_body_bytes: int = 32 << 20
+    """A larger body is answered 413: a million token ids in JSON are about 8 MiB."""
+    max_in_flight: int = 1024
+    """Requests for tokens at a time; one more is answered 429."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Until a request for tokens fails, where it does not say."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer; None: that of a worker on this machine."""

@@ -1,0 +1,61 @@
+"""The HTTP service on a port of its own, in front of workers on the synthetic engine or the real one."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx
+
+import bus
+from frontend.http.server import listen, serving
+from frontend.http.settings import Settings
+from tests.support.fleet import synthetic_worker
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["Http", "http_before", "http_service"]
+
+
+@dataclass
+class Http:
+    """A running service."""
+
+    url: str
+    """Without a slash at the end."""
+    client: httpx.AsyncClient
+    """With the service's address as its base."""
+    rb: bus.Client
+    """Another client of the same fleet than the service's own."""
+    engine: SyntheticEngine | None = None
+    """Of its one worker, if that is a synthetic one."""
+
+
+@contextlib.asynccontextmanager
+async def http_before(nats_url: str, fleet: str, settings: Settings | None = None) -> AsyncIterator[Http]:
+    """Serve a fleet whose workers are somewhere else."""
+    listening = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    async with (
+        bus.connect(nats_url, fleet=fleet) as own,
+        bus.connect(nats_url, fleet=fleet) as rb,
+        serving(own, settings or Settings(), listening),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        yield Http(url, client, rb)
+
+
+@contextlib.asynccontextmanager
+async def http_service(
+    nats_url: str,
+    fleet: str,
+    settings: Settings | None = None,
+    *,
+    config: SyntheticConfig | None = None,
+    **worker: object,
+) -> AsyncIterator[Http]:
+    """Serve a fleet of one synthetic worker."""
+    async with (
+        synthetic_worker(nats_url, fleet, config=config, **worker) as (_, engine),  # type: ignore[arg-type]
+        http_before(nats_url, fleet, settings) as http,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        yield Http(http.url, http.client, http.rb, engine)

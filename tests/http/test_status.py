@@ -1,0 +1,53 @@
+"""What can be asked without changing anything."""
+
+import httpx
+
+from frontend.http.settings import Settings
+from tests.http.support import http_before, http_service
+
+
+async def test_alive_without_workers_and_not_ready(nats_url: str, fleet: str) -> None:
+    """A service without a fleet lives, serves no models, and says that it is not ready."""
+    async with http_before(nats_url, fleet) as http:
+        assert (await http.client.get("/health")).status_code == 200
+        ready = await http.client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False})
+        assert (await http.client.get("/v1/models")).json() == {"object": "list", "data": []}
+
+
+async def test_models_and_state_are_those_of_the_fleet(nats_url: str, fleet: str) -> None:
+    """A live worker's model is listed with its context length; the state is what the bus tells."""
+    async with http_service(nats_url, fleet, weight_version=3) as http:
+        (model,) = (await http.client.get("/v1/models")).json()["data"]
+        state = (await http.client.get("/v1/rl/state")).json()
+        (worker,) = (await http.rb.fleet.state()).workers
+
+    assert worker.capabilities is not None
+    assert (model["id"], model["max_model_len"]) == ("synthetic", worker.capabilities.max_model_len)
+    assert (state["ready"], state["in_flight"]) == (True, 0)
+    assert state["workers"][0]["weight_version"] == 3
+
+
+async def test_tokens_are_asked_for(nats_url: str, fleet: str) -> None:
+    """Data routes take the data token or that of admins; whether the service lives is for everybody."""
+    async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+
+        async def get(path: str, authorization: str | None) -> httpx.Response:
+            headers = {} if authorization is None else {"Authorization": authorization}
+            return await http.client.get(path, headers=headers)
+
+        for wrong in (None, "Bearer", "Bearer x", "Basic data", "data"):
+            answer = await get("/v1/models", wrong)
+            assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "unauthorized"
+        for right in ("Bearer data", "bearer data", "Bearer admin"):
+            assert (await get("/v1/models", right)).status_code == 200
+        assert (await get("/health", None)).status_code == 200
+
+
+async def test_unknown_routes_and_methods_are_json_errors(nats_url: str, fleet: str) -> None:
+    """404 and 405 have the same shape as all other errors."""
+    async with http_before(nats_url, fleet) as http:
+        for answer, status in ((await http.client.get("/nowhere"), 404), (await http.client.delete("/v1/models"), 405)):
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
