@@ -28,6 +28,8 @@ DATA: RouteTable = {**status.ROUTES}
 """With the data token, or that of admins."""
 ADMIN: RouteTable = {}
 """With the admin token: they change the fleet."""
+BODIES: dict[tuple[str, str], object] = {}
+"""What routes decode from bodies, for the OpenAPI document; None: nothing."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""
 
