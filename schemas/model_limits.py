@@ -1,0 +1,80 @@
+"""What a model's own limits allow in a request: its context, its vocabulary, what its engine can return."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from schemas.errors import InvalidRequest
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+__all__ = ["check_model_limits"]
+
+
+def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Refuse what this model cannot do, before anything is published.
+
+    Raises:
+        InvalidRequest: names the field and the allowed range.
+    """
+    _check_context(request, capabilities.max_model_len)
+    ids = np.asarray(request.prompt_token_ids)
+    unknown = np.flatnonzero(ids >= capabilities.vocab_size)
+    if len(unknown):
+        at = int(unknown[0])
+        raise InvalidRequest(
+            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
+        )
+    _check_sampling(request.sampling, capabilities)
+
+
+def _check_context(request: GenerateRequest, max_model_len: int) -> None:
+    room = max_model_len - request.prompt_len
+    if room < 1:
+        raise InvalidRequest(
+            field="prompt_token_ids",
+            problem=f"has {request.prompt_len} tokens",
+            allowed=f"1 to {max_model_len - 1}, so that one of the model's {max_model_len} positions is left to "
+            "generate",
+        )
+    for name, low in (("max_tokens", 1), ("min_tokens", 0)):
+        value = getattr(request.sampling, name)
+        if value is not None and value > room:
+            raise InvalidRequest(
+                field=f"sampling.{name}",
+                problem=f"is {value} after a prompt of {request.prompt_len} tokens",
+                allowed=f"{low} to {room}, as the model has {max_model_len} positions",
+            )
+
+
+def _check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value > capabilities.max_logprobs:
+            raise InvalidRequest(
+                field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
+            )
+    for field, token_ids in _token_id_fields(sampling):
+        for token_id in token_ids:
+            if token_id >= capabilities.vocab_size:
+                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_token_range(capabilities))
+    for name in sampling.extra or ():
+        if name not in capabilities.extra:
+            raise InvalidRequest(
+                field=f"sampling.extra.{name}",
+                problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
+                allowed=", ".join(capabilities.extra) or "nothing",
+            )
+
+
+def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+    yield "sampling.stop_token_ids", sampling.stop_token_ids
+    yield "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "sampling.logit_bias", sampling.logit_bias or ()
+    for index, word in enumerate(sampling.bad_words_token_ids or ()):
+        yield f"sampling.bad_words_token_ids[{index}]", word
+
+
+def _token_range(capabilities: Capabilities) -> str:
+    return f"token ids from 0 to {capabilities.vocab_size - 1}"
