@@ -1,26 +1,68 @@
 """Text to token ids and back, with a model's own tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
-from schemas.errors import RollbusError
+from schemas.errors import InvalidRequest, RollbusError
 
-__all__ = ["Tokenizer", "TokenizerUnavailable", "load_tokenizer"]
+__all__ = ["Encoder", "Tokenizer", "TokenizerUnavailable", "load_tokenizer", "token_text"]
 
 
 class TokenizerUnavailable(RollbusError):
-    """A tokenizer cannot be loaded; the message says what is missing."""
+    """A tokenizer cannot be loaded, or lacks what it takes; the message says what is missing."""
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids and back."""
+class Encoder(Protocol):
+    """Turns a prompt into token ids."""
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a prompt, with the special tokens that the model expects around it."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated tokens, without special tokens."""
+
+class Tokenizer(Protocol):
+    """Turns text into token ids and back; may be used from several threads at a time."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """The ids of special tokens, which are not part of the text that people read."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, by default with the special tokens that the model expects around a prompt."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens; an id without a token adds nothing."""
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them, for instance `Ġthe`; empty for an id without a token."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, maybe a part of a character; empty for an id without a token."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a chat's prompt; it contains its special tokens, so encode it with `add_special_tokens=False`.
+
+        Raises:
+            InvalidRequest: both flags are set, a reserved name is among `chat_template_kwargs`, or the model's template
+                does not take these messages.
+            TokenizerUnavailable: the model has no chat template, or jinja2 is not installed.
+        """
+
+
+def token_text(data: bytes) -> str:
+    r"""How one token's bytes are shown: as text, or like `bytes:\xe2\x82` where they are only a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -43,18 +85,147 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerUnavailable(f"no tokenizer in {folder}: {exc}") from exc
 
 
-class _Encoding(Protocol):
+RESERVED: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What `chat_template_kwargs` may not set: requests have fields of their own for it, or it is not theirs to choose."""
+
+TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a chat template raises, besides errors of its own, for messages that its author did not think of."""
+
+ANCHOR: Final = "a"
+"""Any token that is plain text, put before another one: what begins a text may be decoded differently."""
+
+
+class _HuggingFace(Protocol):
+    chat_template: object
+    special_tokens_map: Mapping[str, object]
+    all_special_ids: Sequence[int]
+    added_tokens_decoder: Mapping[int, Any]
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]: ...
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str: ...
 
 
 class _Pretrained:
-    def __init__(self, tokenizer: _Encoding) -> None:
+    def __init__(self, tokenizer: _HuggingFace) -> None:
         self._tokenizer = tokenizer
+        # The first call sets up truncation and padding, where the tokenizer's file has any: later ones only read.
+        tokenizer.encode(ANCHOR, add_special_tokens=True)
+        self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
+        self._bytes: dict[int, bytes] = {}
+        marked = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.special_ids = frozenset({*tokenizer.all_special_ids, *marked})
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            # It takes away spaces that the model has written.
+            clean_up_tokenization_spaces=False,
+        )
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            (token,) = self.tokens([token_id])
+            if not token:
+                return b""
+            text = self._tokenizer.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
+            found = self._bytes[token_id] = _spelled_bytes(token) if "\ufffd" in text else text.encode()
+        return found
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                field="continue_final_message",
+                problem="is set together with add_generation_prompt",
+                allowed="one of them",
+            )
+        variables = dict(chat_template_kwargs or {})
+        reserved = sorted(variables.keys() & (RESERVED | self._tokenizer.special_tokens_map.keys()))
+        if reserved:
+            raise InvalidRequest(
+                field=f"chat_template_kwargs.{reserved[0]}",
+                problem="is reserved",
+                allowed="the template's own variables",
+            )
+        if not self._tokenizer.chat_template:
+            raise TokenizerUnavailable("the model's tokenizer has no chat template")
+        try:
+            from jinja2 import TemplateError
+        except ImportError:
+            raise TokenizerUnavailable("a chat template needs the package jinja2: pip install jinja2") from None
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        except (TemplateError, *TEMPLATE_FAILURES) as exc:
+            raise InvalidRequest(
+                field="messages",
+                problem=f"cannot be rendered: {exc}",
+                allowed="what the model's chat template takes",
+            ) from exc
+
+
+def _spelled_bytes(token: str) -> bytes:
+    """The bytes of a token that is not whole characters, from how vocabularies spell such tokens."""
+    if len(token) == len("<0xFF>") and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    if all(char in BYTE_OF for char in token):
+        return bytes(BYTE_OF[char] for char in token)
+    return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character that byte-level vocabularies, since GPT-2, write instead of it."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF: Final = _byte_alphabet()

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.tokenization import Tokenizer
+from frontend.tokenization import Encoder
 from schemas import limits
 from schemas.checks import check_int, describe
 from schemas.errors import InvalidRequest
@@ -53,7 +53,7 @@ class Prompt:
     fields: Mapping[str, object]
     """The other fields of the request, in JSON's types."""
 
-    def request(self, tokenizer: Tokenizer | None) -> GenerateRequest:
+    def request(self, tokenizer: Encoder | None) -> GenerateRequest:
         """The request to send; a text prompt is tokenized.
 
         Raises:
