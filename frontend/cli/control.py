@@ -147,7 +147,8 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
 
 def _show(args: argparse.Namespace, ledger: "Ledger") -> None:
     from frontend.cli.console import print_json, print_table, say
-    from frontend.cli.ledger import COLUMNS, ledger_as_json, ledger_rows, summary
+    from frontend.cli.ledger import COLUMNS, ledger_rows, summary
+    from frontend.ledger import ledger_as_json
 
     if args.json:
         print_json(ledger_as_json(ledger))

@@ -4,7 +4,8 @@ from msgspec.structs import replace
 from bus import CommandIncomplete, Ledger
 from frontend.cli.control import AckCounter
 from frontend.cli.exits import ExitCode, exit_code_of_ledger
-from frontend.cli.ledger import COLUMNS, ledger_as_json, ledger_rows, summary
+from frontend.cli.ledger import COLUMNS, ledger_rows, summary
+from frontend.ledger import ledger_as_json
 from schemas.control import Ack, AckError, AckStatus, Canary
 from schemas.errors import ControlCode
 

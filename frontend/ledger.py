@@ -1,0 +1,76 @@
+"""A ledger as JSON: what each worker answered to a command, as `--json` prints it and HTTP answers it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from bus import Ledger
+    from schemas.control import Ack
+
+__all__ = ["RESULTS", "Line", "ledger_as_json", "ledger_lines"]
+
+RESULTS = ("applied", "failed", "unsupported", "stale", "late", "missing")
+"""As the ledger calls them, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One worker of a ledger."""
+
+    worker: str
+    result: str
+    ack: "Ack | None"
+    """Its last answer; None where it is missing."""
+    why: str | None
+    """Why it did not apply the command, for people."""
+
+
+def ledger_as_json(ledger: "Ledger") -> dict[str, Any]:
+    """The ledger for programs; its names are documented in docs/operations.md and do not change."""
+    return {
+        "command": ledger.command,
+        "id": ledger.id,
+        "complete": ledger.is_complete,
+        "epochs": ledger.epochs,
+        "seconds": round(ledger.seconds, 3),
+        "workers": [_line_as_json(line) for line in ledger_lines(ledger)],
+        "not_found": list(ledger.not_found),
+    }
+
+
+def _line_as_json(line: Line) -> dict[str, Any]:
+    ack = line.ack
+    return {
+        "worker": line.worker,
+        "result": line.result,
+        "code": None if ack is None or ack.error is None else ack.error.code,
+        "why": line.why,
+        "model": None if ack is None else ack.model,
+        "weight_version": None if ack is None else ack.weight_version,
+        "in_flight": None if ack is None else ack.in_flight,
+        "seconds": None if ack is None else round(ack.seconds, 3),
+        "stage": None if ack is None else ack.stage,
+        "canary": None if ack is None else msgspec.to_builtins(ack.canary),
+        "request_ids": None if ack is None else ack.request_ids,
+    }
+
+
+def ledger_lines(ledger: "Ledger") -> Iterator[Line]:
+    """Each worker of a ledger once, those that applied the command first."""
+    for result in RESULTS[:-1]:
+        acks: Mapping[str, Ack] = getattr(ledger, result)
+        for worker, ack in sorted(acks.items()):
+            yield Line(worker, result, ack, _why(result, ack))
+    for worker, why in sorted(ledger.missing.items()):
+        yield Line(worker, "missing", None, why)
+
+
+def _why(result: str, ack: "Ack") -> str | None:
+    if ack.error is not None:
+        return ack.error.message
+    if result == "late":
+        return f"still at it when the time was up: {ack.stage or ack.status}"
+    return None
