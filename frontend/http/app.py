@@ -32,6 +32,8 @@ BODIES: dict[tuple[str, str], object] = {}
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""
+NO_ROUTE = "none"
+"""Stands for the path of a request that none of the routes takes, in metrics."""
 
 
 def make_app(rb: bus.Client, settings: Settings) -> Starlette:
@@ -42,31 +44,37 @@ def make_app(rb: bus.Client, settings: Settings) -> Starlette:
         *_routes(service, DATA, settings.token, settings.admin_token),
         *_routes(service, ADMIN, settings.admin_token),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
+    app.state.service = service
+    return app
 
 
 def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:
     return [
-        Route(path, _Endpoint(service, handler, tokens or (None,)), methods=[method])
+        Route(path, _Endpoint(service, path, handler, tokens or (None,)), methods=[method])
         for (method, path), handler in table.items()
     ]
 
 
 class _Endpoint:
-    """A handler as Starlette calls it: with access checked, and with errors as answers."""
+    """A handler as Starlette calls it: counted, with access checked, and with errors as answers."""
 
-    def __init__(self, service: Service, handler: Handler, tokens: tuple[str | None, ...]) -> None:
+    def __init__(self, service: Service, path: str, handler: Handler, tokens: tuple[str | None, ...]) -> None:
         self._service = service
+        self._path = path
         self._handler = handler
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        try:
-            response = await self._answer(request)
-            await response(scope, receive, send)
-        except ClientDisconnect:
-            logger.info("client.gone path=%s", request.url.path)
+        with self._service.metrics.request(request.method, self._path) as seen:
+            try:
+                response = await self._answer(request)
+                seen.status = response.status_code
+                await response(scope, receive, send)
+            except ClientDisconnect:
+                seen.status = CLIENT_GONE
+                logger.info("client.gone path=%s", request.url.path)
 
     async def _answer(self, request: Request) -> Response:
         try:
@@ -78,8 +86,16 @@ class _Endpoint:
             return error_response(http_error(error))
 
 
-async def _no_route(_request: Request, exc: Exception) -> Response:
+async def _no_route(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, HTTPException):
         raise exc
+    service: Service = request.app.state.service
+    with service.metrics.request("any", NO_ROUTE) as seen:
+        seen.status = exc.status_code
     code = {404: "unknown_route", 405: "wrong_method"}.get(exc.status_code, "http_error")
     return error_response(HttpError(exc.status_code, exc.detail, code=code, headers=exc.headers))
+
+
+async def _bug(_request: Request, _exc: Exception) -> Response:
+    # The server logs the traceback; who asked is told no more than that it was not their fault.
+    return error_response(HttpError(500, "the service has failed", code="internal_error"))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from starlette.responses import Response
 import bus
 from frontend.http.calls import Admission, EventStream, until_disconnect
 from frontend.http.errors import HttpError
+from frontend.http.metrics import Metrics, Progress
 from frontend.http.settings import Settings
 from frontend.tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
 from schemas.errors import ErrorCode
@@ -29,6 +30,11 @@ class Service:
     admission: Admission
     _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
     """By folder; a fleet serves a few models."""
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to count."""
+        self.metrics = Metrics(self.rb)
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Live workers, those of `model` if given, as they were last heard."""
@@ -51,6 +57,7 @@ class Service:
         wanted = models[0] if name is None else name
         for worker in workers:
             if worker.model == wanted and worker.capabilities is not None:
+                self.metrics.is_for(wanted)
                 return worker
         message = f"model {wanted!r} is unknown; allowed: {', '.join(models)}"
         raise HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model")
@@ -75,8 +82,10 @@ class Service:
         Raises:
             HttpError: 429. And what `bus.Client.complete` raises.
         """
-        with self.admission.admitted():
-            return await until_disconnect(request.receive, self.rb.complete(wanted))
+        with self.admission.admitted(), self._counted(wanted) as progress:
+            generation = await until_disconnect(request.receive, self.rb.complete(wanted))
+            progress.finished(generation)
+            return generation
 
     async def chunks(self, wanted: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
         """The chunks as they come; closing aborts the request.
@@ -84,10 +93,16 @@ class Service:
         Raises:
             HttpError: 429. And what `bus.Client.generate` raises.
         """
-        with self.admission.admitted():
+        with self.admission.admitted(), self._counted(wanted) as progress:
             async with aclosing(self.rb.generate(wanted)) as chunks:
                 async for chunk in chunks:
+                    progress.add(chunk)
                     yield chunk
+
+    def _counted(self, wanted: bus.GenerateRequest) -> AbstractContextManager[Progress]:
+        models = {worker.model for worker in self.workers()}
+        model = next(iter(models)) if wanted.model is None and len(models) == 1 else wanted.model
+        return self.metrics.generation(model if model in models else "", wanted.prompt_len)
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

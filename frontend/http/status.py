@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -71,5 +72,10 @@ async def state(service: Service, _request: Request) -> Response:
     )
 
 
+async def metrics(service: Service, _request: Request) -> Response:
+    """What the service counted, and the fleet as it stands, in Prometheus's text format."""
+    return Response(await service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
 OPEN_ROUTES: RouteTable = {("GET", "/health"): health, ("GET", "/ready"): ready, ("GET", "/v1/rl/ready"): ready}
-ROUTES: RouteTable = {("GET", "/v1/models"): models, ("GET", "/v1/rl/state"): state}
+ROUTES: RouteTable = {("GET", "/v1/models"): models, ("GET", "/v1/rl/state"): state, ("GET", "/metrics"): metrics}

@@ -25,6 +25,8 @@ class Http:
     """With the service's address as its base."""
     rb: bus.Client
     """Another client of the same fleet than the service's own."""
+    own: bus.Client
+    """The service's own."""
     engine: SyntheticEngine | None = None
     """Of its one worker, if that is a synthetic one."""
 
@@ -40,7 +42,7 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
         serving(own, settings or Settings(), listening),
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
-        yield Http(url, client, rb)
+        yield Http(url, client, rb, own)
 
 
 @contextlib.asynccontextmanager
@@ -57,5 +59,7 @@ async def http_service(
         synthetic_worker(nats_url, fleet, config=config, **worker) as (_, engine),  # type: ignore[arg-type]
         http_before(nats_url, fleet, settings) as http,
     ):
-        await http.rb.fleet.wait_for_workers()
-        yield Http(http.url, http.client, http.rb, engine)
+        for rb in (http.own, http.rb):
+            await rb.fleet.wait_for_workers()
+        http.engine = engine
+        yield http

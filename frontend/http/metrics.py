@@ -1,0 +1,223 @@
+"""What the service counts and times, and what its workers say of themselves, as Prometheus reads it.
+
+Labels are few: routes come from the tables, models and workers are those of the fleet, and only the newest weight
+versions of a model have series of their own.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from starlette.requests import ClientDisconnect
+
+import bus
+from frontend.http.fleet_metrics import FleetCollector
+from schemas.errors import RollbusError
+
+__all__ = ["Metrics", "Progress", "Seen"]
+
+MAX_VERSIONS: Final = 8
+"""Weight versions of a model that have series: a training run makes one in each step."""
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What is known of one HTTP request."""
+
+    status: int = 500
+    """Until it has an answer: what fails unexpectedly has no other."""
+    model: str = ""
+    """Which it is for; empty where it is for none, or for one that nobody serves."""
+
+
+_seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
+
+
+class Metrics:
+    """The counters of one service, in a registry of their own."""
+
+    def __init__(self, rb: bus.Client) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._fleet = FleetCollector(rb)
+        registry.register(self._fleet)
+        ProcessCollector(registry=registry)
+        self._versions: dict[str, OrderedDict[str, None]] = {}
+        self._requests = Counter(
+            "rollbus_http_requests",
+            "HTTP requests that were answered; 499: the client left before",
+            ("method", "route", "status", "model"),
+            registry=registry,
+        )
+        self._request_seconds = Histogram(
+            "rollbus_http_request_seconds",
+            "From a request's head to the end of its answer",
+            ("method", "route"),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "rollbus_http_generations_in_flight", "Requests for tokens under way", ("model",), registry=registry
+        )
+        self.ended = Counter(
+            "rollbus_http_generations",
+            "Requests for tokens by how they ended: done; left (a client went away, or a stop string was found before"
+            " the engine's end); the bus's error code",
+            ("model", "outcome"),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "rollbus_http_generation_seconds",
+            "From a request for tokens to its last one",
+            ("model",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "rollbus_http_time_to_first_token_seconds",
+            "Of streams: from the request to the first token, with the time in the queue",
+            ("model",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "rollbus_http_inter_token_seconds",
+            "Of streams: time between chunks over the tokens of the later one",
+            ("model",),
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "rollbus_http_prompt_tokens",
+            "Prompt tokens of all requests, whatever came of them",
+            ("model",),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "rollbus_http_generated_tokens",
+            f"Generated tokens by the weights that made them; the newest {MAX_VERSIONS} versions of each model",
+            ("model", "weight_version"),
+            registry=registry,
+        )
+        self.routing_bytes = Counter(
+            "rollbus_http_routing_bytes", "Routed experts, raw, before base64", ("model",), registry=registry
+        )
+        self.retries = Counter(
+            "rollbus_http_retries",
+            "Attempts beyond the first: a worker was lost, and another went on",
+            ("model",),
+            registry=registry,
+        )
+
+    @contextmanager
+    def request(self, method: str, route: str) -> Iterator[Seen]:
+        """Count one HTTP request, whatever comes of it."""
+        seen = Seen()
+        token = _seen.set(seen)
+        begun = time.perf_counter()
+        try:
+            yield seen
+        finally:
+            _seen.reset(token)
+            self._requests.labels(method, route, str(seen.status), seen.model).inc()
+            self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
+
+    def is_for(self, model: str) -> None:
+        """The request under way is for this model, which live workers serve."""
+        seen = _seen.get()
+        if seen is not None:
+            seen.model = model
+
+    @contextmanager
+    def generation(self, model: str, prompt_len: int) -> Iterator["Progress"]:
+        """Count one request for tokens while it is under way, and how it ended."""
+        self.is_for(model)
+        self.prompt_tokens.labels(model).inc(prompt_len)
+        progress = Progress(self, model)
+        outcome = "internal_error"
+        self.in_flight.labels(model).inc()
+        try:
+            yield progress
+            outcome = "done"
+        except (asyncio.CancelledError, ClientDisconnect, GeneratorExit):
+            outcome = "left"
+            raise
+        except RollbusError as error:
+            outcome = str(getattr(error, "code", "bus_unavailable"))
+            raise
+        finally:
+            self.in_flight.labels(model).dec()
+            self.ended.labels(model, outcome).inc()
+            self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
+            self.retries.labels(model).inc(progress.retries)
+
+    def count_tokens(self, model: str, weight_version: int, count: int) -> None:
+        """Count tokens of one version; the oldest one's series ends when there are too many."""
+        version = str(weight_version)
+        known = self._versions.setdefault(model, OrderedDict())
+        known[version] = None
+        known.move_to_end(version)
+        if len(known) > MAX_VERSIONS:
+            oldest, _ = known.popitem(last=False)
+            self.tokens.remove(model, oldest)
+        self.tokens.labels(model, version).inc(count)
+
+    async def text(self) -> bytes:
+        """All of it in Prometheus's text format."""
+        found = await self._fleet.ask()
+        # Nothing is awaited from here on: several scrapes do not mix.
+        self._fleet.latest = found
+        return generate_latest(self._registry)
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request for tokens."""
+
+    metrics: Metrics
+    model: str
+    begun: float = field(default_factory=time.perf_counter)
+    retries: int = 0
+    """Attempts beyond the first, all children together."""
+    _attempts: dict[int, int] = field(default_factory=dict)
+    _last: dict[int, float] = field(default_factory=dict)
+
+    def add(self, chunk: bus.Chunk) -> None:
+        """Count a chunk as it comes."""
+        metrics, child = self.metrics, chunk.child
+        if chunk.routed_experts is not None:
+            metrics.routing_bytes.labels(self.model).inc(len(chunk.routed_experts.data))
+        first = self._attempts.setdefault(child, chunk.attempt)
+        if chunk.attempt > first:
+            self.retries += chunk.attempt - first
+            self._attempts[child] = chunk.attempt
+        if not chunk.num_tokens:
+            return
+        now = time.perf_counter()
+        last = self._last.get(child)
+        if last is None:
+            metrics.first_token.labels(self.model).observe(now - self.begun)
+        else:
+            metrics.inter_token.labels(self.model).observe((now - last) / chunk.num_tokens)
+        self._last[child] = now
+        metrics.count_tokens(self.model, chunk.weight_version, chunk.num_tokens)
+
+    def finished(self, generation: bus.Generation) -> None:
+        """Count a result that came whole."""
+        for sample in (generation, *generation.siblings):
+            self.retries += sample.attempts - 1
+            if sample.routed_experts is not None:
+                self.metrics.routing_bytes.labels(self.model).inc(sample.routed_experts.nbytes)
+            self._count(*np.unique(sample.weight_versions, return_counts=True))
+
+    def _count(self, versions: Iterable[int], counts: Iterable[int]) -> None:
+        for version, count in zip(versions, counts, strict=True):
+            self.metrics.count_tokens(self.model, int(version), int(count))

@@ -1,0 +1,185 @@
+"""What `/metrics` counts; requests for tokens are made through the service itself, whatever routes there are."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.types import Message
+
+import bus
+from frontend.http.calls import Admission
+from frontend.http.fleet_metrics import FleetCollector
+from frontend.http.metrics import MAX_VERSIONS, Metrics
+from frontend.http.service import Service
+from frontend.http.settings import Settings
+from tests.http.support import http_before, http_service
+from tests.support.fleet import synthetic_worker
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parse(text: str) -> Samples:
+    """All samples by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """One sample."""
+    return samples[name, frozenset(labels.items())]
+
+
+@contextlib.asynccontextmanager
+async def a_service(nats_url: str, fleet: str) -> AsyncIterator[Service]:
+    """What routes are given, without HTTP in front of it."""
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        yield Service(rb, Settings(), Admission(8))
+
+
+def a_request() -> Request:
+    """Of a client that stays."""
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def wanted(max_tokens: int, **fields: object) -> bus.GenerateRequest:
+    """A request for so many tokens."""
+    return bus.GenerateRequest(
+        prompt_token_ids=[1, 2, 3],
+        model="synthetic",
+        sampling=bus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields),  # type: ignore[arg-type]
+    )
+
+
+async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
+    """Each worker has its gauges as it announces them, each lane its queue, and each HTTP request is counted."""
+    async with http_service(nats_url, fleet, weight_version=3, worker_id="w") as http:
+        await http.client.get("/v1/models")
+        await http.client.get("/nowhere")
+        answer = await http.client.get("/metrics")
+
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = parse(answer.text)
+    assert value(found, "rollbus_bus_up") == 1
+    assert value(found, "rollbus_worker_weight_version", worker="w", model="synthetic") == 3
+    assert value(found, "rollbus_worker_state", worker="w", model="synthetic", state="serving") == 1
+    for name in ("in_flight", "queued", "held_bytes"):
+        assert value(found, f"rollbus_worker_{name}", worker="w", model="synthetic") == 0
+    assert value(found, "rollbus_queue_waiting", model="synthetic", lane="normal") == 0
+    requests = "rollbus_http_requests_total"
+    assert value(found, requests, method="GET", route="/v1/models", status="200", model="") == 1
+    assert value(found, requests, method="any", route="none", status="404", model="") == 1
+    assert value(found, "rollbus_client_missing_frames_total") == 0
+
+
+async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: str) -> None:
+    """No workers: no series of any, and no error."""
+    async with http_before(nats_url, fleet) as http:
+        answer = await http.client.get("/metrics")
+
+    assert answer.status_code == 200
+    assert not [name for name, _ in parse(answer.text) if name.startswith("rollbus_worker_")]
+
+
+async def test_metrics_want_the_data_token(nats_url: str, fleet: str) -> None:
+    """Model and worker names are not for everybody."""
+    async with http_before(nats_url, fleet, Settings(token="data")) as http:
+        assert (await http.client.get("/metrics")).status_code == 401
+        right = await http.client.get("/metrics", headers={"Authorization": "Bearer data"})
+    assert right.status_code == 200
+
+
+async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, fleet: str) -> None:
+    """Both ways count the same tokens and rows; only a stream has a first token and times between tokens."""
+    async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
+        generation = await service.complete(a_request(), wanted(4, n=2))
+        whole = parse((await service.metrics.text()).decode())
+        chunks = [chunk async for chunk in service.chunks(wanted(4, n=2))]
+        both = parse((await service.metrics.text()).decode())
+
+    rows = sum(s.routed_experts.nbytes for s in (generation, *generation.siblings) if s.routed_experts is not None)
+    assert rows > 0
+    tokens = "rollbus_http_generated_tokens_total"
+    for found, times in ((whole, 1), (both, 2)):
+        assert value(found, tokens, model="synthetic", weight_version="5") == 8 * times
+        assert value(found, "rollbus_http_prompt_tokens_total", model="synthetic") == 3 * times
+        assert value(found, "rollbus_http_routing_bytes_total", model="synthetic") == rows * times
+        assert value(found, "rollbus_http_generations_total", model="synthetic", outcome="done") == times
+        assert value(found, "rollbus_http_generations_in_flight", model="synthetic") == 0
+        assert value(found, "rollbus_http_retries_total", model="synthetic") == 0
+    first, inter = "rollbus_http_time_to_first_token_seconds_count", "rollbus_http_inter_token_seconds_count"
+    assert (first, frozenset({("model", "synthetic")})) not in whole
+    assert value(both, first, model="synthetic") == 2
+    assert value(both, inter, model="synthetic") == sum(chunk.num_tokens > 0 for chunk in chunks) - 2
+
+
+async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
+    """A stream that is left and a request that is refused are told apart, and neither stays in flight."""
+    async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
+        stream = service.chunks(wanted(10_000))
+        await anext(stream)
+        under_way = parse((await service.metrics.text()).decode())
+        await stream.aclose()
+        unknown_id = bus.GenerateRequest(prompt_token_ids=[2**31 - 1], model="synthetic")
+        with pytest.raises(bus.InvalidRequest):
+            await service.complete(a_request(), unknown_id)
+        found = parse((await service.metrics.text()).decode())
+
+    assert value(under_way, "rollbus_http_generations_in_flight", model="synthetic") == 1
+    assert value(found, "rollbus_http_generations_in_flight", model="synthetic") == 0
+    for outcome in ("left", "invalid_request"):
+        assert value(found, "rollbus_http_generations_total", model="synthetic", outcome=outcome) == 1
+
+
+async def test_retries_are_attempts_beyond_the_first(nats_url: str, fleet: str) -> None:
+    """Of a stream, as its chunks say; of a whole result, as it says itself."""
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        metrics = Metrics(rb)
+        with metrics.generation("m", 1) as progress:
+            for child, attempt in ((0, 0), (1, 0), (0, 1), (0, 1), (1, 2)):
+                progress.add(bus.Chunk(request_id="r", attempt=attempt, child=child, chunk_index=0, weight_version=1))
+        found = parse((await metrics.text()).decode())
+    assert value(found, "rollbus_http_retries_total", model="m") == 3
+
+
+async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
+    """A model that nobody serves is no label, and old weight versions have no series."""
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        service = Service(rb, Settings(), Admission(8))
+        with pytest.raises(bus.RequestError):
+            await service.complete(a_request(), wanted(1))
+        for version in range(3 * MAX_VERSIONS):
+            service.metrics.count_tokens("m", version, 1)
+        found = parse((await service.metrics.text()).decode())
+
+    versions = [
+        dict(labels)["weight_version"] for name, labels in found if name == "rollbus_http_generated_tokens_total"
+    ]
+    assert sorted(map(int, versions)) == list(range(2 * MAX_VERSIONS, 3 * MAX_VERSIONS))
+    assert {dict(labels)["model"] for name, labels in found if name == "rollbus_http_generations_total"} == {""}
+
+
+async def test_a_bus_that_does_not_answer_is_seen(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scrape ends all the same, and says so."""
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("frontend.http.fleet_metrics.TIMEOUT_S", 0.01)
+    monkeypatch.setattr(bus.Fleet, "state", never)
+    async with bus.connect(nats_url, fleet=fleet) as rb:
+        collector = FleetCollector(rb)
+        assert await collector.ask() is None
+        found = parse((await Metrics(rb).text()).decode())
+    assert value(found, "rollbus_bus_up") == 0
