@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import signal
 
 import hypothesis
 import pytest
@@ -16,6 +17,9 @@ ENGINE_HANGS_AFTER_S = 280.0
 # The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones. No deadline: machines vary.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+
+# A shell starts what is to run in the background with Ctrl-C ignored, and programs inherit that: some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
