@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import bus
-from frontend.http import status
+from frontend.http import status, tokenize
 from frontend.http.access import check_access
 from frontend.http.calls import Admission
 from frontend.http.errors import HttpError, error_response, http_error
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 OPEN: RouteTable = {**status.OPEN_ROUTES}
 """For everybody: whether the service lives."""
-DATA: RouteTable = {**status.ROUTES}
+DATA: RouteTable = {**status.ROUTES, **tokenize.ROUTES}
 """With the data token, or that of admins."""
 ADMIN: RouteTable = {}
 """With the admin token: they change the fleet."""
-BODIES: dict[tuple[str, str], object] = {}
+BODIES: dict[tuple[str, str], object] = {**tokenize.BODIES}
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""

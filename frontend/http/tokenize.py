@@ -1,0 +1,129 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes and with its defaults."""
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.http.body import decode_body, read_body
+from frontend.http.chat import Chat, encode_chat, encode_text
+from frontend.http.service import RouteTable, Service
+from frontend.http.status import json_response
+from frontend.http.wanted import find_target
+from frontend.tokenization import Tokenizer
+from schemas import limits
+from schemas.errors import InvalidRequest
+
+__all__ = ["BODIES", "ROUTES", "DetokenizeBody", "TokenizeBody"]
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A text as `prompt`, or a chat as `messages`; the latter with what follows `return_token_strs`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Null: true for a text; false for a chat, whose template writes them."""
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool | None = None
+    """Null: true."""
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: None = None
+    """A template is a program: only the model's own is run."""
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The token ids of a text or a chat, and how many a prompt may have."""
+    body = decode_body(await read_body(request, service.settings.max_body_bytes), TokenizeBody)
+    target = find_target(service, body.model)
+    chat = _chat(body)
+    with service.admission.admitted():
+        tokenizer = await service.tokenizer(target.worker)
+        if chat is not None:
+            token_ids = await encode_chat(tokenizer, chat)
+        else:
+            add_special_tokens = body.add_special_tokens is not False
+            token_ids = await encode_text(tokenizer, body.prompt or "", add_special_tokens=add_special_tokens)
+        strings = await asyncio.to_thread(tokenizer.tokens, token_ids) if body.return_token_strs else None
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": target.capabilities.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
+
+
+def _chat(body: TokenizeBody) -> Chat | None:
+    """The chat, or None if the body has a text.
+
+    Raises:
+        InvalidRequest: it has both, or none, or a text with what belongs to a chat.
+    """
+    if body.messages is None:
+        if body.prompt is None:
+            raise InvalidRequest(field="prompt", problem="is missing", allowed="a text, or messages instead")
+        for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise InvalidRequest(field=name, problem="is given with a prompt", allowed="with messages")
+        return None
+    if body.prompt is not None:
+        raise InvalidRequest(field="prompt", problem="is given with messages", allowed="one of the two")
+    return Chat(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens is True,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    body = decode_body(await read_body(request, service.settings.max_body_bytes), DetokenizeBody)
+    target = find_target(service, body.model)
+    with service.admission.admitted():
+        tokenizer = await service.tokenizer(target.worker)
+        return json_response({"prompt": await asyncio.to_thread(_text, tokenizer, body.tokens)})
+
+
+def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    used = list(set(token_ids))
+    unknown = {token_id for token_id, token in zip(used, tokenizer.tokens(used), strict=True) if not token}
+    if unknown:
+        index = next(index for index, token_id in enumerate(token_ids) if token_id in unknown)
+        raise InvalidRequest(
+            field=f"tokens[{index}]", problem=f"is {token_ids[index]}", allowed="ids of the model's tokenizer"
+        )
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+ROUTES: RouteTable = {
+    ("POST", "/v1/tokenize"): tokenize,
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/v1/detokenize"): detokenize,
+    ("POST", "/detokenize"): detokenize,
+}
+BODIES: dict[tuple[str, str], object] = {
+    ("POST", "/v1/tokenize"): TokenizeBody,
+    ("POST", "/tokenize"): TokenizeBody,
+    ("POST", "/v1/detokenize"): DetokenizeBody,
+    ("POST", "/detokenize"): DetokenizeBody,
+}
