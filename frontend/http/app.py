@@ -14,12 +14,11 @@ from frontend.http import generate, status, tokenize
 from frontend.http.access import check_access
 from frontend.http.calls import Admission
 from frontend.http.errors import HttpError, error_response, http_error
-from frontend.http.openapi import Answer, Routes, openapi_route
 from frontend.http.service import Handler, RouteTable, Service
 from frontend.http.settings import Settings
 from schemas.errors import RollbusError
 
-__all__ = ["described", "make_app"]
+__all__ = ["make_app"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ ADMIN: RouteTable = {}
 """With the admin token: they change the fleet."""
 BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES}
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
-OPENAPI = ("GET", "/openapi.json")
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""
 NO_ROUTE = "none"
@@ -42,18 +40,13 @@ def make_app(rb: bus.Client, settings: Settings) -> Starlette:
     """Make the application on top of a client that is connected, and stays so while it serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight))
     routes: list[BaseRoute] = [
-        *_routes(service, {**OPEN, OPENAPI: openapi_route(described())}, None),
+        *_routes(service, OPEN, None),
         *_routes(service, DATA, settings.token, settings.admin_token),
         *_routes(service, ADMIN, settings.admin_token),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
     app.state.service = service
     return app
-
-
-def described() -> Routes:
-    """All routes, for the OpenAPI document."""
-    return Routes(open=OPEN, data=DATA, admin=ADMIN, bodies=BODIES, queries=QUERIES, answers=ANSWERS)
 
 
 def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:

@@ -271,7 +271,7 @@ def _sampled(position: list[_Scored], width: int) -> _Sampled:
 
 
 def _prompt_logprobs_json(scores: Scores) -> Iterator[bytes]:
-    """The list `prompt_logprobs`: null for the first token, then objects by token id; ranks as far as they are known."""
+    """The list `prompt_logprobs`: null for the first token, then objects by token id; ranks where they are known."""
     blocks = (
         [{token_id: _OfPrompt(logprob, rank) for token_id, logprob, rank in position} for position in block]
         for block in scores.blocks()
