@@ -45,14 +45,17 @@ def _too_large(max_bytes: int) -> HttpError:
     )
 
 
-def decode_body(data: bytes, kind: type[T]) -> T:
+def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
     """Decode JSON into a struct that forbids unknown fields.
+
+    Args:
+        strict: not so, strings stand for numbers and booleans too, as in a query.
 
     Raises:
         HttpError: 400, naming the field that is unknown, missing, or of another type.
     """
     try:
-        return msgspec.json.decode(data or b"{}", type=kind)
+        return msgspec.json.decode(data or b"{}", type=kind, strict=strict)
     except msgspec.ValidationError as error:
         message, field = _explain(str(error))
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None

@@ -1,0 +1,65 @@
+"""Control routes: ours under `/v1/rl/`, and the names by which clients of vLLM and prime-rl call the same.
+
+Whatever changes the fleet is for admins; what only looks is for all who may send requests. A command is recorded before
+the workers hear of it: a client that leaves does not end it.
+"""
+
+from typing import Final
+
+from frontend.http.control import bodies, operations, reads, rl, transfer, vllm
+from frontend.http.service import RouteTable
+
+__all__ = ["ADMIN_ROUTES", "BODIES", "ROUTES"]
+
+ADMIN_ROUTES: Final[RouteTable] = {
+    ("POST", "/v1/rl/pause"): rl.pause,
+    ("POST", "/v1/rl/resume"): rl.resume,
+    ("POST", "/v1/rl/flush_cache"): rl.flush_cache,
+    ("POST", "/v1/rl/update_weights"): rl.update_weights,
+    ("POST", "/v1/rl/load_lora_adapter"): rl.load_lora,
+    ("POST", "/v1/rl/unload_lora_adapter"): rl.unload_lora,
+    ("POST", "/pause"): vllm.pause,
+    ("POST", "/resume"): vllm.resume,
+    ("POST", "/reset_prefix_cache"): vllm.reset_prefix_cache,
+    ("POST", "/update_weights"): vllm.update_weights,
+    ("POST", "/load_lora_adapter"): vllm.load_lora,
+    ("POST", "/unload_lora_adapter"): vllm.unload_lora,
+    ("POST", "/v1/load_lora_adapter"): vllm.load_lora_adapter,
+    ("POST", "/v1/unload_lora_adapter"): vllm.unload_lora_adapter,
+    ("POST", "/init_weight_transfer_engine"): transfer.init_weight_transfer_engine,
+    ("POST", "/start_weight_update"): transfer.start_weight_update,
+    ("POST", "/finish_weight_update"): transfer.finish_weight_update,
+}
+"""They change the fleet."""
+ROUTES: Final[RouteTable] = {
+    ("GET", "/v1/rl/operations/{id}"): operations.operation,
+    ("GET", "/v1/rl/health"): reads.rl_health,
+    ("GET", "/v1/rl/weight_version"): reads.weight_version,
+    ("GET", "/is_paused"): reads.is_paused,
+    ("GET", "/weight_info"): reads.weight_info,
+    ("GET", "/liveness"): reads.liveness,
+}
+"""They only look."""
+_BODY_BY_HANDLER: Final[dict[object, type[bodies.SendBody]]] = {
+    rl.pause: bodies.PauseBody,
+    rl.resume: bodies.ResumeBody,
+    rl.flush_cache: bodies.FlushBody,
+    rl.update_weights: bodies.UpdateBody,
+    rl.load_lora: bodies.LoadLoraBody,
+    rl.unload_lora: bodies.UnloadLoraBody,
+    vllm.pause: bodies.PauseBody,
+    vllm.resume: bodies.ResumeBody,
+    vllm.reset_prefix_cache: bodies.FlushBody,
+    vllm.update_weights: bodies.UpdateBody,
+    vllm.load_lora: bodies.LoadLoraBody,
+    vllm.unload_lora: bodies.UnloadLoraBody,
+    vllm.load_lora_adapter: bodies.LoadLoraBody,
+    vllm.unload_lora_adapter: bodies.UnloadLoraBody,
+    transfer.init_weight_transfer_engine: bodies.InitTransferBody,
+    transfer.start_weight_update: bodies.StartTransferBody,
+    transfer.finish_weight_update: bodies.FinishTransferBody,
+}
+BODIES: Final[dict[tuple[str, str], object]] = {
+    route: _BODY_BY_HANDLER[handler] for route, handler in ADMIN_ROUTES.items()
+}
+"""What the routes read; all of them take the same as query parameters, too."""

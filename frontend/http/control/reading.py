@@ -1,0 +1,65 @@
+"""Reads what a control route is given: a JSON body, or query parameters, as vLLM's clients send them."""
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from frontend.http.body import decode_body, read_body
+from frontend.http.control.bodies import SendBody
+from frontend.http.errors import HttpError
+from frontend.http.service import Service
+from schemas.errors import ErrorCode
+
+__all__ = ["either", "invalid", "read_fields", "send_options"]
+
+Fields = TypeVar("Fields", bound=SendBody)
+Value = TypeVar("Value")
+
+REPEATED = "workers"
+"""The parameter that is a list: given several times in a query."""
+
+
+def invalid(field: str, problem: str, allowed: str) -> HttpError:
+    """The error of a field that is wrong."""
+    message = f"{field} {problem}; allowed: {allowed}"
+    return HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field)
+
+
+async def read_fields(service: Service, request: Request, kind: type[Fields]) -> Fields:
+    """The fields, from the body or from the query.
+
+    Raises:
+        HttpError: 413; 400, naming the field that is unknown, missing, of another type, or given both ways.
+        ClientDisconnect: the client went away meanwhile.
+    """
+    body = await read_body(request, service.settings.max_body_bytes)
+    query = request.query_params
+    if not query:
+        return decode_body(body, kind)
+    if body.strip() not in (b"", b"{}", b"null"):
+        name = next(iter(query))
+        raise invalid(name, "is a query parameter beside a body", "all fields in the one or in the other")
+    given: dict[str, str | list[str]] = {}
+    for name in query:
+        values = query.getlist(name)
+        given[name] = values if name == REPEATED or len(values) > 1 else values[0]
+    # All values are strings there: what they mean is for the field's type to say.
+    return decode_body(msgspec.json.encode(given), kind, strict=False)
+
+
+def send_options(fields: SendBody) -> dict[str, object]:
+    """The options that all commands have, as `bus.fleet` takes them; what was not given is left out."""
+    options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def either(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:
+    """A field that has two names.
+
+    Raises:
+        HttpError: 400, both are given.
+    """
+    if value is not None and other is not None:
+        raise invalid(other_name, f"is another name of {name}, which is given too", "one of them")
+    return other if value is None else value

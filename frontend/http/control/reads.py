@@ -1,0 +1,103 @@
+"""What orchestrators ask before they command: does the fleet live, is it paused, which weights has it."""
+
+from collections import Counter
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import bus
+from bus.protocol.desired import target_version
+from frontend.http.control.reading import invalid
+from frontend.http.errors import HttpError
+from frontend.http.service import Service
+from frontend.http.status import json_response
+from schemas.errors import ErrorCode
+from schemas.presence import WorkerPresence, WorkerState
+
+__all__ = ["is_paused", "liveness", "rl_health", "weight_info", "weight_version"]
+
+PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
+"""A command has said that they take no requests."""
+TAKING: Final = frozenset({WorkerState.SERVING, WorkerState.UPDATING})
+"""They take requests, or do not stand still yet."""
+DEAD: Final = frozenset({WorkerState.FENCED, WorkerState.FAILED, WorkerState.STOPPED})
+
+
+async def _state(service: Service, request: Request) -> bus.FleetState:
+    """The fleet, asked now; only the workers of `?model=`, if that is given.
+
+    Raises:
+        HttpError: 400, there is no such parameter or model; 503, no workers are there.
+    """
+    for name in request.query_params:
+        if name != "model":
+            raise invalid(name, "is unknown", "model")
+    state = await service.rb.fleet.state()
+    if not state.workers:
+        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+    model = request.query_params.get("model")
+    if model is None:
+        return state
+    workers = tuple(worker for worker in state.workers if worker.model == model)
+    if not workers:
+        models = sorted({worker.model for worker in state.workers})
+        raise invalid("model", f"is {model[:64]!r}", f"one of {', '.join(models)}")
+    return bus.FleetState(fleet=state.fleet, workers=workers, desired=state.desired)
+
+
+async def rl_health(service: Service, request: Request) -> Response:
+    """200 if some worker serves, or will go on by itself or on command; 503 if none can."""
+    state = await _state(service, request)
+    counts = Counter(worker.state for worker in state.workers)
+    is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
+    errors = {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None}
+    answer = {"status": "ok" if is_well else "unhealthy", "workers": counts, "errors": errors}
+    return json_response(answer, 200 if is_well else 503)
+
+
+async def liveness(service: Service, request: Request) -> Response:
+    """prime-rl's: 200 if some worker's process answers, 503 if none does."""
+    state = await _state(service, request)
+    is_alive = any(worker.state not in DEAD for worker in state.workers)
+    return json_response({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
+
+
+async def is_paused(service: Service, request: Request) -> Response:
+    """vLLM's: true if no worker takes requests, because a command has said so."""
+    state = await _state(service, request)
+    states = {worker.state for worker in state.workers}
+    return json_response({"is_paused": bool(states & PAUSED) and not states & TAKING})
+
+
+async def weight_version(service: Service, request: Request) -> Response:
+    """The version of the weights of each worker, and the oldest and newest of those that may serve."""
+    state = await _state(service, request)
+    versions = {worker.worker: worker.weight_version for worker in state.workers}
+    desired = {worker.worker: _target(state, worker) for worker in state.workers}
+    able = _able(state)
+    return json_response(
+        {
+            "weight_version": min(able),
+            "newest_weight_version": max(able),
+            "is_uniform": len(set(able)) == 1,
+            "workers": versions,
+            "desired": desired,
+        }
+    )
+
+
+def _target(state: bus.FleetState, worker: WorkerPresence) -> int | None:
+    recorded = target_version(state.desired.get(worker.model), worker.worker)
+    return worker.target_version if recorded is None else recorded
+
+
+def _able(state: bus.FleetState) -> list[int]:
+    """The versions of workers that may serve; of all, where none may."""
+    able = [worker.weight_version for worker in state.workers if worker.state in PAUSED | TAKING]
+    return able or [worker.weight_version for worker in state.workers]
+
+
+async def weight_info(service: Service, request: Request) -> Response:
+    """vLLM's: the version as a string, the oldest of those that may serve."""
+    return json_response({"weight_version": str(min(_able(await _state(service, request))))})

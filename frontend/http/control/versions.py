@@ -1,0 +1,53 @@
+"""The version of new weights where a client gives none: one more than the newest applied."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import bus
+from bus.protocol.desired import target_version
+from frontend.http.control.reading import invalid
+from frontend.http.errors import HttpError
+from frontend.http.service import Service
+from schemas.errors import ControlCode, ControlError, ErrorCode
+
+__all__ = ["with_version"]
+
+MAX_TRIES: Final = 8
+"""Of clients that give weights without versions at the same time, each must come after another."""
+
+Update = Callable[[int], Awaitable[bus.Ledger]]
+"""Gives the weights to the fleet under a version."""
+
+
+async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.Ledger:
+    """Give weights to the fleet, under the next version where none is given.
+
+    Raises:
+        HttpError: 503, 400: nobody is there whose version could be followed.
+        RollbusError: what `update` raises.
+    """
+    if version is not None:
+        return await update(version)
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return await update(await _next_version(service, model))
+        except ControlError as error:
+            if error.code is not ControlCode.OLD_VERSION:
+                raise
+            # Another client was faster: these weights come after its.
+    return await update(await _next_version(service, model))
+
+
+async def _next_version(service: Service, model: str | None) -> int:
+    state = await service.rb.fleet.state()
+    models = {worker.model for worker in state.workers}
+    if not models:
+        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+    if model is None and len(models) > 1:
+        raise invalid("model", "is missing", f"one of {', '.join(sorted(models))}")
+    if model is not None and model not in models:
+        raise invalid("model", f"is {model!r}", f"one of {', '.join(sorted(models))}")
+    workers = [worker for worker in state.workers if model in (None, worker.model)]
+    desired = state.desired.get(workers[0].model)
+    recorded = [target_version(desired, worker.worker) or 0 for worker in workers]
+    return max(*(worker.weight_version for worker in workers), *recorded) + 1
