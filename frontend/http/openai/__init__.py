@@ -1,0 +1,1 @@
+"""OpenAI's routes, with the extensions of vLLM and Dynamo."""

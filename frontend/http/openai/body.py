@@ -1,0 +1,217 @@
+"""The bodies of OpenAI's routes: its own fields, vLLM's extra parameters, and Dynamo's `nvext`."""
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from frontend.http.errors import HttpError
+from schemas import limits
+from schemas.errors import ErrorCode
+
+__all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
+
+MAX_STOPS: Final = 64
+"""Every one is looked for in every piece of text."""
+MAX_STOP_CHARS: Final = 4096
+MAX_BAD_WORDS_STRINGS: Final = 1024
+
+TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    """One more event before the end, with the usage alone."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every event."""
+
+
+class AgentHints(msgspec.Struct, kw_only=True, frozen=True):
+    """What an agent tells of its request; other hints than these are passed over."""
+
+    priority: Priority | None = None
+    """Higher is more urgent, unlike the top level's `priority`."""
+
+
+class SessionControl(msgspec.Struct, kw_only=True, frozen=True):
+    """Which session a request belongs to."""
+
+    session_id: str | None = None
+    """Turns of one session are best served by the worker that holds their prefix cache."""
+
+
+class NvExt(msgspec.Struct, kw_only=True, frozen=True):
+    """Dynamo's extensions; other hints than these are passed over."""
+
+    token_data: TokenIds | None = None
+    """Token ids of the prompt, used as they are; messages or prompt are not looked at."""
+    extra_fields: list[str] | None = None
+    """What the answer's `nvext` shall hold: engine_data, completion_token_ids, prompt_token_ids, routed_experts,
+    worker_id, timing, weight_version; others are passed over."""
+    cache_salt: str | None = None
+    """Prefix-cache entries are shared only between requests of the same salt."""
+    agent_hints: AgentHints | None = None
+    """The priority."""
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] | None = None
+    """Leading prompt positions whose routing is not wanted."""
+    session_control: SessionControl | None = None
+    """The session."""
+    greed_sampling: bool | None = None
+    """Greedy, whatever the temperature."""
+
+
+class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What both routes take; null is the same as leaving a field out."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS_STRINGS)] | None = None
+    priority: Priority | None = None
+    """Lower is more urgent."""
+    cache_salt: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    # Dynamo's.
+    nvext: NvExt | None = None
+    tokens: TokenIds | None = None
+    """The same as `nvext.token_data`."""
+
+    # Without effect here: what they are for is done elsewhere, or by nobody.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: int | None = None
+    length_penalty: float | None = None
+    watermarking: bool | None = None
+
+    # Known and not served; `check_served` says why.
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    echo: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+class ChatBody(CommonBody, kw_only=True, frozen=True):
+    """A chat to continue."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    """May be left out, or stand for nothing, where token ids are given."""
+    max_completion_tokens: int | None = None
+    """Null: the rest of the model's context."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    """Null: true, unless the last message is to be continued."""
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template."""
+    tools: list[dict[str, Any]] | None = None
+    """The chat template shows them to the model. What it calls is text: with `tool_choice` "none" only."""
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+    # Without effect here.
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+
+    # Known and not served.
+    chat_template: str | None = None
+    documents: list[Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(CommonBody, kw_only=True, frozen=True):
+    """Texts or token ids to continue."""
+
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)] | None = None
+    """A text, token ids, or a list of either. May be left out where `nvext` has token ids."""
+    logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+
+NOT_SERVED: Final = {
+    "prompt_logprobs": "use /inference/v1/generate",
+    "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
+    "use_beam_search": "answers are sampled",
+    "truncate_prompt_tokens": "prompts are used as they are",
+    "truncation_side": "prompts are used as they are",
+    "echo": "answers hold what was generated",
+    "kv_transfer_params": "caches are not handed from engine to engine by clients",
+    "ec_transfer_params": "caches are not handed from engine to engine by clients",
+    "chat_template": "a template is a program; only the model's own is run",
+    "documents": "use chat_template_kwargs",
+    "functions": "what a model calls is left to clients",
+    "function_call": "what a model calls is left to clients",
+    "media_io_kwargs": "this service takes text and tokens only",
+    "mm_processor_kwargs": "this service takes text and tokens only",
+    "suffix": "there are no models that insert",
+    "prompt_embeds": "this service takes text and tokens only",
+}
+"""Fields that are known and not served, and why."""
+NOTHING: Final[tuple[object, ...]] = ([], {}, "", "none")
+"""What such a field may be, besides null and false."""
+
+
+def check_served(body: CommonBody) -> None:
+    """Refuse what would be passed over although it changes answers.
+
+    Raises:
+        HttpError: 400, naming the field.
+    """
+    for name, reason in NOT_SERVED.items():
+        value = getattr(body, name, None)
+        if value is not None and value is not False and value not in NOTHING:
+            raise HttpError(
+                400, f"{name} is not supported: {reason}; allowed: null", code=ErrorCode.UNSUPPORTED, param=name
+            )

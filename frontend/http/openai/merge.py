@@ -1,0 +1,61 @@
+"""Several sources of chunks as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Final, TypeAlias
+
+import bus
+from frontend.http.errors import HttpError
+from schemas.errors import RollbusError
+
+__all__ = ["first_error", "merged"]
+
+_Waiting: TypeAlias = "asyncio.Queue[tuple[int, bus.Chunk | Exception | None]]"
+
+MAX_WAITING: Final = 64
+"""Chunks that were taken and not yet handed on; the others wait where they are."""
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Of several tasks that failed, the first one's error: the others were cancelled because of it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def merged(sources: Sequence[AsyncGenerator[bus.Chunk, None]]) -> AsyncGenerator[tuple[int, bus.Chunk], None]:
+    """The chunks of all sources, each with its source's place; closing closes them, and so does an error of one."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as source:
+            async for chunk in source:
+                yield 0, chunk
+        return
+    waiting: _Waiting = asyncio.Queue(MAX_WAITING)
+    open_sources = len(sources)
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            for at, source in enumerate(sources):
+                tasks.create_task(_pump(at, source, waiting))
+            while open_sources:
+                at, item = await waiting.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    open_sources -= 1
+                else:
+                    yield at, item
+
+
+async def _pump(at: int, source: AsyncGenerator[bus.Chunk, None], waiting: _Waiting) -> None:
+    end: Exception | None = None
+    async with aclosing(source) as chunks:
+        try:
+            async for chunk in chunks:
+                await waiting.put((at, chunk))
+        except (HttpError, RollbusError) as error:
+            # Not raised here: that would cancel who reads, wherever that is at this moment.
+            end = error
+    await waiting.put((at, end))

@@ -1,0 +1,113 @@
+"""What an answer's `nvext` holds, in Dynamo's shapes."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import bus
+from frontend.http.errors import HttpError
+from frontend.http.openai.pieces import Piece
+from frontend.http.routing_json import routed_experts_json
+from frontend.http.wanted import Target
+from schemas.chunk import json_logprobs
+from schemas.errors import ErrorCode
+from schemas.rows import Rows, expected_rows, no_rows
+
+__all__ = ["Clock", "nvext_json"]
+
+
+class Clock:
+    """Times of one HTTP request."""
+
+    def __init__(self) -> None:
+        self._received_ms = round(time.time() * 1000)
+        self._begun = time.perf_counter()
+        self._first: float | None = None
+
+    def token(self) -> None:
+        """Tokens have come."""
+        if self._first is None:
+            self._first = time.perf_counter()
+
+    def timing(self) -> dict[str, Any]:
+        """Dynamo's `timing`; the time to the first token is null where all came at once."""
+        first = self._first
+        return {
+            "request_received_ms": self._received_ms,
+            "ttft_ms": None if first is None else (first - self._begun) * 1000,
+            "total_time_ms": (time.perf_counter() - self._begun) * 1000,
+        }
+
+
+def nvext_json(
+    extra: frozenset[str], wanted: bus.GenerateRequest, target: Target, tokens: Piece, clock: Clock
+) -> Iterator[bytes]:
+    """The object in pieces; what can be wrong is found before the first of them.
+
+    Routing is in it once: in `engine_data`, or beside it where `routed_experts` is asked for by name.
+
+    Args:
+        tokens: all of the answer.
+
+    Raises:
+        HttpError: 502, rows of routing are missing.
+        LocalProtocolError: a logprob is no number.
+    """
+    prompt_ids = np.asarray(wanted.prompt_token_ids).tolist()
+    completion_ids = tokens.ids.tolist()
+    fields: dict[str, Any] = {}
+    if "prompt_token_ids" in extra:
+        fields["prompt_token_ids"] = prompt_ids
+    if "completion_token_ids" in extra:
+        fields["completion_token_ids"] = completion_ids
+    if "worker_id" in extra and tokens.worker is not None:
+        fields["worker_id"] = {"prefill_worker_id": tokens.worker, "decode_worker_id": tokens.worker}
+    if "timing" in extra:
+        fields["timing"] = clock.timing()
+    if "weight_version" in extra:
+        # Of the last token; null where there is none.
+        fields["weight_version"] = int(tokens.weight_versions[-1]) if completion_ids else None
+    engine: dict[str, Any] | None = None
+    if "engine_data" in extra:
+        engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
+        engine["completion_logprobs"] = [] if tokens.logprobs is None else json_logprobs(tokens.logprobs)
+        engine["completion_weight_versions"] = tokens.weight_versions.tolist()
+    rows = _rows(wanted, target, tokens) if extra & {"engine_data", "routed_experts"} else None
+    in_engine = engine is not None and "routed_experts" not in extra
+    return _joined(fields, engine, rows, wanted.routed_experts_prompt_start, in_engine=in_engine)
+
+
+def _joined(
+    fields: dict[str, Any], engine: dict[str, Any] | None, rows: Rows | None, start: int, *, in_engine: bool
+) -> Iterator[bytes]:
+    if rows is None:
+        # Nothing is large.
+        yield msgspec.json.encode(fields if engine is None else {**fields, "engine_data": engine})
+        return
+    outer = fields if engine is None or in_engine else {**fields, "engine_data": engine}
+    yield msgspec.json.encode(outer)[:-1] + (b"," if outer else b"")
+    if in_engine:
+        yield b'"engine_data":' + msgspec.json.encode(engine)[:-1] + b","
+    yield b'"routed_experts":'
+    yield from routed_experts_json(rows, start)
+    yield b"}}" if in_engine else b"}"
+
+
+def _rows(wanted: bus.GenerateRequest, target: Target, tokens: Piece) -> Rows | None:
+    """The rows of an answer that may end before the engine did; None without routing."""
+    routing, rows = target.capabilities.routed_experts, tokens.rows
+    if rows is None:
+        if routing is None:
+            return None
+        rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
+    expected = expected_rows(wanted.prompt_len, wanted.routed_experts_prompt_start, len(tokens.ids))
+    if len(rows) < expected:
+        raise HttpError(
+            502,
+            f"{len(tokens.ids)} tokens came with {len(rows)} rows of routing, not {expected}",
+            code=ErrorCode.PROTOCOL_ERROR,
+        )
+    return rows[:expected]

@@ -1,0 +1,210 @@
+"""From a body to what the bus is asked for, and to what the answer shall hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody, NvExt
+from frontend.http.openai.prompts import invalid, one_of
+from frontend.http.wanted import Target
+from frontend.tokenization import Tokenizer
+
+__all__ = ["Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
+
+EXTRA_FIELDS: Final = frozenset(
+    {
+        "completion_token_ids",
+        "engine_data",
+        "prompt_token_ids",
+        "routed_experts",
+        "timing",
+        "weight_version",
+        "worker_id",
+    }
+)
+"""What an answer's `nvext` may hold."""
+SAME_NAME: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
+)
+"""Fields of `bus.SamplingParams` with the same names, meanings and defaults."""
+EXTRA: Final = ("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking")
+"""What the engine may know, by its own names."""
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""OpenAI's and vLLM's, of /v1/completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an answer shall hold."""
+
+    stops: Sequence[str]
+    include_stop: bool
+    skip_special_tokens: bool
+    top_logprobs: int | None
+    """Alternatives of each token; None: no logprobs at all."""
+    token_ids: bool
+    """vLLM's `return_token_ids`."""
+    as_token_ids: bool
+    """Tokens in logprobs are `token_id:N`."""
+    extra: frozenset[str]
+    """Fields of its `nvext`."""
+    usage: bool
+    """A stream ends with the usage."""
+    continuous_usage: bool
+    """A stream's events have the usage so far."""
+
+    @property
+    def routing(self) -> bool:
+        """Its `nvext` holds routing, if the model has experts."""
+        return not self.extra.isdisjoint({"engine_data", "routed_experts"})
+
+
+def read_options(body: ChatBody | CompletionBody, target: Target) -> Options:
+    """What the answer shall hold.
+
+    Raises:
+        HttpError: 400.
+    """
+    if isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs", "is given without logprobs", "logprobs true")
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    else:
+        top_logprobs = body.logprobs
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise invalid("best_of", f"is {body.best_of}", "the same as n")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is given without stream", "stream true")
+    stop, stream = body.stop, body.stream_options
+    return Options(
+        stops=() if stop is None else (stop,) if isinstance(stop, str) else stop,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        top_logprobs=top_logprobs,
+        token_ids=bool(body.return_token_ids),
+        as_token_ids=bool(body.return_tokens_as_token_ids),
+        extra=_extra_fields(body, target),
+        usage=stream is not None and bool(stream.include_usage),
+        continuous_usage=stream is not None and bool(stream.include_usage and stream.continuous_usage_stats),
+    )
+
+
+def _extra_fields(body: CommonBody, target: Target) -> frozenset[str]:
+    asked = () if body.nvext is None else body.nvext.extra_fields or ()
+    extra = EXTRA_FIELDS.intersection(asked)
+    if extra and (body.n or 1) > 1:
+        raise invalid("n", f"is {body.n}", "1 with nvext.extra_fields, which tell of one answer")
+    if "routed_experts" in extra and target.capabilities.routed_experts is None:
+        raise invalid("nvext.extra_fields", "asks for routed_experts", "other fields: this model returns no routing")
+    return extra
+
+
+def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Fields of `bus.SamplingParams` that are not left to their defaults.
+
+    Raises:
+        HttpError: 400.
+    """
+    fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if isinstance(body, ChatBody):
+        fields["max_tokens"] = one_of(max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens)
+    else:
+        fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.nvext is not None and body.nvext.greed_sampling:
+        fields["temperature"] = 0.0
+    # Of the sampled token alone they cost little, and engine_data always has them.
+    fields["logprobs"] = 0 if options.top_logprobs is None and "engine_data" in options.extra else options.top_logprobs
+    if body.bad_words:
+        fields["bad_words_token_ids"] = _bad_words(body.bad_words, tokenizer)
+    extra = {name: value for name in EXTRA if (value := getattr(body, name)) is not None}
+    structure = _structure(body.response_format)
+    if structure is not None:
+        if body.structured_outputs:
+            raise invalid("structured_outputs", "is given with response_format", "one of the two")
+        extra["structured_outputs"] = structure
+    if body.vllm_xargs:
+        extra["extra_args"] = body.vllm_xargs
+    fields["extra"] = extra or None
+    return fields
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """As vLLM: each word at the beginning of a text, and behind a blank where that is another single token."""
+    found: list[list[int]] = []
+    for word in words:
+        plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise invalid("bad_words", "has one without tokens", "words that the tokenizer knows")
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """VLLM's `structured_outputs` for OpenAI's `response_format`."""
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = response_format.get("json_schema")
+    if kind == "json_schema" and isinstance(described, dict) and isinstance(described.get("schema"), dict):
+        return {"json": described["schema"]}
+    raise invalid("response_format", "is none of the known ones", "text, json_object, json_schema with a schema")
+
+
+def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
+    """Fields of `bus.GenerateRequest` besides the prompt and how to sample.
+
+    Raises:
+        HttpError: 400.
+    """
+    nvext = body.nvext or NvExt()
+    hinted = None if nvext.agent_hints is None else nvext.agent_hints.priority
+    session = None if nvext.session_control is None else nvext.session_control.session_id
+    fields = {
+        "request_id": body.request_id,
+        "cache_salt": one_of(nvext__cache_salt=nvext.cache_salt, cache_salt=body.cache_salt),
+        # Dynamo's sign is the other one.
+        "priority": one_of(nvext__agent_hints__priority=None if hinted is None else -hinted, priority=body.priority)
+        or 0,
+        "routed_experts_prompt_start": one_of(
+            nvext__routed_experts_prompt_start=nvext.routed_experts_prompt_start,
+            routed_experts_prompt_start=body.routed_experts_prompt_start,
+        )
+        or 0,
+        "return_routed_experts": None if options.routing else False,
+    }
+    session_id = one_of(nvext__session_control__session_id=session, session_id=body.session_id)
+    # Else the header's counts.
+    return fields if session_id is None else {**fields, "session_id": session_id}
+
+
+def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, str]:
+    """What this body calls the bus's fields, for `named_errors`."""
+    nvext = body.nvext or NvExt()
+    names = {
+        "prompt_token_ids": prompt_field,
+        "sampling": "",
+        "sampling.extra": "",
+        "sampling.extra.extra_args": "vllm_xargs",
+        "sampling.bad_words_token_ids": "bad_words",
+        "lora": "model",
+    }
+    if body.response_format is not None:
+        names["sampling.extra.structured_outputs"] = "response_format"
+    if isinstance(body, ChatBody):
+        names["sampling.logprobs"] = "top_logprobs"
+        if body.max_completion_tokens is not None:
+            names["sampling.max_tokens"] = "max_completion_tokens"
+    for name in ("cache_salt", "routed_experts_prompt_start"):
+        if getattr(nvext, name) is not None:
+            names[name] = f"nvext.{name}"
+    if body.session_id is not None:
+        names["session_id"] = "session_id"
+    elif nvext.session_control is not None:
+        names["session_id"] = "nvext.session_control.session_id"
+    return names

@@ -1,0 +1,134 @@
+"""What is to be continued: token ids, wherever they come from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from frontend.http.chat import Chat, encode_chat, encode_text
+from frontend.http.errors import HttpError
+from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody
+from frontend.http.wanted import Target
+from frontend.tokenization import Tokenizer
+from schemas.errors import ErrorCode
+
+__all__ = ["Prompt", "chat_prompt", "check_length", "completion_prompts", "invalid", "one_of"]
+
+MAX_PROMPTS: Final = 256
+"""Each is a request of its own to the fleet."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt."""
+
+    token_ids: Sequence[int]
+    field: str
+    """Where in the body it comes from."""
+
+
+def invalid(field: str, problem: str, allowed: str) -> HttpError:
+    """A field is wrong."""
+    return HttpError(400, f"{field} {problem}; allowed: {allowed}", code=ErrorCode.INVALID_REQUEST, param=field)
+
+
+def one_of(**values: T | None) -> T | None:
+    """What one of several fields for the same thing says, `__` standing for the dot; None if none is given.
+
+    Raises:
+        HttpError: 400, they contradict each other.
+    """
+    given = [(name.replace("__", "."), value) for name, value in values.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise invalid(name, f"contradicts {given[0][0]}", "one of the two")
+    return given[0][1] if given else None
+
+
+def _given_tokens(body: CommonBody) -> Prompt | None:
+    token_data = None if body.nvext is None else body.nvext.token_data
+    token_ids = one_of(nvext__token_data=token_data, tokens=body.tokens)
+    return None if token_ids is None else Prompt(token_ids, "tokens" if token_data is None else "nvext.token_data")
+
+
+async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
+    """The chat's prompt: the token ids that are given, else the messages in the model's template.
+
+    Raises:
+        HttpError: 400, or 501 without a template. And `InvalidRequest`.
+    """
+    given = _given_tokens(body)
+    if given is not None:
+        # Whatever tools there are stand in the tokens already.
+        return given
+    if not body.messages:
+        raise invalid("messages", "is missing", "at least one message, or nvext.token_data")
+    if body.tools and body.tool_choice != "none":
+        raise invalid("tool_choice", "is not supported: what a model calls is left to clients", "none")
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "is given without tools", "none or auto")
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        # As vLLM does.
+        variables = {
+            "reasoning_effort": body.reasoning_effort,
+            "enable_thinking": body.reasoning_effort != "none",
+            **variables,
+        }
+    chat = Chat(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens is True,
+        tools=body.tools or None,
+        chat_template_kwargs=variables,
+    )
+    return Prompt(await encode_chat(tokenizer, chat), "messages")
+
+
+async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+    """One prompt or several.
+
+    Raises:
+        HttpError: 400.
+    """
+    given = _given_tokens(body)
+    if given is not None:
+        return [given]
+    if not body.prompt:
+        raise invalid("prompt", "is missing", "a text, token ids, a list of either, or nvext.token_data")
+    add_special_tokens = body.add_special_tokens is not False
+    if isinstance(body.prompt, str):
+        return [Prompt(await encode_text(tokenizer, body.prompt, add_special_tokens=add_special_tokens), "prompt")]
+    ids = [item for item in body.prompt if isinstance(item, int)]
+    if len(ids) == len(body.prompt):
+        return [Prompt(ids, "prompt")]
+    if ids or len({type(item) for item in body.prompt}) > 1:
+        raise invalid("prompt", "mixes texts and token ids", "all of one kind")
+    if len(body.prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"has {len(body.prompt)} prompts", f"1 to {MAX_PROMPTS}")
+    prompts = []
+    for index, item in enumerate(body.prompt):
+        if isinstance(item, str):
+            token_ids: Sequence[int] = await encode_text(tokenizer, item, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = item if isinstance(item, list) else []
+        prompts.append(Prompt(token_ids, f"prompt[{index}]"))
+    return prompts
+
+
+def check_length(prompt: Prompt, target: Target) -> None:
+    """Refuse a prompt that leaves no room for an answer, in the words that OpenAI's clients look for.
+
+    Raises:
+        HttpError: 400.
+    """
+    if target.room(len(prompt.token_ids)) < 1:
+        longest = target.capabilities.max_model_len
+        raise HttpError(
+            400,
+            f"{prompt.field} has {len(prompt.token_ids)} tokens, and this model's maximum context length is {longest} "
+            f"tokens; allowed: 1 to {longest - 1} tokens",
+            code="context_length_exceeded",
+            param=prompt.field,
+        )
