@@ -2,6 +2,7 @@
 
 import logging
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -10,26 +11,31 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import bus
-from frontend.http import generate, status, tokenize
+from frontend.http import control, generate, openapi, status, tokenize
 from frontend.http.access import check_access
 from frontend.http.calls import Admission
 from frontend.http.errors import HttpError, error_response, http_error
+from frontend.http.openai import routes as openai
 from frontend.http.service import Handler, RouteTable, Service
 from frontend.http.settings import Settings
 from schemas.errors import RollbusError
 
-__all__ = ["make_app"]
+__all__ = ["described", "make_app"]
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES}
-"""For everybody: whether the service lives."""
-DATA: RouteTable = {**status.ROUTES, **generate.ROUTES, **tokenize.ROUTES}
+OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES}
+"""For everybody: whether the service lives, and what it serves."""
+DATA: RouteTable = {**status.ROUTES, **generate.ROUTES, **tokenize.ROUTES, **openai.ROUTES, **control.ROUTES}
 """With the data token, or that of admins."""
-ADMIN: RouteTable = {}
+ADMIN: RouteTable = {**control.ADMIN_ROUTES}
 """With the admin token: they change the fleet."""
-BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES}
+BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES, **openai.BODIES, **control.BODIES}
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
+QUERIES: dict[tuple[str, str], type] = {}
+"""Structs of what routes read from the query, for the same."""
+ANSWERS: dict[tuple[str, str], openapi.Answer] = {**status.ANSWERS}
+"""What routes answer, for the same; see there."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""
 NO_ROUTE = "none"
@@ -46,7 +52,13 @@ def make_app(rb: bus.Client, settings: Settings) -> Starlette:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
     app.state.service = service
+    app.state.openapi = msgspec.json.encode(openapi.document(described(), settings))
     return app
+
+
+def described() -> openapi.Routes:
+    """All routes, for the OpenAPI document."""
+    return openapi.Routes(open=OPEN, data=DATA, admin=ADMIN, bodies=BODIES, queries=QUERIES, answers=ANSWERS)
 
 
 def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:

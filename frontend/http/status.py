@@ -1,17 +1,57 @@
 """What can be asked without changing anything: is the service alive, which models, in what state is the fleet."""
 
 import time
-from typing import Any
+from typing import Literal
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+import bus
 from frontend.http.service import RouteTable, Service
 from schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["OPEN_ROUTES", "ROUTES", "json_response"]
+__all__ = ["ANSWERS", "OPEN_ROUTES", "ROUTES", "json_response"]
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that live workers serve, or an adapter of one."""
+
+    id: str
+    """What requests call it."""
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time at which its worker started."""
+    owned_by: str = "rollbus"
+    root: str
+    """The model's folder on its worker's machine; of an adapter, its name."""
+    parent: str | None
+    """Of an adapter: its model."""
+    max_model_len: int | None
+    """Prompt and generated tokens together."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all live workers."""
+
+    object: Literal["list"] = "list"
+    data: tuple[Model, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether some worker takes requests."""
+
+    ready: bool
+
+
+class FleetAnswer(bus.FleetState, frozen=True, kw_only=True):
+    """The fleet at one moment, and what follows from it."""
+
+    ready: bool
+    """Some worker takes requests."""
+    in_flight: int
+    """Requests that workers have admitted and not ended."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -26,49 +66,41 @@ async def health(_service: Service, _request: Request) -> Response:
 
 async def models(service: Service, _request: Request) -> Response:
     """The models that live workers serve, and their adapters, in OpenAI's shape with vLLM's `max_model_len`."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Model] = {}
     for worker in service.workers():
         if worker.capabilities is None:
             continue
-        found.setdefault(
-            worker.model, _model(worker.model, worker, root=worker.model_path or worker.model, parent=None)
-        )
+        found.setdefault(worker.model, _model(worker.model, worker, worker.model_path or worker.model, None))
         for lora in worker.loras:
-            found.setdefault(lora.name, _model(lora.name, worker, root=lora.name, parent=worker.model))
-    return json_response({"object": "list", "data": list(found.values())})
+            found.setdefault(lora.name, _model(lora.name, worker, lora.name, worker.model))
+    return json_response(ModelList(data=tuple(found.values())))
 
 
-def _model(name: str, worker: WorkerPresence, *, root: str, parent: str | None) -> dict[str, Any]:
-    capabilities = worker.capabilities
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(time.time() - worker.uptime_s),
-        "owned_by": "rollbus",
-        "root": root,
-        "parent": parent,
-        "max_model_len": None if capabilities is None else capabilities.max_model_len,
-    }
+def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> Model:
+    return Model(
+        id=name,
+        created=int(time.time() - worker.uptime_s),
+        root=root,
+        parent=parent,
+        max_model_len=None if worker.capabilities is None else worker.capabilities.max_model_len,
+    )
 
 
 async def ready(service: Service, _request: Request) -> Response:
     """200 if some worker takes requests, 503 if none does."""
     is_ready = any(worker.state is WorkerState.SERVING for worker in service.workers())
-    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+    return json_response(Ready(ready=is_ready), 200 if is_ready else 503)
 
 
 async def state(service: Service, _request: Request) -> Response:
     """All that workers say of themselves, what waits for them, and what they should be doing."""
     found = await service.rb.fleet.state()
     return json_response(
-        {
-            "fleet": found.fleet,
-            "ready": any(worker.state is WorkerState.SERVING for worker in found.workers),
-            "in_flight": sum(worker.in_flight for worker in found.workers),
-            "workers": found.workers,
-            "queues": found.queues,
-            "desired": found.desired,
-        }
+        FleetAnswer(
+            **msgspec.structs.asdict(found),
+            ready=any(worker.state is WorkerState.SERVING for worker in found.workers),
+            in_flight=sum(worker.in_flight for worker in found.workers),
+        )
     )
 
 
@@ -79,3 +111,11 @@ async def metrics(service: Service, _request: Request) -> Response:
 
 OPEN_ROUTES: RouteTable = {("GET", "/health"): health, ("GET", "/ready"): ready, ("GET", "/v1/rl/ready"): ready}
 ROUTES: RouteTable = {("GET", "/v1/models"): models, ("GET", "/v1/rl/state"): state, ("GET", "/metrics"): metrics}
+ANSWERS: dict[tuple[str, str], object] = {
+    ("GET", "/health"): None,
+    ("GET", "/ready"): {200: Ready, 503: Ready},
+    ("GET", "/v1/rl/ready"): {200: Ready, 503: Ready},
+    ("GET", "/v1/models"): ModelList,
+    ("GET", "/v1/rl/state"): FleetAnswer,
+    ("GET", "/metrics"): "text/plain",
+}
