@@ -1,0 +1,80 @@
+"""Tokenizers of a few hundred tokens, one of each family that models have."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from frontend import tokenization
+
+__all__ = ["CHAT_TEMPLATE", "byte_fallback", "byte_level", "make_byte_level", "save", "word_piece"]
+
+SPECIAL = "<|end|>"
+ADDED = "<tool▁call>"
+"""No special token; with a character that byte-level vocabularies do not write."""
+CHAT_TEMPLATE = (
+    "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
+    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.arguments.x }}]{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"
+)
+
+
+@functools.cache
+def byte_level() -> tokenization.Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have: all bytes are tokens, and some texts."""
+    return _loaded(make_byte_level())
+
+
+def make_byte_level() -> Tokenizer:
+    """The same, to be saved."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ã", "©"), ("ð", "Ł"), ("ł", "Ģ")]
+    vocabulary = {token: index for index, token in enumerate([*letters, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@functools.cache
+def byte_fallback() -> tokenization.Tokenizer:
+    """As Llama 2 and Gemma have: pieces of text, and all bytes for what they do not cover."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "t", "h", "e", "é", "th", "the", "▁the"]
+    vocabulary = {token: index for index, token in enumerate(pieces)}
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _loaded(tokenizer)
+
+
+@functools.cache
+def word_piece() -> tokenization.Tokenizer:
+    """As BERT has: the decoder adds the spaces."""
+    vocabulary = {token: index for index, token in enumerate(["[UNK]", "the", "##re", "cat", "."])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return _loaded(tokenizer)
+
+
+def _loaded(tokenizer: Tokenizer) -> tokenization.Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return tokenization.load_tokenizer(save(tokenizer, Path(folder)))
+
+
+def save(tokenizer: Tokenizer, folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """Write a tokenizer as checkpoints have it, with a special token and one more."""
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, normalized=False)])
+    tokenizer.add_tokens([AddedToken(ADDED, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL, "chat_template": chat_template}
+    # Cleaning up would take spaces away.
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
+    return folder

@@ -1,0 +1,152 @@
+"""Text of tokens that come one after another."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.http.detokenizer import Detokenizer
+from frontend.tokenization import Tokenizer, token_text
+from tests.http.small_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level, word_piece
+
+FAMILIES = {"byte level": byte_level, "byte fallback": byte_fallback}
+VOCABULARY = 270
+"""Ids of either family, and a few that have no token."""
+
+
+def in_pieces(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+    """The texts of all calls."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return [*(detokenizer.add(piece) for piece in pieces), detokenizer.flush()]
+
+
+def id_of(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a text that is one token."""
+    (token_id,) = tokenizer.encode(text, add_special_tokens=False)
+    return token_id
+
+
+@given(
+    st.lists(st.lists(st.integers(0, VOCABULARY), max_size=5), max_size=8),
+    st.sampled_from(sorted(FAMILIES)),
+    st.booleans(),
+)
+def test_the_split_makes_no_difference(pieces: list[list[int]], family: str, skip: bool) -> None:
+    """Any tokens, also nonsense: given at once, one by one, or in between, they make the same text."""
+    tokenizer = FAMILIES[family]()
+    ids = [token_id for piece in pieces for token_id in piece]
+
+    at_once, one_by_one, between = (
+        "".join(in_pieces(tokenizer, split, skip_special_tokens=skip))
+        for split in ([ids], [[token_id] for token_id in ids], pieces)
+    )
+
+    assert at_once == one_by_one == between
+
+
+@given(st.lists(st.integers(0, VOCABULARY), max_size=20), st.booleans())
+def test_the_text_is_the_tokenizers_own(ids: list[int], skip: bool) -> None:
+    """Any bytes, also those that are no UTF-8, become what the whole decodes to."""
+    tokenizer = byte_level()
+    known = [token_id for token_id in ids if tokenizer.tokens([token_id]) != [""]]
+
+    text = "".join(in_pieces(tokenizer, [[token_id] for token_id in ids], skip_special_tokens=skip))
+
+    assert text == tokenizer.decode(known, skip_special_tokens=skip)
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁")), st.sampled_from(sorted(FAMILIES))
+)
+def test_no_character_is_lost(text: str, family: str) -> None:
+    """Any text comes back, character by character, and U+FFFD is never among it."""
+    tokenizer = FAMILIES[family]()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    texts = in_pieces(tokenizer, [[token_id] for token_id in ids], skip_special_tokens=False)
+
+    assert "".join(texts) == text
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
+    assert not any("\ufffd" in part for part in texts)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_character_waits_for_all_of_its_bytes(family: str) -> None:
+    """A character in several tokens comes with the last of them; one that is never complete, at the end."""
+    tokenizer = FAMILIES[family]()
+    euro = tokenizer.encode("€", add_special_tokens=False)
+    assert len(euro) == 3
+
+    assert in_pieces(tokenizer, [[token_id] for token_id in euro]) == ["", "", "€", ""]
+    assert in_pieces(tokenizer, [euro[:2]]) == ["", "\ufffd"]
+    assert in_pieces(tokenizer, [euro[:2], [id_of(tokenizer, "t")]]) == ["", "\ufffdt", ""]
+    # With a special token in the midst of it, which is not part of the text.
+    assert in_pieces(tokenizer, [euro[:1], [id_of(tokenizer, SPECIAL)], euro[1:]]) == ["", "", "€", ""]
+
+
+def test_a_whole_character_survives_a_broken_one() -> None:
+    """Transformers make U+FFFD of every byte of a run that is not UTF-8 as a whole."""
+    tokenizer = byte_fallback()
+    euro = tokenizer.encode("€", add_special_tokens=False)
+
+    assert in_pieces(tokenizer, [[*euro, euro[0]]]) == ["€", "\ufffd"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_character_may_begin_in_the_prompt(family: str) -> None:
+    """The answer has the character that it completes, and nothing else of the prompt; its first space stays."""
+    tokenizer = FAMILIES[family]()
+    prompt = tokenizer.encode("the€", add_special_tokens=False)
+
+    assert Detokenizer(tokenizer, prompt[:-1]).add(prompt[-1:]) == "€"
+    assert Detokenizer(tokenizer, prompt).add(tokenizer.encode(" the", add_special_tokens=False)) == " the"
+
+
+def test_special_tokens_are_shown_on_demand() -> None:
+    """Special tokens are left out by default, other added ones never."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode(f"t{SPECIAL}{ADDED}", add_special_tokens=False)
+
+    assert "".join(in_pieces(tokenizer, [ids])) == f"t{ADDED}"
+    assert "".join(in_pieces(tokenizer, [ids], skip_special_tokens=False)) == f"t{SPECIAL}{ADDED}"
+
+
+def test_decoders_that_add_spaces() -> None:
+    """What a token adds in the midst of a text is its text; no space is taken away again."""
+    tokenizer = word_piece()
+    ids = [1, 3, 2, 4]
+
+    assert (
+        "".join(in_pieces(tokenizer, [[token_id] for token_id in ids])).strip()
+        == tokenizer.decode(ids)
+        == "the catre ."
+    )
+
+
+def test_every_token_is_looked_at_once() -> None:
+    """However long a character is not complete, what came before is not decoded again."""
+    seen = []
+
+    class Counting:
+        special_ids: tuple[int, ...] = ()
+
+        def token_bytes(self, token_id: int) -> bytes:
+            seen.append(token_id)
+            return b"\x80"
+
+    detokenizer = Detokenizer(Counting(), [7] * 100)  # type: ignore[arg-type]
+    before = len(seen)
+    for token_id in range(100):
+        assert detokenizer.add([token_id]) == "\ufffd"
+
+    assert before <= 4
+    assert seen[before:] == list(range(100))
+
+
+def test_how_tokens_are_shown() -> None:
+    """A whole character is text; a part of one is what OpenAI shows, from which the bytes can be read."""
+    assert token_text("é the".encode()) == "é the"
+    assert token_text(b"\xe2\x82") == r"bytes:\xe2\x82"
+    assert byte_level().tokens([id_of(byte_level(), " the"), VOCABULARY]) == ["Ġthe", ""]
+    assert byte_level().token_bytes(VOCABULARY) == b""

@@ -1,0 +1,222 @@
+"""`/tokenize` and `/detokenize`."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.http.chat import SHORT_TEXT, Chat, encode_chat, encode_text
+from frontend.http.errors import HttpError
+from frontend.http.settings import Settings
+from frontend.tokenization import Tokenizer, load_tokenizer
+from schemas.errors import InvalidRequest
+from tests.http.small_tokenizers import SPECIAL, byte_level, make_byte_level, save
+from tests.http.support import http_service
+
+USER = {"role": "user", "content": "the"}
+
+
+@contextlib.asynccontextmanager
+async def serving(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve a model with a tokenizer of which texts begin with a special token."""
+    from tokenizers import processors
+
+    tokenizer = make_byte_level()
+    tokenizer.add_special_tokens([SPECIAL])
+    begin = (SPECIAL, tokenizer.token_to_id(SPECIAL))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{SPECIAL} $A", special_tokens=[begin])
+    async with http_service(nats_url, fleet, Settings(tokenizer=save(tokenizer, folder))) as http:
+        yield http.client
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: object) -> Any:
+    """What a correct request is answered."""
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def chat_text(**chat: Any) -> str:
+    """The prompt of a chat, as text."""
+    ids = await encode_chat(byte_level(), Chat(**chat))
+    return byte_level().decode(ids, skip_special_tokens=False)
+
+
+async def test_texts_and_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A text has the special tokens around it unless told otherwise; the tokens' text is the whole text again."""
+    text = "the é 🙂"
+    async with serving(nats_url, fleet, tmp_path) as client:
+        plain = await post(client, "/v1/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)
+        default = await post(client, "/tokenize", model="synthetic", prompt=text)
+        back = await post(client, "/v1/detokenize", tokens=default["tokens"])
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        nothing = await post(client, "/detokenize", tokens=[])
+        half = await post(client, "/detokenize", tokens=plain["tokens"][:-1])
+
+    assert list(plain) == ["count", "max_model_len", "tokens", "token_strs"]
+    assert plain["token_strs"] == ["the", "Ġ", "Ã©", "Ġ", "ðŁ", "Ļ", "Ĥ"]
+    assert (plain["count"], plain["max_model_len"]) == (7, model["max_model_len"])
+    assert (len(default["tokens"]), default["tokens"][1:]) == (default["count"], plain["tokens"])
+    assert default["token_strs"] is None
+    assert back == {"prompt": f"{SPECIAL}{text}"}
+    assert nothing == {"prompt": ""}
+    assert half == {"prompt": "the é \ufffd"}
+
+
+async def test_chats(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A chat has what its template writes; special tokens around that on demand."""
+
+    async def tokenized(**body: object) -> str:
+        tokens = (await post(client, "/v1/tokenize", messages=[USER], **body))["tokens"]
+        return str((await post(client, "/v1/detokenize", tokens=tokens))["prompt"])
+
+    async with serving(nats_url, fleet, tmp_path) as client:
+        assert await tokenized() == "<user>the<|end|><assistant>"
+        assert await tokenized(add_generation_prompt=False) == "<user>the<|end|>"
+        assert await tokenized(add_generation_prompt=False, continue_final_message=True) == "<user>the"
+        assert await tokenized(add_special_tokens=True) == "<|end|><user>the<|end|><assistant>"
+        assert await tokenized(chat_template_kwargs={"opening": "e"}) == "<user>the<|end|><assistant>e"
+        tool = {"type": "function", "function": {"name": "search"}}
+        assert await tokenized(tools=[tool]) == "(search)<user>the<|end|><assistant>"
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("tokenize", {}, "prompt"),
+    ("tokenize", {"prompt": None}, "prompt"),
+    ("tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+    ("tokenize", {"prompt": ["a"]}, "prompt"),
+    ("tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+    ("tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    ("tokenize", {"prompt": "a", "colour": 1}, "colour"),
+    ("tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("tokenize", {"messages": []}, "messages"),
+    ("tokenize", {"messages": [USER, {"content": "a"}]}, "messages[1].role"),
+    ("tokenize", {"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
+    ("tokenize", {"messages": [USER], "chat_template": "a"}, "chat_template"),
+    ("tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+    (
+        "tokenize",
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
+    (
+        "tokenize",
+        {"messages": [USER], "chat_template_kwargs": {"add_generation_prompt": False}},
+        "chat_template_kwargs.add_generation_prompt",
+    ),
+    (
+        "tokenize",
+        {"messages": [USER], "chat_template_kwargs": {"eos_token": ""}},
+        "chat_template_kwargs.eos_token",
+    ),
+    ("tokenize", {"messages": [USER], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+    ("detokenize", {}, "tokens"),
+    ("detokenize", {"tokens": "the"}, "tokens"),
+    ("detokenize", {"tokens": [0, 1, 400, 401]}, "tokens[2]"),
+    ("detokenize", {"tokens": [2**31 - 1]}, "tokens[0]"),
+    ("detokenize", {"tokens": [2**31]}, "tokens[0]"),
+    ("detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("detokenize", {"tokens": [0.5]}, "tokens[0]"),
+]
+
+
+async def test_what_is_wrong_is_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """All that is wrong is a 400 with the field's name."""
+    async with serving(nats_url, fleet, tmp_path) as client:
+        for path, body, param in WRONG:
+            answer = await client.post(f"/v1/{path}", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+            assert param in answer.json()["error"]["message"]
+
+
+async def test_refusals(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An unknown model is a 404; half a surrogate is not JSON; a service without the tokenizer says so."""
+    async with serving(nats_url, fleet, tmp_path) as client:
+        unknown = await client.post("/v1/tokenize", json={"model": "other", "prompt": "a"})
+        surrogate = await client.post("/v1/tokenize", content=rb'{"prompt": "\ud800"}')
+    async with http_service(nats_url, fleet) as http:
+        missing = await http.client.post("/v1/detokenize", json={"tokens": [1]})
+
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    assert surrogate.status_code == 400
+    assert (missing.status_code, missing.json()["error"]["code"]) == (501, "no_tokenizer")
+
+
+async def test_messages_are_read_as_vllm_reads_them() -> None:
+    """Parts of text are joined by line breaks; arguments of calls become objects; nothing at all is an empty text."""
+    parts = [{"type": "text", "text": "t"}, "h", {"type": "input_text", "text": "e"}]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"x": 7}', "{broken", "[1]", None, {"x": 8})
+    ]
+    assert await chat_text(messages=[{"role": "user", "content": parts}]) == "<user>t\nh\ne<|end|><assistant>"
+    assert (
+        await chat_text(messages=[{"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}])
+        == "<assistant>[7][][][][8]<|end|><assistant>"
+    )
+    assert await chat_text(messages=[{"role": "tool"}], add_generation_prompt=False) == "<tool><|end|>"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "content": 1}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}, "messages[0].content[1]"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0]"),
+    ],
+)
+async def test_messages_that_are_none(message: dict[str, Any], field: str) -> None:
+    """Images, and what is of another type, are refused with their place."""
+    with pytest.raises(InvalidRequest) as caught:
+        await encode_chat(byte_level(), Chat(messages=[message]))
+    assert caught.value.field == field
+
+
+async def test_a_model_without_a_template(tmp_path: Path) -> None:
+    """A model that is not for chats says so."""
+    tokenizer = load_tokenizer(save(make_byte_level(), tmp_path, chat_template=None))
+    with pytest.raises(HttpError, match="no chat template") as caught:
+        await encode_chat(tokenizer, Chat(messages=[USER]))
+    assert caught.value.status == 501
+
+
+async def test_long_texts_do_not_hold_up_others() -> None:
+    """They are tokenized in another thread; short ones are not worth it."""
+    threads = []
+
+    class Watched:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            threads.append(threading.current_thread())
+            return []
+
+    tokenizer: Tokenizer = Watched()  # type: ignore[assignment]
+    await encode_text(tokenizer, "a" * SHORT_TEXT)
+    await encode_text(tokenizer, "a" * (SHORT_TEXT + 1))
+
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+
+
+async def test_many_threads_share_a_tokenizer(tmp_path: Path) -> None:
+    """Also one whose file sets up truncation and padding, which other calls must not change meanwhile."""
+    made = make_byte_level()
+    made.enable_truncation(4)
+    made.enable_padding(length=8)
+    tokenizer = load_tokenizer(save(made, tmp_path))
+    text = "the " * SHORT_TEXT
+
+    counts = []
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(16):
+            tasks.create_task(encode_text(tokenizer, text)).add_done_callback(
+                lambda task: counts.append(len(task.result()))
+            )
+
+    assert counts == [SHORT_TEXT + 1] * 16
