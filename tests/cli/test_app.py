@@ -13,8 +13,8 @@ from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "demo", "drain", "flush-cache", "generate", "load-lora", "pause", "reset", "resume", "sleep", "status"),
-    *("unload-lora", "up", "update-weights", "wake", "worker"),
+    *("abort", "demo", "drain", "flush-cache", "frontend", "generate", "load-lora", "pause", "reset", "resume"),
+    *("sleep", "status", "unload-lora", "up", "update-weights", "wake", "worker"),
 )
 NEEDED = {
     "abort": ["id"],
@@ -110,7 +110,8 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["up", "--http", "127.0.0.1:8000"], "this version has no HTTP service"),
+        (["up", "--http", "8000"], "--http 8000: allowed is HOST:PORT"),
+        (["frontend", "--http", "127.0.0.1:99999"], "--http 127.0.0.1:99999: allowed is HOST:PORT"),
         (["up", "--model", "no-such-folder"], "is not a folder"),
         (["up", "--nats", "nats://10.0.0.1:4222"], "a NATS server of its own"),
         (["up", "--nats", "nats://127.0.0.1:99999"], "out of range"),

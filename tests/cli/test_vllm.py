@@ -40,7 +40,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     options = ("--state-dir", str(folder), "--weight-root", str(folder), "--weight-version", "1")
     with running_up(*options, log=folder / "log") as (process, info):
-        assert (info["http"], info["workers"]) == (None, ["local-0"])
+        assert info["workers"] == ["local-0"]
         yield Up(process, info["nats"], folder / TINY_MOE, folder / "log")
 
 

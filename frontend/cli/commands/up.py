@@ -1,7 +1,9 @@
-"""Run everything on this machine: a NATS server and workers, until Ctrl-C.
+"""Run everything on this machine: a NATS server, workers and the HTTP service, until Ctrl-C.
 
 Without --model, the workers serve a tiny mixture-of-experts model that is made on the spot. The NATS server listens
-where --nats says; by default at port 4222, or at a free port if that one is taken. The workers' logs are on stderr.
+where --nats says; by default at port 4222, or at a free port if that one is taken. So does the HTTP service where
+--http says, by default at port 8080; its bearer tokens are read from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN. The
+workers' logs are on stderr.
 
 A worker that ends by itself is reported, and the others go on; with the last one, or the NATS server, everything is
 stopped and the command ends with 1.
@@ -11,12 +13,21 @@ import argparse
 import asyncio
 import signal
 import socket
+from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from frontend.cli.arguments import positive_float, positive_int, without_password
 from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.http_service import (
+    DEFAULT_ADDRESS,
+    address,
+    check_installed,
+    serve_http,
+    settings_of,
+    take_address,
+)
 from frontend.cli.worker_options import add_worker_options, worker_flags
 
 if TYPE_CHECKING:
@@ -24,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "nats_port", "run"]
 
-HELP = "run NATS and workers on this machine"
+HELP = "run NATS, workers and the HTTP service on this machine"
 
 DEFAULT_PORT = 4222
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -34,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", metavar="DIR", type=Path, help="folder of the checkpoint (default: a tiny MoE)")
     parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="how many (default: 1)")
-    parser.add_argument("--http", metavar="HOST:PORT", help="not available: this version has no HTTP service")
+    parser.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
+    )
     add_worker_options(parser)
     parser.add_argument(
         "--start-timeout",
@@ -53,17 +68,41 @@ def run(args: argparse.Namespace) -> int:
     from frontend.cli.app import run_async
     from frontend.cli.local_fleet import check_vllm
 
-    if args.http is not None:
-        raise CommandFailed("--http: this version has no HTTP service", ExitCode.USAGE)
+    at = None if args.http is None else address(args.http)
     if args.model is not None and not args.model.is_dir():
         raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
     port = nats_port(args.nats)
     if args.engine == "vllm":
         check_vllm()
-    return run_async(_up(args, port))
+    # Taken before anything is started: who cannot have the address hears so at once.
+    with ExitStack() as stack:
+        listening = _http_socket(at)
+        if listening is not None:
+            stack.enter_context(closing(listening))
+        return run_async(_up(args, port, listening))
 
 
-async def _up(args: argparse.Namespace, port: int) -> int:
+def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
+    """Where the HTTP service is to listen; None: it is not installed, and nobody asked for it."""
+    from frontend.cli.console import note
+
+    try:
+        check_installed()
+    except CommandFailed as exc:
+        if at is not None:
+            raise
+        note(f"no HTTP service: {exc}")
+        return None
+    if at is not None:
+        return take_address(*at)
+    host, port = address(DEFAULT_ADDRESS)
+    try:
+        return take_address(host, port)
+    except CommandFailed:
+        return take_address(host, 0)
+
+
+async def _up(args: argparse.Namespace, port: int, listening: socket.socket | None) -> int:
     from frontend.cli.console import note
     from frontend.cli.local_fleet import run_fleet
 
@@ -76,8 +115,11 @@ async def _up(args: argparse.Namespace, port: int) -> int:
     try:
         fleet = await _prepare(args, port)
         note(f"starting NATS and {args.workers} worker{'s' * (args.workers > 1)}; Ctrl-C stops everything")
-        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as url:
-            _announce(args, fleet, url)
+        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as url, AsyncExitStack() as stack:
+            http = None
+            if listening is not None:
+                http = await stack.enter_async_context(serve_http(url, args.fleet, settings_of(), listening))
+            _announce(args, fleet, url, http)
             await asyncio.Event().wait()
     except asyncio.CancelledError:
         # Nobody else cancels this task.
@@ -107,15 +149,18 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     )
 
 
-def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str) -> None:
+def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str | None) -> None:
     from frontend.cli.console import print_json, program, say
 
     if args.json:
-        print_json({"nats": url, "http": None, "workers": fleet.worker_ids})
+        print_json({"nats": url, "http": http, "workers": fleet.worker_ids})
         return
     where = f" --nats {url}" if urlsplit(url).port != DEFAULT_PORT else ""
     where += f" --fleet {args.fleet}" if args.fleet != "default" else ""
-    say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving. From another terminal:")
+    say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving.")
+    if http is not None:
+        say(f"HTTP at {http}, for clients of OpenAI, vLLM and Dynamo.")
+    say("From another terminal:")
     say(f"    {program()} status{where}")
     say(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}")
     say("Ctrl-C stops everything.")

@@ -1,0 +1,101 @@
+"""The HTTP service as commands run it: its address, its settings from the environment, and what is said of them."""
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frontend.cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from frontend.http.settings import Settings
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "MAX_IN_FLIGHT",
+    "address",
+    "check_installed",
+    "serve_http",
+    "settings_of",
+    "take_address",
+]
+
+DEFAULT_ADDRESS = "127.0.0.1:8080"
+MAX_IN_FLIGHT = 1024
+"""Requests for tokens at a time, where nobody says another number."""
+
+
+def address(text: str) -> tuple[str, int]:
+    """Split HOST:PORT.
+
+    Raises:
+        CommandFailed: it is something else.
+    """
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise CommandFailed(f"--http {text}: allowed is HOST:PORT, as in {DEFAULT_ADDRESS}", ExitCode.USAGE)
+    return host.strip("[]"), int(port)
+
+
+def check_installed() -> None:
+    """Say what to install before anything is started without it.
+
+    Raises:
+        CommandFailed: the service's packages are not there.
+    """
+    try:
+        import frontend.http.server  # noqa: F401 - whether it can be imported is the question
+    except ImportError as exc:
+        raise CommandFailed(f"{exc.name} is not installed: pip install 'rollbus[frontend]'") from exc
+
+
+def take_address(host: str, port: int) -> socket.socket:
+    """Listen there, and say so if others can reach it.
+
+    Raises:
+        CommandFailed: it is taken, or not of this machine.
+    """
+    from frontend.cli.console import note
+    from frontend.http.server import listen
+    from frontend.http.settings import LOOPBACK
+
+    try:
+        listening = listen(host, port)
+    except OSError as exc:
+        raise CommandFailed(f"--http {host}:{port}: {exc.strerror or exc}") from exc
+    if host not in LOOPBACK:
+        note(f"listening on {host}: other machines can reach this service")
+        settings = settings_of()
+        for name, token in (("ROLLBUS_HTTP_TOKEN", settings.token), ("ROLLBUS_ADMIN_TOKEN", settings.admin_token)):
+            if token is None:
+                note(f"warning: {name} is not set: nobody is asked for a token")
+    return listening
+
+
+def settings_of(*, max_in_flight: int = MAX_IN_FLIGHT, tokenizer: Path | None = None) -> "Settings":
+    """The settings, with the tokens from the environment."""
+    from frontend.http.settings import Settings
+
+    return Settings(
+        token=os.environ.get("ROLLBUS_HTTP_TOKEN") or None,
+        admin_token=os.environ.get("ROLLBUS_ADMIN_TOKEN") or None,
+        max_in_flight=max_in_flight,
+        tokenizer=tokenizer,
+    )
+
+
+@asynccontextmanager
+async def serve_http(nats: str, fleet: str, settings: "Settings", listening: socket.socket) -> AsyncIterator[str]:
+    """Serve a fleet on a listening socket while the block lasts; yields the service's URL.
+
+    Raises:
+        BusBroken: no NATS server answers.
+    """
+    import bus
+    from frontend.http.server import serving
+
+    host, port = listening.getsockname()[:2]
+    async with bus.connect(nats, fleet=fleet) as rb, serving(rb, settings, listening):
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,136 @@
+"""`rollbus frontend` and `rollbus up --http` as processes of their own, in front of synthetic workers."""
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from frontend.cli.exits import ExitCode
+from tests.cli.support import ENV, command, descendants_of, rollbus, running_up
+from tests.support.processes import becomes_true
+
+pytestmark = pytest.mark.slow
+ANY = "127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def fleet_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The addresses of NATS and HTTP of a fleet of one worker that stays up for this module."""
+    log = tmp_path_factory.mktemp("up") / "log"
+    with running_up("--engine", "synthetic", "--http", ANY, log=log) as (_, info):
+        yield info["nats"], info["http"]
+
+
+@contextmanager
+def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `rollbus frontend --json`; yields the process and the service's address."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command("frontend", "--json", *args),
+            env={**ENV, "ROLLBUS_NATS": nats, **env},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    with process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            yield process, json.loads(line)["http"]
+        finally:
+            process.terminate()
+
+
+def test_up_serves_http(fleet_url: tuple[str, str]) -> None:
+    """Once `up` says that it is up, requests are answered, and tokens come from its worker."""
+    _, http = fleet_url
+    assert httpx.get(f"{http}/health").status_code == 200
+    assert [model["id"] for model in httpx.get(f"{http}/v1/models").json()["data"]] == ["synthetic"]
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    answer = httpx.post(f"{http}/inference/v1/generate", json=body)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"][0]["token_ids"]) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_frontend_starts_and_stops(fleet_url: tuple[str, str], number: signal.Signals, tmp_path: Path) -> None:
+    """It says where it listens, answers, and on a signal ends with 0 and leaves nothing: no process, no listener."""
+    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
+        assert httpx.get(f"{http}/health").status_code == 200
+        assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
+        assert descendants_of(process.pid) == []
+        process.send_signal(number)
+        assert process.wait() == 0
+
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{http}/health")
+    assert (tmp_path / "log").read_text() == f"HTTP: {http}\nstopped\n"
+
+
+def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+    """What a client reads when the service is told to stop is ended after a few seconds, and aborted at the worker."""
+    body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
+    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
+        assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
+        with httpx.stream("POST", f"{http}/inference/v1/generate", json=body, timeout=60) as answer:
+            assert answer.status_code == 200
+            process.terminate()
+            assert process.wait() == 0
+
+    def is_idle() -> bool:
+        [worker] = json.loads(rollbus("status", "--json", nats=fleet_url[0]).stdout)["workers"]
+        return bool(worker["in_flight"] == 0)
+
+    assert becomes_true(is_idle)
+
+
+def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+    """Without the right one a data route answers 401, an admin route also for the data token."""
+    tokens = {"ROLLBUS_HTTP_TOKEN": "data", "ROLLBUS_ADMIN_TOKEN": "admin"}
+    with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY, **tokens) as (_, http):
+
+        def status(method: str, path: str, token: str | None) -> int:
+            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+            return httpx.request(method, f"{http}{path}", headers=headers).status_code
+
+        assert [status("GET", "/v1/models", token) for token in (None, "data", "admin")] == [401, 200, 200]
+        assert [status("POST", "/v1/rl/resume", token) for token in (None, "data")] == [401, 401]
+        assert status("GET", "/health", None) == 200
+
+
+@pytest.mark.parametrize("subcommand", [("frontend",), ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0")])
+def test_an_address_that_cannot_be_had_is_one_line(subcommand: tuple[str, ...], fleet_url: tuple[str, str]) -> None:
+    """A port that is taken, or a host of another machine: exit code 1 before anything is started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for host, port in (("127.0.0.1", taken.getsockname()[1]), ("192.0.2.1", 8080)):
+            ended = rollbus(*subcommand, "--http", f"{host}:{port}", nats=fleet_url[0])
+            lines = [line for line in ended.stderr.splitlines() if not line.startswith(("listening", "warning"))]
+            assert (ended.returncode, ended.stdout, len(lines)) == (ExitCode.FAILED, "", 1)
+            assert lines[0].startswith(f"rollbus: --http {host}:{port}: ")
+
+
+def test_a_host_that_others_reach_is_said_so(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+    """With a warning for each token that is not set."""
+    log = tmp_path / "log"
+    with running_frontend(fleet_url[0], log, "--http", "0.0.0.0:0", ROLLBUS_HTTP_TOKEN="data") as (_, http):
+        assert httpx.get(f"http://127.0.0.1:{http.rpartition(':')[2]}/health").status_code == 200
+    said = log.read_text()
+    assert "listening on 0.0.0.0: other machines can reach this service" in said
+    assert "ROLLBUS_ADMIN_TOKEN is not set" in said
+    assert "ROLLBUS_HTTP_TOKEN" not in said
+
+
+def test_frontend_without_nats_is_one_line() -> None:
+    """No server at the address: exit code 1 and its name."""
+    ended = rollbus("frontend", "--http", ANY, nats="nats://127.0.0.1:9")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (ExitCode.FAILED, "", 1)
+    assert "127.0.0.1:9" in ended.stderr
