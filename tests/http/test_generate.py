@@ -1,0 +1,370 @@
+"""`POST /inference/v1/generate` on a synthetic engine: what is answered, refused and aborted."""
+
+import ast
+import asyncio
+import base64
+import importlib.util
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from renderers.client import parse_generate_response  # type: ignore[import-untyped]
+
+import bus
+from bus.protocol.step import RequestStep
+from frontend.http.generate_body import SamplingBody
+from schemas.chunk import FinishReason
+from tests.http.support import Http, http_before, http_service
+from tests.support.checkpoints import write_adapter
+from tests.support.fleet import until_idle
+from tests.support.gated_engine import running
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+PATH = "/inference/v1/generate"
+PROMPT = [5, 6, 7, 8]
+CHOICE_KEYS = {"index", "logprobs", "finish_reason", "token_ids", "routed_experts", "sampling_mask"}
+
+
+async def generate(http: Http, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    """Ask for tokens."""
+    return await http.client.post(PATH, json={"token_ids": PROMPT, **fields}, headers=headers)
+
+
+def rows_of(routed: dict[str, Any]) -> np.ndarray:
+    """The rows of one choice."""
+    data = base64.b64decode(routed["data"], validate=True)
+    return np.frombuffer(data, routed["dtype"]).reshape(routed["shape"])
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    """The JSON of all events of a stream that has not failed."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def of_bus(generation: bus.Generation) -> list[tuple[list[int], list[float], int]]:
+    """Tokens, logprobs and first position of all samples."""
+    samples = (generation, *generation.siblings)
+    return [(s.token_ids.tolist(), s.logprobs.tolist(), s.start) for s in samples if s.logprobs is not None]
+
+
+async def by_bus(http: Http, start: int = 0, **sampling: Any) -> bus.Generation:
+    """The same prompt over the bus."""
+    request = bus.GenerateRequest(
+        prompt_token_ids=PROMPT, sampling=bus.SamplingParams(**sampling), routed_experts_prompt_start=start
+    )
+    return await http.rb.complete(request)
+
+
+async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
+    """All samples with their tokens, logprobs and rows, exactly; every field of vLLM's answer is there."""
+    sampling = {"max_tokens": 5, "n": 3, "seed": 7, "logprobs": 2, "prompt_logprobs": 1}
+    async with http_service(nats_url, fleet) as http:
+        answer = await generate(http, sampling_params=sampling, return_token_ids=True, model="synthetic")
+        expected = await by_bus(http, **sampling)
+
+    body = answer.json()
+    assert (answer.status_code, body["model"], body["prompt_token_ids"]) == (200, "synthetic", PROMPT)
+    assert body.keys() == {
+        *("request_id", "model", "created", "choices", "usage", "prompt_logprobs", "prompt_token_ids"),
+        *("mm_placeholders", "kv_transfer_params", "ec_transfer_params"),
+    }
+    usage = {"prompt_tokens": 4, "completion_tokens": 15, "total_tokens": 19}
+    assert {name: body["usage"][name] for name in usage} == usage
+    found = []
+    for choice, sample in zip(body["choices"], (expected, *expected.siblings), strict=True):
+        assert (choice.keys(), choice["finish_reason"]) == (CHOICE_KEYS, "length")
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+        found.append((choice["token_ids"], [entry["logprob"] for entry in content], choice["routed_experts"]["start"]))
+        assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)  # type: ignore[arg-type]
+        # As with vLLM, the sampled token is the first of as many as were asked for.
+        assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)
+        assert {len(entry["top_logprobs"]) for entry in content} == {2}
+    assert found == of_bus(expected)
+    nothing, *positions = body["prompt_logprobs"]
+    assert nothing is None
+    assert expected.prompt_logprobs is not None
+    assert [position[str(i)]["logprob"] for i, position in zip(PROMPT[1:], positions, strict=True)] == (
+        expected.prompt_logprobs.tolist()
+    )
+
+
+async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) -> None:
+    """The events of each sample join to what the answer at once has, rows from the asked position on without a gap."""
+    sampling = {"max_tokens": 5, "n": 2, "seed": 7, "logprobs": 0, "routed_experts_prompt_start": 2}
+    async with http_service(nats_url, fleet) as http:
+        whole = (await generate(http, sampling_params=sampling)).json()
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        answer = await generate(
+            http, sampling_params=sampling, stream=True, stream_options=options, return_token_ids=True
+        )
+
+    assert answer.status_code == 200
+    *events, last = events_of(answer)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
+    assert [event.get("prompt_token_ids") for event in events] == [PROMPT] + [None] * (len(events) - 1)
+    for index, expected in enumerate(whole["choices"]):
+        mine = [event for event in events if event["choices"][0]["index"] == index]
+        parts = [event["choices"][0] for event in mine]
+        assert [token for part in parts for token in part["token_ids"]] == expected["token_ids"]
+        assert [entry for part in parts for entry in part["logprobs"]["content"]] == expected["logprobs"]["content"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert [event["usage"]["completion_tokens"] for event in mine] == list(range(1, 6))
+        position = 2
+        for part in parts:
+            assert part["routed_experts"]["start"] == position
+            position += part["routed_experts"]["shape"][0]
+        rows = np.concatenate([rows_of(part["routed_experts"]) for part in parts])
+        assert np.array_equal(rows, rows_of(expected["routed_experts"]))
+
+
+async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
+    """No logprobs unless asked for; no routing from a model without experts; unless limited the context is filled."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0, max_model_len=64)) as http:
+        body = (await generate(http, sampling_params={"ignore_eos": True})).json()
+
+    (choice,) = body["choices"]
+    assert (choice["logprobs"], choice["routed_experts"], body["prompt_logprobs"]) == (None, None, None)
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
+
+
+async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> None:
+    """The bytes that clients look for are there once, and what stands behind them is the base64 of the rows."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=300)) as http:
+        raw = (await generate(http, sampling_params={"max_tokens": 2, "temperature": 0})).content
+        expected = (await by_bus(http, max_tokens=2, temperature=0)).routed_experts
+
+    assert raw.count(b'"routed_experts":{"data":"') == 1
+    routed = parse_generate_response(raw)["choices"][0]["routed_experts"]
+    assert isinstance(routed["data"], memoryview)
+    assert (routed["shape"], routed["start"], routed["dtype"]) == ([5, 4, 4], 0, "uint16")
+    assert expected is not None
+    assert base64.b64decode(routed["data"], validate=True) == expected.tobytes()
+
+
+SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"typical_p": 0.5}, "typical_p"),
+    ({"top_p": 0}, "top_p"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 61}, "max_tokens"),
+    ({"min_tokens": 61}, "min_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop_token_ids": [32_000]}, "stop_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+    ({"logit_bias": {"32000": 1}}, "logit_bias"),
+    ({"stop": "."}, "stop"),
+    ({"bad_words": ["no"]}, "bad_words"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"routed_experts_prompt_start": True}, "routed_experts_prompt_start"),
+    ({"routed_experts_prompt_start": 5}, "routed_experts_prompt_start"),
+    ({"routed_experts_prompt_start": -1}, "routed_experts_prompt_start"),
+]
+BODY_REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"prompt": "text"}, "prompt"),
+    ({"sampling_params": None}, "sampling_params"),
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [1, 32_000]}, "token_ids[1]"),
+    ({"token_ids": [1, -1]}, "token_ids[1]"),
+    ({"token_ids": [1] * 64}, "token_ids"),
+    ({"features": {"mm_hashes": {}}}, "features"),
+    ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"ec_transfer_params": {}}, "ec_transfer_params"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"priority": 2**31}, "priority"),
+    ({"priority": True}, "priority"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"stream": True, "sampling_params": {"prompt_logprobs": 0}}, "sampling_params.prompt_logprobs"),
+    ({"stream_options": {"include": True}}, "stream_options.include"),
+]
+
+
+async def test_what_is_refused_names_its_field_and_is_not_published(nats_url: str, fleet: str) -> None:
+    """400 with vLLM's name of the field, streamed or not; the fleet hears nothing of it."""
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"sampling_params": fields}, f"sampling_params.{name}") for fields, name in SAMPLING_REFUSED
+    ]
+    async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
+        for fields, name in [*refused, *BODY_REFUSED]:
+            for stream in (False, True):
+                body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": {}, "stream": stream, **fields}
+                answer = await http.client.post(PATH, json=body)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+                assert error["param"].split("[")[0] == name.split("[")[0], error
+                assert error["message"].startswith(name), error
+        missing = await http.client.post(PATH, json={"sampling_params": {}})
+        assert (missing.status_code, missing.json()["error"]["param"]) == (400, "token_ids")
+        unknown = await generate(http, sampling_params={}, model="other")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_model")
+        assert http.own.stats().requests == 0
+
+
+async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet: str) -> None:
+    """Fields that clients of vLLM send and that change no token."""
+    harmless: dict[str, object] = dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"), False
+    )
+    harmless |= {"output_kind": 2, "flat_logprobs": True, "stop": [], "bad_words": []}
+    async with http_service(nats_url, fleet) as http:
+        answer = await generate(
+            http,
+            sampling_params={"max_tokens": 1, **harmless},
+            assistant_tokens_mask=[0, 0, 1, 1],
+            token_offsets=[[0, 1]],
+            features=None,
+            cache_salt="salt",
+            priority=-3,
+        )
+    assert answer.status_code == 200, answer.text
+
+
+async def test_no_workers(nats_url: str, fleet: str) -> None:
+    """503 at once."""
+    async with http_before(nats_url, fleet) as http:
+        answer = await generate(http, sampling_params={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+
+
+async def test_request_ids_come_back(nats_url: str, fleet: str) -> None:
+    """The header's first, then the body's, then one of our own; also where a live one is taken."""
+    few = {"max_tokens": 1}
+    async with http_service(nats_url, fleet) as http:
+        for headers, field, expected in (
+            ({"X-Request-Id": "mine"}, "other", "mine"),
+            ({"X-Request-Id": "not usable"}, "other", "other"),
+            ({}, "other", "other"),
+        ):
+            answer = await generate(http, headers, sampling_params=few, request_id=field)
+            assert (answer.headers["X-Request-Id"], answer.json()["request_id"]) == (expected, expected)
+        drawn = [(await generate(http, {"X-Request-Id": "?"}, sampling_params=few)) for _ in range(2)]
+        assert len({answer.headers["X-Request-Id"] for answer in drawn}) == 2
+
+        long = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "stream": True, "request_id": "twice"}
+        async with http.client.stream("POST", PATH, json=long) as stream:
+            assert stream.headers["X-Request-Id"] == "twice"
+            await anext(stream.aiter_lines())
+            again = await generate(http, sampling_params=few, request_id="twice")
+            assert (again.status_code, again.headers["X-Request-Id"]) == (409, "twice")
+
+
+async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The name of a loaded adapter samples with it; the answer bears its name."""
+    folder = write_adapter(tmp_path / "adapter")
+    few: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    async with http_service(nats_url, fleet, weight_roots=(str(tmp_path),)) as http:
+        await http.rb.fleet.load_lora("polite", folder)
+        while not any(worker.loras for worker in http.own.fleet.workers):
+            await http.rb.fleet.state()
+        base = (await generate(http, sampling_params=few, model="synthetic")).json()
+        adapted = (await generate(http, sampling_params=few, model="polite")).json()
+        request = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(**few), lora="polite")
+        expected = await http.rb.complete(request)
+
+    assert (base["model"], adapted["model"]) == ("synthetic", "polite")
+    assert adapted["choices"][0]["token_ids"] == expected.token_ids.tolist() != base["choices"][0]["token_ids"]
+
+
+async def test_aborted_before_its_first_token(nats_url: str, fleet: str) -> None:
+    """No tokens, no rows, and an answer all the same, of which clients can make something."""
+    async with http_service(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+        await http.rb.fleet.pause(mode="keep")
+        asked = tasks.create_task(generate(http, sampling_params={"logprobs": 1, "prompt_logprobs": 0}, request_id="a"))
+        while not await http.own.abort(["a"]):
+            await http.rb.fleet.state()
+        answer = await asked
+        await http.rb.fleet.resume()
+
+    choice = parse_generate_response(answer.content)["choices"][0]
+    assert (answer.status_code, choice["finish_reason"], choice["token_ids"]) == (200, "abort", [])
+    assert (choice["logprobs"], choice["routed_experts"]["shape"]) == ({"content": []}, [0, 4, 4])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_has_its_request_aborted(nats_url: str, fleet: str, stream: bool) -> None:
+    """Whether it was streaming or waiting: the engine is idle soon, long before the context is full."""
+    config = SyntheticConfig(step_s=0.001, max_model_len=1_000_000)
+    async with http_service(nats_url, fleet, config=config) as http:
+        assert http.engine is not None
+        body = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "stream": stream}
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(http.client.post(PATH, json=body))
+            while not any(worker.in_flight for worker in (await http.rb.fleet.state()).workers):
+                pass
+            asking.cancel()
+        await until_idle(http.engine, http.rb)
+
+
+class FailingEngine(SyntheticEngine):
+    """Fails each request alone after some steps."""
+
+    after = 2
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Fail what has had its steps."""
+        seen: dict[str, int] = {}
+        async for steps in super().steps():
+            for step in steps:
+                seen[step.key] = seen.get(step.key, 0) + 1
+            failed = [step.key for step in steps if seen[step.key] == self.after]
+            await self.abort(failed)
+            yield [
+                RequestStep(
+                    key=step.key,
+                    token_ids=np.empty(0, np.int32),
+                    finish_reason=FinishReason.ERROR,
+                    error="failed as told",
+                )
+                if step.key in failed
+                else step
+                for step in steps
+                if seen[step.key] <= self.after
+            ]
+
+
+async def test_an_engines_failure_is_502(nats_url: str, fleet: str) -> None:
+    """Not a 200 with what there was: also as a stream's first word; later it is the stream's last, without [DONE]."""
+    engine = FailingEngine()
+    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http:
+        await http.own.fleet.wait_for_workers()
+        few = {"max_tokens": 8, "ignore_eos": True}
+        whole = await generate(http, sampling_params=few)
+        later = await generate(http, sampling_params=few, stream=True)
+        engine.after = 1
+        at_once = await generate(http, sampling_params=few, stream=True)
+
+    for answer in (whole, at_once):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
+        assert answer.headers["X-Request-Id"]
+    first, last, rest = later.text.split("\n\n")
+    assert (later.status_code, rest) == (200, "")
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["token_ids"]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("engine_error", "server_error")
+
+
+def test_every_parameter_of_vllm_is_known() -> None:
+    """All of vLLM 0.30's sampling parameters but those that it computes itself have a place in the body."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is None or installed.origin is None:
+        pytest.skip("vLLM is not installed")
+    # Read, not imported, which takes half a minute.
+    source = ast.parse((Path(installed.origin).parent / "sampling_params.py").read_text())
+    (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
+    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    public = {name for name in names if not name.startswith("_")}
+    assert public - {"output_text_buffer_length"} == set(SamplingBody.__struct_fields__)

@@ -1,0 +1,140 @@
+"""The JSON of `/inference/v1/generate`, made of results by hand."""
+
+import base64
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bus
+from frontend.http.errors import HttpError
+from frontend.http.generate_answer import Tokens, answer_json, event_json
+from frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
+from frontend.http.wanted import Target
+from schemas.presence import WorkerPresence, WorkerState
+from workers.engines.synthetic import SyntheticConfig
+
+TARGET = Target(
+    worker=WorkerPresence(
+        worker="w",
+        incarnation="i",
+        model="m",
+        state=WorkerState.SERVING,
+        weight_version=0,
+        in_flight=0,
+        free_slots=1,
+        uptime_s=0,
+        lease_s=1,
+    ),
+    capabilities=SyntheticConfig().capabilities,
+    lora=None,
+)
+WANTED = bus.GenerateRequest(
+    prompt_token_ids=[1, 2, 3], sampling=bus.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1)
+)
+RESULT = bus.Generation(
+    request_id=WANTED.request_id,
+    child=0,
+    prompt_len=3,
+    token_ids=np.array([7, 8], np.int32),
+    logprobs=np.array([-0.5, -3.0], np.float32),
+    weight_versions=np.zeros(2, np.int32),
+    routed_experts=np.zeros((4, 4, 4), np.uint8),
+    start=0,
+    finish_reason=bus.FinishReason.LENGTH,
+    top_token_ids=np.array([[7], [9]], np.int32),
+    top_logprobs=np.array([[-0.5], [-0.25]], np.float32),
+    prompt_logprobs=np.array([-1.0, -math.inf], np.float32),
+    prompt_top_token_ids=np.array([[2], [4]], np.int32),
+    prompt_top_logprobs=np.array([[-1.0], [-0.125]], np.float32),
+)
+
+
+def answer(**changes: Any) -> Any:
+    """The answer of the result with some fields changed."""
+    return json.loads(b"".join(answer_json(WANTED, TARGET, dataclasses.replace(RESULT, **changes), with_prompt=False)))
+
+
+def test_logprobs_stand_beside_their_tokens() -> None:
+    """The sampled token's first, and as many as asked for; the prompt's with ranks where known, -inf as a number."""
+    body = answer()
+
+    assert [
+        (entry["token"], entry["logprob"], [top["token"] for top in entry["top_logprobs"]])
+        for entry in body["choices"][0]["logprobs"]["content"]
+    ] == [("token_id:7", -0.5, ["token_id:7"]), ("token_id:8", -3.0, ["token_id:8"])]
+    assert body["prompt_logprobs"] == [
+        None,
+        {"2": {"logprob": -1.0, "rank": 1, "decoded_token": None}},
+        {
+            "3": {"logprob": -9999.0, "rank": None, "decoded_token": None},
+            "4": {"logprob": -0.125, "rank": 1, "decoded_token": None},
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": RESULT.logprobs[:1]},  # type: ignore[index]
+        {"logprobs": None},
+        {"logprobs": np.array([-0.5, np.nan], np.float32)},
+        {"top_logprobs": RESULT.top_logprobs[:1]},  # type: ignore[index]
+        {"prompt_logprobs": RESULT.prompt_logprobs[:1]},  # type: ignore[index]
+        {"prompt_logprobs": np.array([-0.5, np.inf], np.float32)},
+    ],
+)
+def test_logprobs_that_are_not_those_of_the_tokens_are_an_error(changes: dict[str, Any]) -> None:
+    """502 before the first byte, and the same for an event of a stream."""
+    with pytest.raises(HttpError) as error:
+        answer_json(WANTED, TARGET, dataclasses.replace(RESULT, **changes), with_prompt=False)
+    assert (error.value.status, error.value.code) == (502, "protocol_error")
+    if "prompt_logprobs" not in changes:
+        with pytest.raises(HttpError):
+            event_json(WANTED, Tokens.of_generation(dataclasses.replace(RESULT, **changes), TARGET))
+
+
+def test_no_tokens_are_an_answer() -> None:
+    """An empty completion is one: lists without entries, and rows of the model's shape."""
+    empty = dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "routed_experts", "prompt_logprobs"))
+    body = answer(token_ids=np.empty(0, np.int32), finish_reason=bus.FinishReason.ABORT, **empty)
+
+    (choice,) = body["choices"]
+    assert (choice["token_ids"], choice["logprobs"], choice["finish_reason"]) == ([], {"content": []}, "abort")
+    assert choice["routed_experts"] == {"data": "", "shape": [0, 4, 4], "start": 0, "dtype": "uint8"}
+    assert body["prompt_logprobs"] is None
+
+
+def test_long_answers_are_joined_from_blocks() -> None:
+    """More tokens than are made into objects at a time."""
+    count = 2500
+    body = answer(
+        token_ids=np.arange(count, dtype=np.int32),
+        logprobs=-np.arange(count, dtype=np.float32),
+        top_token_ids=np.arange(count, dtype=np.int32)[:, None] + 1,
+        top_logprobs=-np.arange(count, dtype=np.float32)[:, None],
+    )
+
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == [-float(i) for i in range(count)]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in body["choices"][0]["token_ids"]]
+
+
+@given(
+    rows=st.one_of(st.integers(0, 40), st.sampled_from([ENCODED_BYTES // 4 + step for step in (-1, 0, 1)])),
+    dtype=st.sampled_from(["u1", "<u2"]),
+    start=st.integers(0, 2**22),
+)
+def test_routing_is_base64_of_its_bytes(rows: int, dtype: str, start: int) -> None:
+    """In pieces or not: one object, its data first, without blanks, little-endian."""
+    array = np.arange(rows * 4, dtype=np.int64).astype(dtype).reshape(rows, 2, 2)
+    data = b"".join(routed_experts_json(array, start))
+
+    name = {"u1": "uint8", "<u2": "uint16"}[dtype]
+    encoded = base64.b64encode(array.tobytes()).decode()
+    assert data.decode() == f'{{"data":"{encoded}","shape":[{rows},2,2],"start":{start},"dtype":"{name}"}}'

@@ -1,0 +1,136 @@
+"""The published `renderers` package against a real engine: unchanged, over several turns, and many at a time."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+from renderers import (  # type: ignore[import-untyped]
+    DefaultRendererConfig,
+    OverlongPromptError,
+    Renderer,
+    create_renderer,
+)
+from renderers.client import generate  # type: ignore[import-untyped]
+
+import bus
+from tests.http.support import http_before
+from tests.support.real_fleet import prompt
+
+pytestmark = pytest.mark.vllm
+
+NUM_ROLLOUTS = 64
+QUESTIONS = ("How many apples are left?", "And when does the train arrive?", "Please explain.")
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_moe_float32: Path) -> Renderer:
+    """As a trainer makes it for a model without a renderer of its own."""
+    from transformers import AutoTokenizer
+
+    return create_renderer(AutoTokenizer.from_pretrained(tiny_moe_float32), DefaultRendererConfig())
+
+
+def rows_of(routed: dict[str, Any]) -> np.ndarray:
+    """The rows of an answer, u1[rows, layers, top_k]."""
+    return np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"]).reshape(routed["shape"])
+
+
+async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: int) -> list[dict[str, Any]]:
+    """Some turns, each on top of the tokens of those before; returns what the client made of each answer."""
+    turns: list[dict[str, Any]] = []
+    ids: list[int] = []
+    for question in QUESTIONS:
+        messages: Any = [{"role": "user", "content": f"{number}: {question}"}]
+        prompt_ids = ids + renderer.render_ids(messages, add_generation_prompt=True)
+        # The row of the last token sampled comes with the next turn.
+        sampling = {"max_tokens": 6, "temperature": 0.0, "routed_experts_prompt_start": max(len(ids) - 1, 0)}
+        turn = await generate(
+            client=client,
+            renderer=renderer,
+            messages=messages,
+            model=model,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling,
+            cache_salt=f"salt-{number % 4}",
+            priority=number % 3 - 1,
+            extra_headers={"X-Session-ID": f"rollout-{number}"},
+        )
+        turns.append(turn)
+        ids = prompt_ids + turn["completion_ids"]
+    return turns
+
+
+async def test_rollouts_of_several_turns_64_at_a_time(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
+    """Every turn has its tokens and logprobs; the rows of the turns join to those of the whole conversation."""
+    async with http_before(nats_url, real_fleet) as http:
+        await http.own.fleet.wait_for_workers()
+        (worker,) = http.own.fleet.workers
+        async with (
+            AsyncOpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = [tasks.create_task(rollout(client, renderer, worker.model, i)) for i in range(NUM_ROLLOUTS)]
+        finished = [task.result() for task in running]
+        again = [await http.rb.complete(whole_conversation(turns)) for turns in finished[:4]]
+
+    for turns in finished:
+        position = 0
+        for turn in turns:
+            assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
+            assert turn["finish_reason"] in ("stop", "length")
+            assert turn["routed_experts"]["start"] == position
+            position += len(rows_of(turn["routed_experts"]))
+            assert position == len(turn["prompt_ids"]) + len(turn["completion_ids"]) - 1
+    for turns, expected in zip(finished[: len(again)], again, strict=True):
+        rows = np.concatenate([rows_of(turn["routed_experts"]) for turn in turns])
+        assert expected.routed_experts is not None
+        assert np.array_equal(rows, expected.routed_experts[: len(rows)])
+
+
+def whole_conversation(turns: list[dict[str, Any]]) -> bus.GenerateRequest:
+    """All tokens of a rollout as one prompt."""
+    last = turns[-1]
+    return bus.GenerateRequest(
+        prompt_token_ids=last["prompt_ids"] + last["completion_ids"], sampling=bus.SamplingParams(max_tokens=1)
+    )
+
+
+async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: str) -> None:
+    """The same prompts, one after the other: the same tokens, logprobs and rows to the last bit."""
+    async with http_before(nats_url, real_fleet) as http:
+        await http.own.fleet.wait_for_workers()
+        for number, sampling in enumerate(({"temperature": 0.0, "n": 2}, {"temperature": 1.0, "seed": 7, "top_k": 50})):
+            params: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "ignore_eos": True, **sampling}
+            ids = prompt(40, seed=number).tolist()
+            # Of salts of their own: what is found in the cache is not computed in the same steps.
+            answer = await http.client.post(
+                "/inference/v1/generate", json={"token_ids": ids, "sampling_params": params, "cache_salt": "http"}
+            )
+            expected = await http.rb.complete(
+                bus.GenerateRequest(prompt_token_ids=ids, sampling=bus.SamplingParams(**params), cache_salt="bus")
+            )
+            for choice, sample in zip(answer.json()["choices"], (expected, *expected.siblings), strict=True):
+                assert choice["token_ids"] == sample.token_ids.tolist()
+                assert sample.logprobs is not None
+                assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sample.logprobs.tolist()
+                assert sample.routed_experts is not None
+                assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)
+
+
+async def test_long_prompts_are_caught_before_they_are_sent(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
+    """The client reads the context length from `/v1/models`."""
+    async with http_before(nats_url, real_fleet) as http:
+        await http.own.fleet.wait_for_workers()
+        (worker,) = http.own.fleet.workers
+        assert worker.capabilities is not None
+        limit = worker.capabilities.max_model_len
+        async with AsyncOpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(OverlongPromptError) as error:
+                await generate(
+                    client=client, renderer=renderer, messages=[], model=worker.model, prompt_ids=[10] * (limit + 1)
+                )
+    assert (error.value.prompt_len, error.value.max_prompt_len) == (limit + 1, limit)
