@@ -32,9 +32,9 @@ ADMIN: RouteTable = {**control.ADMIN_ROUTES}
 """With the admin token: they change the fleet."""
 BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES, **openai.BODIES, **control.BODIES}
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
-QUERIES: dict[tuple[str, str], type] = {}
+QUERIES: dict[tuple[str, str], type] = {**control.QUERIES}
 """Structs of what routes read from the query, for the same."""
-ANSWERS: dict[tuple[str, str], openapi.Answer] = {**status.ANSWERS}
+ANSWERS: dict[tuple[str, str], openapi.Answer] = {**status.ANSWERS, **control.ANSWERS}
 """What routes answer, for the same; see there."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""

@@ -4,12 +4,12 @@ Whatever changes the fleet is for admins; what only looks is for all who may sen
 the workers hear of it: a client that leaves does not end it.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from frontend.http.control import bodies, operations, reads, rl, transfer, vllm
 from frontend.http.service import RouteTable
 
-__all__ = ["ADMIN_ROUTES", "BODIES", "ROUTES"]
+__all__ = ["ADMIN_ROUTES", "ANSWERS", "BODIES", "QUERIES", "ROUTES"]
 
 ADMIN_ROUTES: Final[RouteTable] = {
     ("POST", "/v1/rl/pause"): rl.pause,
@@ -63,3 +63,13 @@ BODIES: Final[dict[tuple[str, str], object]] = {
     route: _BODY_BY_HANDLER[handler] for route, handler in ADMIN_ROUTES.items()
 }
 """What the routes read; all of them take the same as query parameters, too."""
+QUERIES: Final[dict[tuple[str, str], type]] = {
+    route: reads.FleetQuery for route, handler in ROUTES.items() if handler is not operations.operation
+}
+"""Parameters of those that only look."""
+ANSWERS: Final[dict[tuple[str, str], object]] = {
+    **{route: {200: Any, 207: Any} for route in ADMIN_ROUTES if route[1].startswith("/v1/rl/")},
+    **{("POST", path): {200: Any, 202: Any, 207: Any} for path in ("/v1/rl/pause", "/pause")},
+    **{("POST", f"/v1/{verb}_lora_adapter"): "text/plain" for verb in ("load", "unload")},
+}
+"""Where they answer something else than JSON with status 200."""

@@ -6,13 +6,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
+from bus.objects.layout import split_objects
+from bus.protocol.desired import wanted_loras
 from frontend.http.control.answers import Manner, answer
 from frontend.http.control.bodies import FlushBody, LoadLoraBody, PauseBody, ResumeBody, UnloadLoraBody, UpdateBody
 from frontend.http.control.operations import begin_pause, wants_async
 from frontend.http.control.reading import either, invalid, read_fields, send_options
 from frontend.http.control.versions import with_version
+from frontend.http.errors import HttpError
 from frontend.http.service import Service
 from schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
+from schemas.errors import ControlError
 
 __all__ = ["flush_cache", "load_lora", "pause", "resume", "unload_lora", "update_weights"]
 
@@ -110,6 +114,11 @@ def _check_source(name: str, path: str | None, objects: str | None) -> None:
         raise invalid("objects", f"is given beside {name}", "one of them")
     if path is None and objects is None:
         raise invalid(name, "is missing", f"{name} or objects")
+    if objects is not None:
+        try:
+            split_objects(objects)
+        except ControlError as error:
+            raise HttpError(400, f"objects: {error.message}", code=error.code, param="objects") from None
 
 
 async def load_lora(service: Service, request: Request, manner: Manner, *, load_inplace: bool = True) -> Response:
@@ -127,13 +136,21 @@ async def load_lora(service: Service, request: Request, manner: Manner, *, load_
         raise invalid("is_3d_lora_weight", "is true", "false")
     if fields.load_inplace is not None:
         load_inplace = fields.load_inplace
-    workers = service.workers(fields.model)
-    if not load_inplace and any(lora.name == name for worker in workers for lora in worker.loras):
+    if not load_inplace and await _is_loaded(service, name, fields.model):
         raise invalid("lora_name", f"is {name!r}, which is loaded", "another name, or load_inplace: true")
     options: dict[str, Any] = send_options(fields)
     work = service.rb.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **options)
     names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
     return await answer(work, "load_lora", manner, words=lambda _ledger: {"status": "ok"}, names=names)
+
+
+async def _is_loaded(service: Service, name: str, model: str | None) -> bool:
+    """Some worker has the adapter, or should have it."""
+    state = await service.rb.fleet.state()
+    has_it = any(
+        lora.name == name for worker in state.workers if model in (None, worker.model) for lora in worker.loras
+    )
+    return has_it or any(name in wanted_loras(each) for each in state.desired.values() if model in (None, each.model))
 
 
 async def unload_lora(service: Service, request: Request, manner: Manner) -> Response:

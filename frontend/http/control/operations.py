@@ -31,7 +31,7 @@ __all__ = ["begin_pause", "operation", "operation_as_json", "wants_async"]
 SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
 """Workers that serve nothing, and bring themselves to what is recorded before they do."""
 LOOK_S: Final = 0.5
-"""Between looks at what is recorded, where no worker says anything."""
+"""Without a word of any worker, until what is recorded is looked at."""
 
 
 def wants_async(request: Request) -> bool:
@@ -49,10 +49,8 @@ async def begin_pause(service: Service, command: Pause) -> Response:
     changed = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(_send(service, command, changed))
-        while not (changed.is_set() or await _is_recorded(service, command)):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await changed.wait()
+        while not await _is_set(changed, LOOK_S) and not await _is_recorded(service, command):
+            pass
         # What is recorded stays; nobody waits for the answers here.
         sending.cancel()
     error = None if sending.cancelled() else sending.result()
@@ -72,6 +70,13 @@ async def begin_pause(service: Service, command: Pause) -> Response:
     answer = json_response(body, 202)
     answer.headers.update({"Location": url, "Preference-Applied": "respond-async"})
     return answer
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def _send(service: Service, command: Pause, changed: asyncio.Event) -> RollbusError | None:

@@ -11,9 +11,10 @@ from frontend.http.errors import HttpError
 from frontend.http.service import Service
 from schemas.errors import ErrorCode
 
-__all__ = ["either", "invalid", "read_fields", "send_options"]
+__all__ = ["either", "invalid", "read_fields", "read_query", "send_options"]
 
 Fields = TypeVar("Fields", bound=SendBody)
+Query = TypeVar("Query", bound=msgspec.Struct)
 Value = TypeVar("Value")
 
 REPEATED = "workers"
@@ -34,15 +35,23 @@ async def read_fields(service: Service, request: Request, kind: type[Fields]) ->
         ClientDisconnect: the client went away meanwhile.
     """
     body = await read_body(request, service.settings.max_body_bytes)
-    query = request.query_params
-    if not query:
+    if not request.query_params:
         return decode_body(body, kind)
     if body.strip() not in (b"", b"{}", b"null"):
-        name = next(iter(query))
+        name = next(iter(request.query_params))
         raise invalid(name, "is a query parameter beside a body", "all fields in the one or in the other")
+    return read_query(request, kind)
+
+
+def read_query(request: Request, kind: type[Query]) -> Query:
+    """The query's parameters.
+
+    Raises:
+        HttpError: 400, naming the parameter that is unknown, of another type, or given several times.
+    """
     given: dict[str, str | list[str]] = {}
-    for name in query:
-        values = query.getlist(name)
+    for name in request.query_params:
+        values = request.query_params.getlist(name)
         given[name] = values if name == REPEATED or len(values) > 1 else values[0]
     # All values are strings there: what they mean is for the field's type to say.
     return decode_body(msgspec.json.encode(given), kind, strict=False)

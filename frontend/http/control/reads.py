@@ -3,19 +3,20 @@
 from collections import Counter
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
 from bus.protocol.desired import target_version
-from frontend.http.control.reading import invalid
+from frontend.http.control.reading import invalid, read_query
 from frontend.http.errors import HttpError
 from frontend.http.service import Service
 from frontend.http.status import json_response
 from schemas.errors import ErrorCode
 from schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["is_paused", "liveness", "rl_health", "weight_info", "weight_version"]
+__all__ = ["FleetQuery", "is_paused", "liveness", "rl_health", "weight_info", "weight_version"]
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
 """A command has said that they take no requests."""
@@ -24,19 +25,23 @@ TAKING: Final = frozenset({WorkerState.SERVING, WorkerState.UPDATING})
 DEAD: Final = frozenset({WorkerState.FENCED, WorkerState.FAILED, WorkerState.STOPPED})
 
 
+class FleetQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which workers are asked about."""
+
+    model: str | None = None
+    """Whose; None: those of every model."""
+
+
 async def _state(service: Service, request: Request) -> bus.FleetState:
     """The fleet, asked now; only the workers of `?model=`, if that is given.
 
     Raises:
         HttpError: 400, there is no such parameter or model; 503, no workers are there.
     """
-    for name in request.query_params:
-        if name != "model":
-            raise invalid(name, "is unknown", "model")
+    model = read_query(request, FleetQuery).model
     state = await service.rb.fleet.state()
     if not state.workers:
         raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
-    model = request.query_params.get("model")
     if model is None:
         return state
     workers = tuple(worker for worker in state.workers if worker.model == model)

@@ -1,0 +1,109 @@
+"""Fleets of synthetic workers behind the HTTP service, with checkpoints and adapters that they may load."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bus import Chunk, FleetState, GenerateRequest, SamplingParams
+from frontend.http.settings import Settings
+from tests.control.support import write_adapter, write_checkpoint
+from tests.http.support import Http, http_before
+from tests.support.fleet import synthetic_worker
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["ControlHttp", "control_http", "in_flight", "together", "until_state"]
+
+T = TypeVar("T")
+STEP_S = 0.002
+
+
+@dataclass
+class ControlHttp:
+    """A service, and the workers `w0`, `w1` ... behind it."""
+
+    http: Http
+    engines: list[SyntheticEngine]
+    root: Path
+    """Where checkpoints may come from: `one`, which the workers were started with, `two` and `adapter`."""
+
+    async def post(self, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+        """Send a body as JSON, or nothing; the answer's status and JSON."""
+        answer = await self.http.client.post(path, json=body)
+        return answer.status_code, answer.json()
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """The status and JSON of an answer."""
+        answer = await self.http.client.get(path)
+        return answer.status_code, answer.json()
+
+
+async def together(*calls: Coroutine[Any, Any, T]) -> list[T]:
+    """Do these at once: asking a fleet takes half a second each time."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(call) for call in calls]
+    return [task.result() for task in running]
+
+
+@contextlib.asynccontextmanager
+async def control_http(
+    nats_url: str,
+    fleet: str,
+    tmp_path: Path,
+    count: int = 1,
+    settings: Settings | None = None,
+    *,
+    models: tuple[str, ...] = (),
+) -> AsyncIterator[ControlHttp]:
+    """Serve a fleet of synthetic workers of the model `synthetic`, or one of each of `models`, at version 1."""
+    root = tmp_path / "root"
+    one = write_checkpoint(root / "one", seed=1)
+    write_checkpoint(root / "two", seed=2)
+    write_adapter(root / "adapter")
+    config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
+    async with contextlib.AsyncExitStack() as stack:
+        engines = []
+        for i, model in enumerate(models or ("synthetic",) * count):
+            fields: dict[str, Any] = {
+                "worker_id": f"w{i}",
+                "model_path": str(one),
+                "weight_roots": (str(root),),
+                "weight_version": 1,
+                "cache_dir": str(tmp_path / "cache"),
+            }
+            worker = synthetic_worker(nats_url, fleet, config=config, model=model, **fields)
+            engines.append((await stack.enter_async_context(worker))[1])
+        http = await stack.enter_async_context(http_before(nats_url, fleet, settings))
+        for rb in (http.own, http.rb):
+            await rb.fleet.wait_for_workers(len(engines))
+        yield ControlHttp(http, engines, root)
+
+
+@contextlib.asynccontextmanager
+async def in_flight(http: Http, max_tokens: int = 60_000) -> AsyncIterator[list[Chunk]]:
+    """A request that runs, and would for minutes; its chunks. In the end it is given up."""
+    chunks: list[Chunk] = []
+    begun = asyncio.Event()
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+    async def read() -> None:
+        async for chunk in http.rb.generate(GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling)):
+            chunks.append(chunk)
+            if chunk.num_tokens:
+                begun.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read())
+        await begun.wait()
+        yield chunks
+        reading.cancel()
+
+
+async def until_state(http: Http, is_met: Callable[[FleetState], bool]) -> FleetState:
+    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
+    while True:
+        state = await http.rb.fleet.state()
+        if is_met(state):
+            return state

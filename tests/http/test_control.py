@@ -1,0 +1,321 @@
+"""Commands over HTTP: every status is produced for real, and says what became of each worker."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from frontend.http.settings import Settings
+from schemas.errors import ControlCode
+from schemas.presence import WorkerState
+from tests.http.control_support import ControlHttp, control_http, in_flight, together, until_state
+from tests.http.support import http_before
+from tests.support.hand_control import ACCEPTED, controlled, failed, silent
+
+COMMANDS: list[tuple[str, dict[str, Any]]] = [
+    ("pause", {}),
+    ("resume", {}),
+    ("flush_cache", {}),
+    ("update_weights", {"path": "/x", "version": 3}),
+    ("load_lora_adapter", {"name": "a", "path": "/x"}),
+    ("unload_lora_adapter", {"name": "a"}),
+]
+LEDGER = {"command", "id", "complete", "epochs", "seconds", "workers", "not_found"}
+
+
+def results(ledger: dict[str, Any]) -> dict[str, str]:
+    """What became of each worker."""
+    return {line["worker"]: line["result"] for line in ledger["workers"]}
+
+
+async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """200 and the ledger, of which each worker is a line; afterwards the fleet is as was asked for."""
+    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+        bodies: dict[str, Any] = {
+            "pause": {"mode": "abort", "clear_cache": True, "timeout_s": 20},
+            "flush_cache": {"preempt": True},
+            "update_weights": {"path": str(c.root / "two"), "version": 7, "model": "synthetic"},
+            "load_lora_adapter": {"name": "math", "path": str(c.root / "adapter"), "version": 4},
+            "resume": {"workers": ["w0", "w1"]},
+        }
+        answers = {name: await c.post(f"/v1/rl/{name}", body) for name, body in bodies.items()}
+        state = await c.http.rb.fleet.state()
+        unloaded = await c.post("/v1/rl/unload_lora_adapter", {"name": "math"})
+        after = await c.http.rb.fleet.state()
+
+    for status, ledger in (*answers.values(), unloaded):
+        assert (status, ledger["complete"], results(ledger)) == (200, True, {"w0": "applied", "w1": "applied"})
+        assert ledger.keys() >= LEDGER
+        assert "error" not in ledger
+    assert answers["pause"][1]["epochs"] == {"synthetic": 1}
+    assert answers["update_weights"][1]["workers"][0]["canary"]["token_ids"]
+    assert answers["update_weights"][1]["weight_version"] == 7
+    assert [(worker.state, worker.weight_version) for worker in state.workers] == [(WorkerState.SERVING, 7)] * 2
+    assert [[(it.name, it.version) for it in worker.loras] for worker in state.workers] == [[("math", 4)]] * 2
+    assert [worker.loras for worker in after.workers] == [(), ()]
+
+
+async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
+    """Nobody to carry it out is never success, under any name; nothing is recorded."""
+    async with http_before(nats_url, fleet) as http:
+        commands = [*COMMANDS, ("pause", {"async": True}), ("update_weights", {"path": "/x"})]
+        answers = await together(*(http.client.post(f"/v1/rl/{name}", json=body) for name, body in commands))
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers"), answer.url
+            assert "Retry-After" in answer.headers
+        assert not (await http.rb.fleet.state()).desired
+
+
+async def test_some_is_207_and_none_is_502(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """With one of two engines failing, the ledger says which and why; with both, nothing was done."""
+    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+        c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True)
+        some = await c.post("/v1/rl/flush_cache")
+        c.engines[1].faults = replace(c.engines[1].faults, reset_cache=True)
+        none = await c.post("/v1/rl/flush_cache")
+
+    assert (some[0], results(some[1])) == (207, {"w0": "failed", "w1": "applied"})
+    assert (some[1]["complete"], some[1]["error"]["code"]) == (False, "partial")
+    assert "w0" in some[1]["error"]["message"]
+    assert (none[0], results(none[1])) == (502, {"w0": "failed", "w1": "failed"})
+    assert none[1]["error"] == {**none[1]["error"], "type": "server_error", "param": None, "code": "cache_in_use"}
+
+
+async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """One of two has the new weights; the other serves nothing, until an update that it can carry out."""
+    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+        body = {"path": str(c.root / "two"), "version": 2}
+        c.engines[0].faults = replace(c.engines[0].faults, load="half_written")
+        some = await c.post("/v1/rl/update_weights", body)
+        health, versions = await together(c.get("/v1/rl/health"), c.get("/v1/rl/weight_version"))
+        c.engines[0].faults = replace(c.engines[0].faults, load=None)
+        again = await c.post("/v1/rl/update_weights", {**body, "version": 3})
+
+    assert (some[0], results(some[1])) == (207, {"w0": "failed", "w1": "applied"})
+    assert (health[0], health[1]["workers"]) == (200, {"poisoned": 1, "serving": 1})
+    assert "w0" in health[1]["errors"]
+    assert (versions[1]["weight_version"], versions[1]["is_uniform"]) == (2, True)
+    assert versions[1]["desired"] == {"w0": 2, "w1": 2}
+    assert (again[0], again[1]["weight_version"]) == (200, 3)
+
+
+async def test_a_check_that_fails_is_no_partial_success(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A path that one worker refuses changes nothing at the other, which could have: 403, not 207."""
+    async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
+        hands["b"].reply = lambda _command: (ACCEPTED, failed(ControlCode.PATH_REFUSED))
+        for worker in hands.workers.values():
+            await worker.announce()
+        answer = await http.client.post("/v1/rl/update_weights", json={"path": "/x", "version": 2})
+
+    ledger = answer.json()
+    assert (answer.status_code, ledger["error"]["code"]) == (403, "path_refused")
+    assert (ledger["command"], results(ledger)) == ("check_weights", {"a": "applied", "b": "failed"})
+
+
+async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Outside, by `..`, by a link, and relative: refused by each worker, and nothing is changed."""
+    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+        (c.root / "link").symlink_to(tmp_path)
+        paths = ["/etc", str(c.root / ".." / "root2"), str(c.root / "link"), "one"]
+        calls = []
+        for i, path in enumerate(paths):
+            calls.append(c.post("/v1/rl/update_weights", {"path": path, "version": 9}))
+            calls.append(c.post("/v1/rl/update_weights", {"weight_dir": path}))
+            calls.append(c.post("/v1/rl/load_lora_adapter", {"lora_name": f"a{i}", "lora_path": path}))
+        for status, ledger in await together(*calls):
+            assert (status, ledger["error"]["code"]) == (403, "path_refused"), ledger
+            assert results(ledger) == {"w0": "failed", "w1": "failed"}
+        state = await c.http.rb.fleet.state()
+
+    assert [(worker.state, worker.weight_version) for worker in state.workers] == [(WorkerState.SERVING, 1)] * 2
+    assert not any(desired.registers for desired in state.desired.values())
+
+
+async def test_a_later_command_makes_an_earlier_one_stale(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Two controllers: the resume of the one takes the place of the other's pause, which waits: 409."""
+    async with (
+        control_http(nats_url, fleet, tmp_path) as c,
+        http_before(nats_url, fleet) as other,
+        in_flight(c.http),
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(c.post("/v1/rl/pause", {"mode": "wait"}))
+        await until_state(c.http, lambda state: bool(state.desired) and state.workers[0].state != "serving")
+        resumed = await other.client.post("/v1/rl/resume")
+        status, ledger = await waiting
+
+    assert resumed.status_code == 200
+    assert (status, ledger["error"]["code"], results(ledger)) == (409, "stale", {"w0": "stale"})
+
+
+async def test_an_older_version_is_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Also the same version of other weights; `allow_rollback` permits both."""
+    async with control_http(nats_url, fleet, tmp_path) as c:
+        one, two = str(c.root / "one"), str(c.root / "two")
+        good = await c.post("/v1/rl/update_weights", {"path": two, "version": 5})
+        older = await c.post("/v1/rl/update_weights", {"path": one, "version": 4})
+        same = await c.post("/v1/rl/update_weights", {"path": one, "version": 5})
+        back = await c.post("/v1/rl/update_weights", {"path": one, "version": 4, "allow_rollback": True})
+
+    assert [good[0], older[0], same[0], back[0]] == [200, 409, 409, 200]
+    assert older[1]["error"]["code"] == same[1]["error"]["code"] == "old_version"
+
+
+async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The worker says how many are in flight, and stays paused; `abort` ends them."""
+    async with control_http(nats_url, fleet, tmp_path) as c, in_flight(c.http):
+        late = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1})
+        aborted = await c.post("/v1/rl/pause", {"mode": "abort"})
+
+    assert (late[0], late[1]["error"]["code"], results(late[1])) == (504, "timeout", {"w0": "failed"})
+    assert late[1]["workers"][0]["in_flight"] == 1
+    assert (aborted[0], aborted[1]["status"], aborted[1]["inflight_requests"]) == (200, "paused", 0)
+
+
+async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str) -> None:
+    """Those that are gone, and those whose time is up: all are missing, and the ledger says why."""
+    async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
+        for worker in hands.workers.values():
+            worker.reply = silent
+            await worker.announce()
+        async with asyncio.TaskGroup() as tasks:
+            posting = tasks.create_task(http.client.post("/v1/rl/resume", json={"timeout_s": 0.01}))
+            await hands["a"].waiting.get()
+            await hands["a"].announce(WorkerState.STOPPED)
+            answer = await posting
+
+    ledger = answer.json()
+    assert (answer.status_code, ledger["error"]["code"]) == (504, "timeout")
+    assert results(ledger) == {"a": "missing", "b": "missing"}
+    assert all(line["why"] for line in ledger["workers"])
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("pause", {"mode": "stop"}, "mode"),
+    ("pause", {"clear_cache": "yes"}, "clear_cache"),
+    ("pause", {"timeout_s": 0}, "timeout_s"),
+    ("pause", {"timeout_s": 1e99}, "timeout_s"),
+    ("pause", {"workers": []}, "workers"),
+    ("pause", {"workers": "w0"}, "workers"),
+    ("pause", {"workers": ["w0", "w9"]}, "workers"),
+    ("pause", {"workers": ["a.b"]}, "workers"),
+    ("pause", {"model": "other"}, "model"),
+    ("pause", {"model": ""}, "model"),
+    ("pause", {"modus": "keep"}, "modus"),
+    ("pause", {"mode": "keep", "wait_for_inflight_requests": True}, "wait_for_inflight_requests"),
+    ("resume", {"mode": "keep"}, "mode"),
+    ("flush_cache", {"preempt": True, "reset_running_requests": True}, "reset_running_requests"),
+    ("flush_cache", {"reset_external": True}, "reset_external"),
+    ("update_weights", {}, "path"),
+    ("update_weights", {"path": "", "version": 2}, "path"),
+    ("update_weights", {"path": "/x", "objects": "a/b"}, "objects"),
+    ("update_weights", {"objects": "../x"}, "objects"),
+    ("update_weights", {"path": "/x", "weight_dir": "/x"}, "weight_dir"),
+    ("update_weights", {"path": "/x", "version": -1}, "version"),
+    ("update_weights", {"path": "/x", "version": 2**31}, "version"),
+    ("update_weights", {"path": "/x", "version": "2"}, "version"),
+    ("update_weights", {"path": "/x", "upload": True}, "upload"),
+    ("update_weights", {"path": "/x", "expected_canary": {"token_ids": []}}, "expected_canary.logprobs"),
+    ("update_weights", {"update_info": {}, "version": 2}, "version"),
+    ("update_weights", {"update_info": []}, "update_info"),
+    ("load_lora_adapter", {"path": "/x"}, "name"),
+    ("load_lora_adapter", {"name": "a"}, "path"),
+    ("load_lora_adapter", {"lora_name": "a"}, "lora_path"),
+    ("load_lora_adapter", {"lora_name": "a\n", "lora_path": "/x"}, "lora_name"),
+    ("load_lora_adapter", {"name": "a", "path": "/x", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
+    ("unload_lora_adapter", {}, "name"),
+]
+
+
+async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """400 with the field's name and what is allowed; nothing is recorded."""
+    async with control_http(nats_url, fleet, tmp_path) as c:
+        answers = await together(*(c.post(f"/v1/rl/{name}", body) for name, body, _ in WRONG))
+        for (name, body, field), (status, answer) in zip(WRONG, answers, strict=True):
+            assert (status, answer["error"]["param"]) == (400, field), (name, body, answer)
+            assert answer["error"]["type"] == "invalid_request_error"
+        for query in ("mode=stop", "modus=keep", "mode=keep&mode=wait", "timeout_s=nan"):
+            status, answer = await c.post(f"/v1/rl/pause?{query}")
+            assert (status, answer["error"]["param"]) == (400, query.partition("=")[0]), (query, answer)
+        both = await c.post("/v1/rl/pause?mode=keep", {"clear_cache": True})
+        other_json = [await c.http.client.post("/v1/rl/pause", content=body) for body in (b"[1]", b"{", b"\xff")]
+        assert not (await c.http.rb.fleet.state()).desired
+
+    assert (both[0], both[1]["error"]["param"]) == (400, "mode")
+    assert [answer.status_code for answer in other_json] == [400] * 3
+
+
+async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """With two models, a pause concerns both, and weights must say whose they are, with a version or without."""
+    async with control_http(nats_url, fleet, tmp_path, models=("a", "b")) as c:
+        body = {"path": str(c.root / "two")}
+        bodies: list[dict[str, Any]] = [body, {**body, "version": 2}]
+        wrong = await together(*(c.post("/v1/rl/update_weights", each) for each in bodies))
+        named = await c.post("/v1/rl/update_weights", {**body, "model": "b"})
+        paused = await c.post("/v1/rl/pause")
+        version, mixed, unknown = await together(
+            *(c.get(f"/v1/rl/weight_version{query}") for query in ("?model=b", "", "?model=c"))
+        )
+
+    assert [(status, answer["error"]["param"]) for status, answer in wrong] == [(400, "model")] * 2
+    assert (named[0], results(named[1])) == (200, {"w1": "applied"})
+    assert (paused[0], paused[1]["epochs"]) == (200, {"a": 1, "b": 2})
+    assert version[1]["workers"] == {"w1": 2}
+    assert (mixed[1]["weight_version"], mixed[1]["newest_weight_version"], mixed[1]["is_uniform"]) == (1, 2, False)
+    assert (unknown[0], unknown[1]["error"]["param"]) == (400, "model")
+
+
+async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Two controllers give weights without versions at the same time: each is applied, one after the other."""
+    async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet) as other:
+        async with asyncio.TaskGroup() as tasks:
+            posting = [
+                tasks.create_task(http.client.post("/v1/rl/update_weights", json={"path": str(c.root / name)}))
+                for http, name in ((c.http, "one"), (other, "two"))
+            ]
+        answers = [task.result() for task in posting]
+        state = await c.http.rb.fleet.state()
+
+    # One may have been overtaken while it was under way; no version stands for two weights.
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert 200 in {answer.status_code for answer in answers}
+    versions = [answer.json()["weight_version"] for answer in answers if answer.status_code == 200]
+    assert len(set(versions)) == len(versions)
+    assert (state.workers[0].weight_version, state.workers[0].state) == (3, WorkerState.SERVING)
+
+
+async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The pause was recorded, and is carried out; the service answers others meanwhile."""
+    async with control_http(nats_url, fleet, tmp_path) as c:
+        async with in_flight(c.http) as chunks:
+            with pytest.raises(httpx.ReadTimeout):
+                await c.http.client.post("/v1/rl/pause", json={"mode": "wait"}, timeout=0.5)
+            await until_state(c.http, lambda state: bool(state.desired))
+            assert (await c.http.client.get("/health")).status_code == 200
+            assert chunks[-1].end is None
+        state = await until_state(c.http, lambda state: state.workers[0].state is WorkerState.PAUSED)
+
+    assert state.workers[0].pause_mode == "wait"
+
+
+async def test_commands_are_for_admins(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The data token opens what only looks; every route that changes something wants the admin's."""
+    settings = Settings(token="data", admin_token="admin")
+    async with control_http(nats_url, fleet, tmp_path, settings=settings) as c:
+        await _check_access(c)
+        assert not (await c.http.rb.fleet.state()).desired
+
+
+async def _check_access(c: ControlHttp) -> None:
+    from frontend.http.control import ADMIN_ROUTES, ROUTES
+
+    data, admin = ({"Authorization": f"Bearer {token}"} for token in ("data", "admin"))
+    shut = [(route, headers, 401) for route in ADMIN_ROUTES for headers in ({}, data)]
+    open_ = [(route, headers, 404 if "{id}" in route[1] else 200) for route in ROUTES for headers in (data, admin)]
+    calls = [*shut, *open_, *((route, {}, 401) for route in ROUTES)]
+    answers = await together(*(c.http.client.request(*route, headers=headers) for route, headers, _ in calls))
+    for (route, headers, status), answer in zip(calls, answers, strict=True):
+        assert answer.status_code == status, (route, headers)
