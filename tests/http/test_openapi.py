@@ -1,0 +1,130 @@
+"""The OpenAPI document says what is served, and what it says can be sent without an answer of 500."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import jsonschema_rs
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.routing import Route
+
+import bus
+from frontend.http.app import ADMIN, DATA, OPEN, described, make_app
+from frontend.http.openapi import document
+from frontend.http.settings import Settings
+from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import Http, http_before, http_service
+from workers.engines.synthetic import SyntheticConfig
+
+EXAMPLES = 5
+"""For each route."""
+
+
+def operations(described_as: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By method and path."""
+    return {
+        (method.upper(), path): operation
+        for path, methods in described_as["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) -> None:
+    """Every route stands in the document with its method and its tokens, and nothing else does."""
+    settings = Settings(token="data", admin_token="admin")
+    app = make_app(bus.connect(nats_url, fleet=fleet), settings)
+    served = {
+        (method, route.path.replace(":path}", "}"))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    async with http_before(nats_url, fleet, settings) as http:
+        found = operations((await http.client.get("/openapi.json")).json())
+        assert set(found) == served
+        tokens = {key: [set(each) for each in operation.get("security", ())] for key, operation in found.items()}
+        for table, wanted in ((OPEN, []), (DATA, [{"token"}, {"admin_token"}]), (ADMIN, [{"admin_token"}])):
+            assert all(tokens[key] == wanted for key in table)
+        for method, path in DATA:
+            assert (await http.client.request(method, path)).status_code == 401
+
+
+def test_every_route_says_what_it_takes() -> None:
+    """What a POST decodes is in the document; nothing is said of routes that are not there."""
+    routes = described()
+    served = {*routes.open, *routes.data, *routes.admin}
+
+    assert [key for key in served if key[0] == "POST" and key not in routes.bodies] == []
+    assert {*routes.bodies, *routes.queries, *routes.answers} <= served
+    made = operations(document(routes, Settings()))
+    assert all(("requestBody" in made[key]) == (body is not None) for key, body in routes.bodies.items())
+    assert all(operation["summary"] for operation in made.values())
+    assert len({operation["operationId"] for operation in made.values()}) == len(made)
+
+
+def test_schemas_are_valid() -> None:
+    """All of them are JSON Schema of the dialect that OpenAPI 3.1 has, and every reference leads somewhere."""
+    made = document(described(), Settings())
+    names = set(made["components"]["schemas"])
+    for schema in made["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(schema)
+
+    def check(part: object) -> None:
+        if isinstance(part, dict):
+            if "$ref" in part:
+                assert part["$ref"].removeprefix("#/components/schemas/") in names
+            for each in part.values():
+                check(each)
+        elif isinstance(part, list):
+            for each in part:
+                check(each)
+
+    check(made)
+
+
+def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *, is_admin: bool) -> None:
+    """Send what the document allows, and what it does not; blocks."""
+    operation = schemathesis.openapi.from_dict(described_as)[path][method]
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy())
+    def run(case: schemathesis.Case[Any]) -> None:
+        response = case.call(base_url=http.url, timeout=30)
+        if is_admin:
+            # Where no worker applied a command, the answer is 502 by design.
+            assert response.status_code != 500
+        else:
+            case.validate_response(response, checks=[not_a_server_error])
+        conformance = [status_code_conformance, content_type_conformance, response_schema_conformance]
+        case.validate_response(response, checks=conformance)
+
+    run()
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """What is drawn from the document is answered as the document says, and never with 5xx."""
+    config = SyntheticConfig(max_model_len=256)
+    settings = Settings(max_body_bytes=1 << 20, tokenizer=save(make_byte_level(), tmp_path))
+    async with http_service(nats_url, fleet, settings, config=config) as http:
+        described_as = (await http.client.get("/openapi.json")).json()
+        # What pauses or drains the fleet comes last.
+        for table in (OPEN, DATA, ADMIN):
+            for method, path in sorted(table):
+                await asyncio.to_thread(try_out, http, described_as, path, method, is_admin=table is ADMIN)
+        assert (await http.client.get("/health")).status_code == 200
