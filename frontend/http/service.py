@@ -30,6 +30,7 @@ class Service:
     admission: Admission
     _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
     """By folder; a fleet serves a few models."""
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +70,13 @@ class Service:
             HttpError: 501, it is not on this machine.
         """
         folder = self.settings.tokenizer or Path(worker.model_path or "")
-        if folder not in self._tokenizers:
-            try:
-                self._tokenizers[folder] = await asyncio.to_thread(load_tokenizer, folder)
-            except TokenizerUnavailable as exc:
-                raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
+        # One after another: several threads that import transformers at once find it half imported.
+        async with self._loading:
+            if folder not in self._tokenizers:
+                try:
+                    self._tokenizers[folder] = await asyncio.to_thread(load_tokenizer, folder)
+                except TokenizerUnavailable as exc:
+                    raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
         return self._tokenizers[folder]
 
     async def complete(self, request: Request, wanted: bus.GenerateRequest) -> bus.Generation:
