@@ -118,7 +118,6 @@ ANCHOR: Final = "a"
 class _HuggingFace(Protocol):
     chat_template: object
     special_tokens_map: Mapping[str, object]
-    all_special_ids: Sequence[int]
     added_tokens_decoder: Mapping[int, Any]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -139,8 +138,10 @@ class _Pretrained:
         tokenizer.encode(ANCHOR, add_special_tokens=True)
         self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
         self._bytes: dict[int, bytes] = {}
-        marked = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self.special_ids = frozenset({*tokenizer.all_special_ids, *marked})
+        # More than those with a role, such as the end of a text.
+        self.special_ids = frozenset(
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -12,13 +12,15 @@ from frontend import tokenization
 __all__ = ["CHAT_TEMPLATE", "byte_fallback", "byte_level", "make_byte_level", "save", "word_piece"]
 
 SPECIAL = "<|end|>"
+ROLE = "<|role|>"
+"""A special token without a use that the configuration names."""
 ADDED = "<tool▁call>"
 """No special token; with a character that byte-level vocabularies do not write."""
 CHAT_TEMPLATE = (
     "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}[{{ call.function.arguments.x }}]{% endfor %}<|end|>{% endfor %}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"
 )
 
@@ -70,8 +72,8 @@ def _loaded(tokenizer: Tokenizer) -> tokenization.Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write a tokenizer as checkpoints have it, with a special token and one more."""
-    tokenizer.add_special_tokens([AddedToken(SPECIAL, normalized=False)])
+    """Write a tokenizer as checkpoints have it, with two special tokens and one more."""
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (SPECIAL, ROLE)])
     tokenizer.add_tokens([AddedToken(ADDED, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL, "chat_template": chat_template}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from frontend.http.detokenizer import Detokenizer
 from frontend.tokenization import Tokenizer, token_text
-from tests.http.small_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level, word_piece
+from tests.http.small_tokenizers import ADDED, ROLE, SPECIAL, byte_fallback, byte_level, word_piece
 
 FAMILIES = {"byte level": byte_level, "byte fallback": byte_fallback}
 VOCABULARY = 270
@@ -106,10 +106,10 @@ def test_a_character_may_begin_in_the_prompt(family: str) -> None:
 def test_special_tokens_are_shown_on_demand() -> None:
     """Special tokens are left out by default, other added ones never."""
     tokenizer = byte_level()
-    ids = tokenizer.encode(f"t{SPECIAL}{ADDED}", add_special_tokens=False)
+    ids = tokenizer.encode(f"t{SPECIAL}{ROLE}{ADDED}", add_special_tokens=False)
 
     assert "".join(in_pieces(tokenizer, [ids])) == f"t{ADDED}"
-    assert "".join(in_pieces(tokenizer, [ids], skip_special_tokens=False)) == f"t{SPECIAL}{ADDED}"
+    assert "".join(in_pieces(tokenizer, [ids], skip_special_tokens=False)) == f"t{SPECIAL}{ROLE}{ADDED}"
 
 
 def test_decoders_that_add_spaces() -> None:

@@ -157,7 +157,7 @@ async def test_messages_are_read_as_vllm_reads_them() -> None:
     assert await chat_text(messages=[{"role": "user", "content": parts}]) == "<user>t\nh\ne<|end|><assistant>"
     assert (
         await chat_text(messages=[{"role": "assistant", "content": None, "tool_calls": calls, "refusal": None}])
-        == "<assistant>[7][][][][8]<|end|><assistant>"
+        == '<assistant>[{"x": 7}][{}][{}][{}][{"x": 8}]<|end|><assistant>'
     )
     assert await chat_text(messages=[{"role": "tool"}], add_generation_prompt=False) == "<tool><|end|>"
 
