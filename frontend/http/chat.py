@@ -15,7 +15,7 @@ __all__ = ["Chat", "encode_chat", "encode_text"]
 
 SHORT_TEXT: Final = 4096
 """Characters that take less time to tokenize than to hand over to a thread and back, about."""
-TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Kinds of content parts whose field `text` is what they say."""
 
 

@@ -168,6 +168,8 @@ async def test_messages_are_read_as_vllm_reads_them() -> None:
         ({"role": "user", "content": 1}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0]"),
         ({"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}, "messages[0].content[1]"),
+        ({"role": "user", "content": [{"type": {}, "text": "a"}]}, "messages[0].content[0]"),
+        ({"role": {}}, "messages[0].role"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0]"),
     ],
