@@ -1,0 +1,58 @@
+"""What a model's limits allow: the checks that need to know the model."""
+
+from typing import Any
+
+import pytest
+
+from schemas.errors import InvalidRequest
+from schemas.model_limits import check_model_limits
+from schemas.presence import Capabilities
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+
+MODEL = Capabilities(
+    engine="e",
+    engine_version="1",
+    max_model_len=10,
+    vocab_size=100,
+    max_num_seqs=1,
+    max_logprobs=5,
+    dtype="float32",
+    extra=("known",),
+)
+
+
+def check(prompt: list[int], **sampling: Any) -> None:
+    """Check a request."""
+    check_model_limits(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling)), MODEL)
+
+
+def test_what_just_fits_is_allowed() -> None:
+    """The whole context, the last token id, as many logprobs as there are, and what the engine knows."""
+    check([99] * 9, max_tokens=1)
+    check([0] * 4, max_tokens=6, min_tokens=6, logprobs=5, prompt_logprobs=5, extra={"known": 1})
+    check([0], max_tokens=None, stop_token_ids=[99], logit_bias={99: 1.0}, bad_words_token_ids=[[99]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([0] * 10, {"max_tokens": 1}, "prompt_token_ids"),
+        ([0, 100], {}, "prompt_token_ids[1]"),
+        ([0] * 4, {"max_tokens": 7}, "sampling.max_tokens"),
+        ([0] * 4, {"max_tokens": None, "min_tokens": 7}, "sampling.min_tokens"),
+        ([0], {"logprobs": 6}, "sampling.logprobs"),
+        ([0], {"prompt_logprobs": 6}, "sampling.prompt_logprobs"),
+        ([0], {"stop_token_ids": [1, 100]}, "sampling.stop_token_ids"),
+        ([0], {"allowed_token_ids": [100]}, "sampling.allowed_token_ids"),
+        ([0], {"logit_bias": {100: 1.0}}, "sampling.logit_bias"),
+        ([0], {"bad_words_token_ids": [[1], [2, 100]]}, "sampling.bad_words_token_ids[1]"),
+        ([0], {"extra": {"unknown": 1}}, "sampling.extra.unknown"),
+    ],
+)
+def test_what_does_not_fit_names_its_field(prompt: list[int], sampling: dict[str, Any], field: str) -> None:
+    """One more than fits."""
+    with pytest.raises(InvalidRequest) as error:
+        check(prompt, **{"max_tokens": 1, **sampling})
+    assert error.value.field == field
+    assert error.value.allowed
