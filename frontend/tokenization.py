@@ -120,7 +120,7 @@ class _HuggingFace(Protocol):
     special_tokens_map: Mapping[str, object]
     added_tokens_decoder: Mapping[int, Any]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
@@ -135,7 +135,7 @@ class _Pretrained:
     def __init__(self, tokenizer: _HuggingFace) -> None:
         self._tokenizer = tokenizer
         # The first call sets up truncation and padding, where the tokenizer's file has any: later ones only read.
-        tokenizer.encode(ANCHOR, add_special_tokens=True)
+        tokenizer.encode(ANCHOR, add_special_tokens=True, verbose=False)
         self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
         self._bytes: dict[int, bytes] = {}
         # More than those with a role, such as the end of a text.
@@ -144,7 +144,8 @@ class _Pretrained:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Verbose, it warns of lengths, which are checked against the engine's.
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(
