@@ -175,8 +175,9 @@ async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp
     assert (aborted[0], aborted[1]["status"], aborted[1]["inflight_requests"]) == (200, "paused", 0)
 
 
-async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str) -> None:
+async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are gone, and those whose time is up: all are missing, and the ledger says why."""
+    monkeypatch.setattr("bus.control.collector.MARGIN_S", 0.3)
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         for worker in hands.workers.values():
             worker.reply = silent

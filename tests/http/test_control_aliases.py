@@ -68,6 +68,7 @@ async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
             await client.post("/update_weights", json={"weight_dir": None}),
         ]
         unstarted = await client.post("/update_weights", json={"update_info": {"seed": 1}})
+        huge = await client.post("/init_weight_transfer_engine", json={"init_info": {"a": "x" * (9 << 20)}})
         state = await c.http.rb.fleet.state()
 
     assert (initialized.status_code, initialized.json()["message"]) == (200, "Weight transfer initialized")
@@ -76,6 +77,7 @@ async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
     assert [answer.json()["error"]["param"] for answer in wrong] == ["weight_version", "init_info", "weight_dir"]
     assert [answer.status_code for answer in wrong] == [400] * 3
     assert unstarted.status_code == 502
+    assert (huge.status_code, huge.json()["error"]["code"]) == (413, "too_large")
     assert (state.workers[0].state, state.workers[0].weight_version) == (WorkerState.SERVING, 8)
 
 

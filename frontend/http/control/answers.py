@@ -10,10 +10,10 @@ from typing import Any, Final
 from starlette.responses import Response
 
 import bus
-from frontend.http.errors import http_error
+from frontend.http.errors import HttpError, http_error
 from frontend.http.status import json_response
 from frontend.ledger import ledger_as_json
-from schemas.errors import ControlCode, InvalidRequest
+from schemas.errors import ControlCode, ErrorCode, InvalidRequest, LocalProtocolError
 
 __all__ = ["LORA_OF_VLLM", "RL", "VLLM", "Manner", "answer", "ledger_response", "status_of"]
 
@@ -61,7 +61,7 @@ async def answer(
         names: what the route calls fields, where it has names of its own.
 
     Raises:
-        HttpError: 400, a field is wrong.
+        HttpError: 400, a field is wrong; 413, there is more in it than one message may carry.
         RollbusError: what `bus.Fleet` raises, but for an incomplete command.
     """
     try:
@@ -70,6 +70,9 @@ async def answer(
         return ledger_response(error, command, manner)
     except InvalidRequest as error:
         raise http_error(error, {**NAMES, **(names or {})}) from None
+    except LocalProtocolError as error:
+        # Of commands there is no other: one that NATS would not carry. No worker has heard of it.
+        raise HttpError(413, str(error), code=ErrorCode.TOO_LARGE) from None
     return json_response({**words(ledger), **ledger_as_json(ledger)})
 
 
