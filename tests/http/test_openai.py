@@ -1,0 +1,235 @@
+"""OpenAI's routes as its own client drives them, on a synthetic engine."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import bus
+from tests.http.openai_support import by_bus, client_of, talking
+from tests.support.fleet import until_idle
+from workers.engines.synthetic import SyntheticConfig
+
+USER = {"role": "user", "content": "the é 🙂"}
+MESSAGES: Any = [USER]
+IDS = {"return_token_ids": True}
+
+
+async def streamed(stream: Any) -> list[Any]:
+    """All events of a stream."""
+    return [event async for event in stream]
+
+
+async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The same text, tokens, logprobs and usage either way, and the bus's: of one answer, and of several."""
+    async with talking(nats_url, fleet, tmp_path) as (http, client):
+        for n in (1, 3):
+            asked: Any = {"model": "synthetic", "messages": MESSAGES, "max_tokens": 12, "seed": 7, "n": n}
+            asked |= {"logprobs": True, "top_logprobs": 2}
+            answer = await client.chat.completions.create(**asked, extra_body=IDS)
+            events = await streamed(
+                await client.chat.completions.create(
+                    **asked, stream=True, stream_options={"include_usage": True}, extra_body=IDS
+                )
+            )
+            prompt = answer.prompt_token_ids
+            direct = await by_bus(http.rb, prompt, max_tokens=12, seed=7, n=n, logprobs=2)
+
+            *events, last = events
+            assert (answer.object, events[0].object) == ("chat.completion", "chat.completion.chunk")
+            assert (last.choices, last.usage) == ([], answer.usage)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == sum(len(s.token_ids) for s in (direct, *direct.siblings))
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert events[0].prompt_token_ids == prompt
+            for choice, generation in zip(answer.choices, (direct, *direct.siblings), strict=True):
+                deltas = [event.choices[0] for event in events if event.choices[0].index == choice.index]
+                assert [delta.delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+                assert "".join(delta.delta.content for delta in deltas) == choice.message.content
+                assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
+                assert choice.token_ids == generation.token_ids.tolist()
+                assert [token_id for delta in deltas[1:] for token_id in delta.token_ids] == choice.token_ids
+                assert choice.logprobs is not None
+                entries = choice.logprobs.content
+                assert entries is not None
+                assert [entry for delta in deltas[1:] for entry in delta.logprobs.content] == entries
+                assert generation.logprobs is not None
+                assert [entry.logprob for entry in entries] == generation.logprobs.tolist()
+                data = b"".join(bytes(entry.bytes or []) for entry in entries)
+                assert data.decode(errors="replace").removesuffix("<|end|>") == choice.message.content
+                for entry in entries:
+                    assert len(entry.top_logprobs) == 2
+                    assert all(top.token and top.bytes for top in entry.top_logprobs)
+
+
+async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """64 conversations of three turns, streamed and not, none knowing of the others: the bus's tokens in each."""
+    async with talking(nats_url, fleet, tmp_path) as (http, client):
+
+        async def converse(number: int) -> None:
+            messages: Any = [{"role": "system", "content": f"the {number}"}]
+            for _ in range(3):
+                messages.append(USER)
+                asked: Any = {"model": "synthetic", "messages": messages, "max_tokens": 6, "seed": number}
+                if number % 2:
+                    answer = await client.chat.completions.create(**asked, extra_body=IDS)
+                    prompt = answer.prompt_token_ids
+                    ids, text = answer.choices[0].token_ids, answer.choices[0].message.content
+                else:
+                    events = await streamed(await client.chat.completions.create(**asked, stream=True, extra_body=IDS))
+                    prompt, events = events[0].prompt_token_ids, events[1:]
+                    ids = [token_id for event in events for token_id in event.choices[0].token_ids]
+                    text = "".join(event.choices[0].delta.content for event in events)
+                assert ids == (await by_bus(http.rb, prompt, max_tokens=6, seed=number)).token_ids.tolist()
+                messages.append({"role": "assistant", "content": text})
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(64):
+                tasks.create_task(converse(number))
+
+
+async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The answer ends before a stop string, or with it, after the token that completes it; the engine stops too."""
+    config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
+    async with talking(nats_url, fleet, tmp_path, config) as (http, client):
+        asked: Any = {"model": "synthetic", "prompt": "the", "seed": 1, "max_tokens": 60_000}
+        plain = await client.completions.create(**{**asked, "max_tokens": 40}, extra_body=IDS)
+        ids = plain.choices[0].token_ids
+        text = plain.choices[0].text
+        at = next(index for index in range(10, len(text) - 2) if "\ufffd" not in text[index : index + 2])
+        stop = text[at : at + 2]
+        at = text.index(stop)
+        for include in (False, True):
+            extra = {**IDS, "include_stop_str_in_output": include}
+            answer = await client.completions.create(**asked, stop=["nowhere", stop], extra_body=extra)
+            events = await streamed(await client.completions.create(**asked, stop=stop, stream=True, extra_body=extra))
+            (choice,) = answer.choices
+            assert choice.text == text[: at + 2 * include]
+            assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+            kept = choice.token_ids
+            assert kept == ids[: len(kept)]
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == len(kept) < 40
+            assert "".join(event.choices[0].text for event in events) == choice.text
+            assert [token_id for event in events for token_id in event.choices[0].token_ids] == kept
+            assert events[-1].choices[0].finish_reason == "stop"
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+
+
+async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Texts or token ids, one or several, each with n answers in order, whole and streamed."""
+    async with talking(nats_url, fleet, tmp_path) as (http, client):
+        for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
+            asked: Any = {"model": "synthetic", "prompt": prompt, "n": 2, "seed": 3, "logprobs": 1, "max_tokens": 5}
+            answer = await client.completions.create(**asked, extra_body=IDS)
+            events = await streamed(await client.completions.create(**asked, stream=True, extra_body=IDS))
+
+            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+            assert [choice.index for choice in answer.choices] == list(range(4 if several else 2))
+            for choice in answer.choices:
+                ids = choice.prompt_token_ids
+                direct = await by_bus(http.rb, ids, seed=3, n=2, max_tokens=5, logprobs=1)
+                expected = (direct, *direct.siblings)[choice.index % 2]
+                assert choice.token_ids == expected.token_ids.tolist()
+                shown = choice.logprobs
+                assert shown is not None
+                assert shown.tokens is not None
+                assert expected.logprobs is not None
+                assert shown.token_logprobs == expected.logprobs.tolist()
+                parts = [event.choices[0] for event in events if event.choices[0].index == choice.index]
+                assert parts[0].prompt_token_ids == ids
+                assert "".join(part.text for part in parts) == choice.text
+                assert [offset for part in parts for offset in part.logprobs.text_offset] == shown.text_offset
+                assert shown.text_offset == [sum(map(len, shown.tokens[:at])) for at in range(len(shown.tokens))]
+
+
+async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Stop tokens are in the answer's tokens and not in its text; the defaults are OpenAI's."""
+    async with talking(nats_url, fleet, tmp_path) as (http, client):
+        plain = await by_bus(http.rb, [5, 6], max_tokens=16, seed=1)
+        stop = int(plain.token_ids[3])
+        answer = await client.completions.create(
+            model="synthetic", prompt=[5, 6], seed=1, extra_body={**IDS, "stop_token_ids": [stop]}
+        )
+        default = await client.completions.create(model="synthetic", prompt=[5, 6], seed=1, extra_body=IDS)
+        rest = await client.chat.completions.create(
+            model="synthetic", messages=MESSAGES, extra_body={**IDS, "ignore_eos": True}
+        )
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert choice.token_ids == plain.token_ids[: len(choice.token_ids)].tolist()
+    assert choice.token_ids[-1] == stop
+    assert default.choices[0].token_ids == plain.token_ids.tolist()
+    assert default.choices[0].text.startswith(choice.text)
+    assert rest.usage is not None
+    assert (rest.choices[0].finish_reason, rest.usage.total_tokens) == ("length", 512)
+
+
+async def test_errors_are_those_of_the_client(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """What is wrong comes as the client's own exceptions, with field and code, before anything is streamed."""
+    async with talking(nats_url, fleet, tmp_path) as (_, client):
+        for stream in (False, True):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.chat.completions.create(model="nobody's", messages=MESSAGES, stream=stream)
+            with pytest.raises(openai.BadRequestError) as too_long:
+                await client.chat.completions.create(
+                    model="synthetic", messages=[{"role": "user", "content": "the" * 600}], stream=stream
+                )
+            with pytest.raises(openai.BadRequestError) as too_many:
+                await client.chat.completions.create(
+                    model="synthetic", messages=MESSAGES, max_completion_tokens=600, stream=stream
+                )
+            assert (unknown.value.code, unknown.value.param) == ("unknown_model", "model")
+            assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "messages")
+            assert (too_many.value.code, too_many.value.param) == ("invalid_request", "max_completion_tokens")
+
+
+async def test_clients_that_leave(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """What nobody waits for any more is not generated: streams, several prompts at once, and stop strings."""
+    config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536, step_s=0.002)
+    async with talking(nats_url, fleet, tmp_path, config) as (http, client):
+        asked: Any = {"model": "synthetic", "max_tokens": 60_000}
+        for more in ({}, {"stop": "\x00\x01\x02\x03\x04"}):
+            for prompt in ("the", ["the", "é"]):
+                stream = await client.completions.create(**asked, **more, prompt=prompt, stream=True)
+                await anext(aiter(stream))
+                await stream.close()
+                impatient = client_of(http).with_options(timeout=0.2)
+                with pytest.raises(openai.APITimeoutError):
+                    await impatient.completions.create(**asked, **more, prompt=prompt)
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+
+
+async def test_a_failure_ends_every_answer(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's failure is a 502 for one prompt and for several; in a stream that has begun, an error event."""
+
+    async def fail(_client: bus.Client, wanted: bus.GenerateRequest) -> Any:
+        async for chunk in generate(_client, wanted):
+            if chunk.chunk_index == 2:
+                raise bus.RequestFailed(code=bus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
+            yield chunk
+
+    async def fail_whole(_client: bus.Client, _wanted: bus.GenerateRequest) -> Any:
+        raise bus.RequestFailed(code=bus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
+
+    generate = bus.Client.generate
+    monkeypatch.setattr(bus.Client, "generate", fail)
+    monkeypatch.setattr(bus.Client, "complete", fail_whole)
+    async with talking(nats_url, fleet, tmp_path) as (http, client):
+        for prompt in ("the", ["the", "é"]):
+            for more in ({}, {"stop": "nowhere"}):
+                with pytest.raises(openai.InternalServerError) as failed:
+                    await client.completions.create(model="synthetic", prompt=prompt, **more)
+                assert (failed.value.status_code, failed.value.code) == (502, "engine_error")
+            stream = await client.completions.create(model="synthetic", prompt=prompt, stream=True)
+            with pytest.raises(openai.APIError, match="the engine has failed"):
+                await streamed(stream)
+        monkeypatch.undo()
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)

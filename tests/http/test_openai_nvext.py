@@ -1,0 +1,249 @@
+"""Dynamo's `nvext` in OpenAI's routes, on a synthetic engine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import bus
+from frontend.http.errors import HttpError
+from frontend.http.openai.body import CompletionBody
+from frontend.http.openai.nvext import Clock, nvext_json
+from frontend.http.openai.options import read_options
+from frontend.http.openai.pieces import Choice, Piece
+from frontend.http.wanted import Target
+from schemas.presence import WorkerPresence, WorkerState
+from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, by_bus, rows_of, talking
+from tests.http.small_tokenizers import byte_level
+from tests.http.support import Http, http_service
+
+PROMPT = [5, 6, 7, 8, 9]
+PLACEHOLDER = [{"role": "user", "content": "(token-in mode)"}]
+ALL = ["engine_data", "completion_token_ids", "prompt_token_ids", "worker_id", "timing", "weight_version", "news"]
+MARK = b'"routed_experts":{"data":"'
+"""What clients look for in the bytes."""
+
+
+def renderers_body(**fields: Any) -> dict[str, Any]:
+    """What the `dynamo` transport of renderers sends: its placeholder, its fields, and never null."""
+    nvext = {"token_data": PROMPT, "extra_fields": ["engine_data"], **fields.pop("nvext", {})}
+    sent = {"model": "synthetic", "messages": [{"role": "user", "content": ""}], "stream": False, "nvext": nvext}
+    sampling = {"stop_token_ids": [262], "logprobs": True, "skip_special_tokens": False, "temperature": 1.0}
+    return {**sent, "max_completion_tokens": 7, **sampling, **fields}
+
+
+async def ask(http: Http, path: str = CHAT, **body: Any) -> httpx.Response:
+    """What a correct request is answered."""
+    answer = await http.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def test_the_transport_of_renderers(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Multi-turn: each turn's tokens, logprobs and rows are the engine's, the rows once and where clients cut them."""
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        prompt, start = PROMPT, 0
+        for _turn in range(3):
+            hints = {"cache_salt": "ckpt-9", "agent_hints": {"priority": 5, "osl": 3}, "anything": 1}
+            if start:
+                hints["routed_experts_prompt_start"] = start
+            answer = await ask(http, **renderers_body(seed=1, nvext={**hints, "token_data": prompt}))
+            assert answer.content.count(MARK) == 1
+            engine = answer.json()["nvext"]["engine_data"]
+            direct = await by_bus(http.rb, prompt, start, max_tokens=7, seed=1, stop_token_ids=[262])
+            assert engine["prompt_token_ids"] == prompt
+            assert engine["completion_token_ids"] == direct.token_ids.tolist()
+            assert direct.logprobs is not None
+            assert engine["completion_logprobs"] == direct.logprobs.tolist()
+            assert direct.routed_experts is not None
+            assert np.array_equal(rows_of(engine["routed_experts"]), direct.routed_experts)
+            assert engine["routed_experts"]["start"] == start
+            prompt = [*prompt, *engine["completion_token_ids"]]
+            start = len(prompt) - 1
+            prompt = [*prompt, 10, 11]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+    """A stream tells on its last event only what a whole answer tells, and the chunks' ids make up the whole."""
+    stream = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    for field, value in (("nvext", {"token_data": PROMPT}), ("tokens", PROMPT)):
+        async with talking(nats_url, fleet, tmp_path) as (http, _):
+            body: dict[str, Any] = {"max_tokens": 6, "seed": 2, field: value}
+            body["nvext"] = {**body.get("nvext", {}), "extra_fields": ALL}
+            whole = (await ask(http, path, **body)).json()
+            *texts, done, _ = (await ask(http, path, **body, **stream)).text.split("\n\n")
+            (worker,) = http.rb.fleet.workers
+        assert done == "data: [DONE]"
+        *events, last, usage = [json.loads(text.removeprefix("data: ")) for text in texts]
+        assert usage["usage"] == whole["usage"]
+        assert not any("nvext" in event for event in events)
+        ids = [token_id for event in [*events, last] for token_id in event["choices"][0].get("token_ids", [])]
+        for found in (whole["nvext"], last["nvext"]):
+            assert found["completion_token_ids"] == ids
+            assert found["prompt_token_ids"] == PROMPT
+            assert found["engine_data"]["completion_weight_versions"] == [0] * 6
+            assert found["weight_version"] == 0
+            assert found["timing"]["total_time_ms"] > 0
+            assert found["engine_data"] == whole["nvext"]["engine_data"]
+        assert whole["nvext"]["worker_id"]["decode_worker_id"] == worker.worker
+        assert last["nvext"]["timing"]["ttft_ms"] > 0
+        assert "news" not in whole["nvext"]
+
+
+async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Asked for by name they stand beside `engine_data`; not asked for, they are not even sent by the worker."""
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        both = await ask(
+            http, nvext={"token_data": PROMPT, "extra_fields": ["engine_data", "routed_experts"]}, max_tokens=3
+        )
+        only = await ask(http, nvext={"token_data": PROMPT, "extra_fields": ["routed_experts"]}, max_tokens=3)
+        none = await ask(http, nvext={"token_data": PROMPT, "extra_fields": ["timing"]}, max_tokens=3)
+    assert both.content.count(MARK) == only.content.count(MARK) == 1
+    assert set(both.json()["nvext"]) == {"engine_data", "routed_experts"}
+    assert set(only.json()["nvext"]) == {"routed_experts"}
+    assert rows_of(only.json()["nvext"]["routed_experts"]).shape == (7, 4, 4)
+    assert set(none.json()["nvext"]) == {"timing"}
+
+
+async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Ids, logprobs and rows are cut together where the text ends."""
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        body = renderers_body(seed=4, max_completion_tokens=40, ignore_eos=True)
+        plain = (await ask(http, **body)).json()["nvext"]["engine_data"]
+        token = next(t for t in plain["completion_token_ids"][5:] if byte_level().token_bytes(t).isascii())
+        stop = byte_level().token_bytes(token).decode()
+        for stream in (False, True):
+            answer = await ask(http, **{**body, "stop": [stop], "stream": stream})
+            events = [json.loads(text.removeprefix("data: ")) for text in answer.text.split("\n\n")[:-2]]
+            cut = (events[-1] if stream else answer.json())["nvext"]["engine_data"]
+            kept = len(cut["completion_token_ids"])
+            assert kept < 40
+            for name in ("completion_token_ids", "completion_logprobs"):
+                assert cut[name] == plain[name][:kept]
+            rows = rows_of(cut["routed_experts"])
+            assert np.array_equal(rows, rows_of(plain["routed_experts"])[: len(PROMPT) + kept - 1])
+            assert len(rows) == len(PROMPT) + kept - 1
+
+
+async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priority with the other sign, the salt, the session, and how to sample; the header's session if none is named."""
+    wanted: list[bus.GenerateRequest] = []
+    complete = bus.Client.complete
+
+    async def note(client: bus.Client, request: bus.GenerateRequest) -> bus.Generation:
+        wanted.append(request)
+        return await complete(client, request)
+
+    monkeypatch.setattr(bus.Client, "complete", note)
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        hints = {"agent_hints": {"priority": 7}, "cache_salt": "s", "session_control": {"session_id": "a"}}
+        await ask(http, **renderers_body(nvext={**hints, "greed_sampling": True}))
+        headers = {"X-Session-ID": "b", "X-Request-Id": "mine"}
+        body = {"prompt": ["the", "é"], "priority": 3, "cache_salt": "t", "top_k": 5, "min_p": 0.1, "min_tokens": 2}
+        more = {"bad_words": ["the"], "logit_bias": {"7": 1.5}, "repetition_penalty": 1.1, "ignore_eos": True}
+        answer = await http.client.post(COMPLETIONS, json={**body, **more}, headers=headers)
+        assert answer.status_code == 200, answer.text
+    first, second, third = wanted
+    assert (first.priority, first.cache_salt, first.session_id) == (-7, "s", "a")
+    assert (first.sampling.temperature, first.sampling.stop_token_ids) == (0.0, (262,))
+    assert {second.request_id, third.request_id} == {"mine", "mine-1"}
+    assert (second.priority, second.cache_salt, second.session_id) == (3, "t", "b")
+    sampling = second.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.min_tokens, sampling.ignore_eos) == (5, 0.1, 2, True)
+    assert (sampling.logit_bias, sampling.repetition_penalty) == ({7: 1.5}, 1.1)
+    the = byte_level().encode("the", add_special_tokens=False)
+    spaced = byte_level().encode(" the", add_special_tokens=False)
+    assert sampling.bad_words_token_ids == (tuple(the), tuple(spaced))
+    assert (sampling.logprobs, second.return_routed_experts, sampling.max_tokens) == (None, False, 16)
+    assert answer.headers["X-Request-Id"] == "mine"
+
+
+async def test_a_model_without_experts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """`engine_data` goes without routing; routing by name is refused, as it would be missing."""
+    config = type(CONFIG)(vocab_size=264, num_experts=0)
+    async with talking(nats_url, fleet, tmp_path, config) as (http, _):
+        answer = await ask(http, **renderers_body())
+        refused = await http.client.post(CHAT, json=renderers_body(nvext={"extra_fields": ["routed_experts"]}))
+    assert "routed_experts" not in answer.json()["nvext"]["engine_data"]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nvext.extra_fields")
+
+
+async def test_no_tokenizer(nats_url: str, fleet: str) -> None:
+    """Answers are text: without a tokenizer there are none."""
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.post(CHAT, json=renderers_body())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_tokenizer")
+
+
+def target() -> Target:
+    """A synthetic worker's model."""
+    presence = WorkerPresence(
+        worker="w",
+        incarnation="1",
+        model="synthetic",
+        state=WorkerState.SERVING,
+        weight_version=0,
+        in_flight=0,
+        free_slots=1,
+        uptime_s=1,
+        lease_s=10,
+        capabilities=CONFIG.capabilities,
+    )
+    return Target(worker=presence, capabilities=CONFIG.capabilities, lora=None)
+
+
+def choice() -> tuple[bus.GenerateRequest, Choice, Piece]:
+    """An answer that has not begun, and three tokens for it."""
+    wanted = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(logprobs=0))
+    options = read_options(CompletionBody(), target())
+    piece = Piece(
+        ids=np.array([1, 2, 3], "i4"),
+        logprobs=np.array([-1, -2, -np.inf], "f4"),
+        top_ids=None,
+        top_logprobs=None,
+        weight_versions=np.array([4, 4, 5], "i4"),
+        rows=np.ones((7, 4, 4), "u1"),
+        finish_reason=bus.FinishReason.LENGTH,
+    )
+    return wanted, Choice(0, wanted, options, byte_level(), keep=True), piece
+
+
+def test_an_answer_without_tokens_has_empty_lists() -> None:
+    """Present and empty, rows included: clients take an absent list for a failure."""
+    wanted, answer, piece = choice()
+    answer.add(replace(piece.cut(0), rows=None, finish_reason=bus.FinishReason.ABORT))
+    text, tokens = answer.taken()
+    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
+    assert (text, answer.finish_reason, answer.num_tokens) == ("", "abort", 0)
+    assert (found["completion_token_ids"], found["weight_version"]) == ([], None)
+    engine = found["engine_data"]
+    assert engine["completion_token_ids"] == engine["completion_logprobs"] == []
+    assert rows_of(engine["routed_experts"]).shape == (0, 4, 4)
+
+
+def test_what_does_not_belong_together_is_an_error() -> None:
+    """Tokens without logprobs, or with those of others, or with rows missing: never filled up, 502."""
+    for logprobs in (None, np.array([-1], "f4")):
+        _, answer, piece = choice()
+        with pytest.raises(HttpError, match="3 tokens came with") as failed:
+            answer.add(replace(piece, logprobs=logprobs))
+        assert failed.value.status == 502
+    wanted, answer, piece = choice()
+    answer.add(replace(piece, rows=np.ones((6, 4, 4), "u1")))
+    with pytest.raises(HttpError, match="6 rows of routing, not 7"):
+        nvext_json(frozenset(ALL), wanted, target(), answer.taken()[1], Clock())
+    with pytest.raises(bus.RollbusError, match="NaN"):
+        nvext_json(frozenset(ALL), wanted, target(), replace(piece, logprobs=np.array([0, 1, np.nan], "f4")), Clock())
+
+
+def test_minus_infinity_is_a_number() -> None:
+    """JSON has none: it is written as other servers write it."""
+    wanted, _, piece = choice()
+    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), piece, Clock())))
+    assert found["engine_data"]["completion_logprobs"] == [-1, -2, -9999]
+    assert found["weight_version"] == 5
