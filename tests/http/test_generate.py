@@ -233,6 +233,35 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
     assert answer.status_code == 200, answer.text
 
 
+async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Salt, priority and the headers' session and trace; a trace that is none is left out, as W3C wants it."""
+    seen: list[bus.GenerateRequest] = []
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    async with http_service(nats_url, fleet) as http:
+        assert http.engine is not None
+        add = http.engine.add
+
+        async def spy(key: str, request: bus.GenerateRequest) -> None:
+            seen.append(request)
+            await add(key, request)
+
+        monkeypatch.setattr(http.engine, "add", spy)
+        for given in (trace, "nonsense"):
+            answer = await generate(
+                http,
+                {"X-Session-ID": "mine", "traceparent": given},
+                sampling_params={"max_tokens": 1, "stop_token_ids": [9]},
+                cache_salt="salt",
+                priority=-3,
+            )
+            assert answer.status_code == 200
+
+    first, second = seen
+    assert "salt" in (first.cache_salt or "")
+    assert (first.priority, first.session_id, first.sampling.stop_token_ids) == (-3, "mine", (9,))
+    assert (first.traceparent, second.traceparent) == (trace, None)
+
+
 async def test_no_workers(nats_url: str, fleet: str) -> None:
     """503 at once."""
     async with http_before(nats_url, fleet) as http:
