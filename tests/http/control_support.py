@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from bus import Chunk, FleetState, GenerateRequest, SamplingParams
 from frontend.http.settings import Settings
@@ -18,6 +19,7 @@ __all__ = ["ControlHttp", "control_http", "in_flight", "together", "until_state"
 
 T = TypeVar("T")
 STEP_S = 0.002
+PING_WAIT_S = 0.15
 
 
 @dataclass
@@ -64,6 +66,8 @@ async def control_http(
     write_adapter(root / "adapter")
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
+        # Asked for often here, of workers in this process.
+        stack.enter_context(mock.patch("bus.client.fleet_watch.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
             fields: dict[str, Any] = {
