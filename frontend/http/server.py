@@ -26,7 +26,8 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: it is taken, or not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol: asyncio sends small pieces at once only where it is named (TCP_NODELAY).
+    taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
