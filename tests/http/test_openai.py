@@ -9,6 +9,7 @@ import pytest
 
 import bus
 from tests.http.openai_support import by_bus, client_of, talking
+from tests.http.small_tokenizers import byte_level
 from tests.support.fleet import until_idle
 from workers.engines.synthetic import SyntheticConfig
 
@@ -115,6 +116,11 @@ async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
             assert "".join(event.choices[0].text for event in events) == choice.text
             assert [token_id for event in events for token_id in event.choices[0].token_ids] == kept
             assert events[-1].choices[0].finish_reason == "stop"
+        two = {**asked, "max_tokens": 40, "n": 2}
+        (first, second) = (await client.completions.create(**two, stop=stop, extra_body=IDS)).choices
+        (_, other) = (await client.completions.create(**two, extra_body=IDS)).choices
+        assert first.text == text[:at]
+        assert second.text == other.text.partition(stop)[0]
         assert http.engine is not None
         await until_idle(http.engine, http.rb)
 
@@ -163,6 +169,7 @@ async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> 
     assert choice.token_ids == plain.token_ids[: len(choice.token_ids)].tolist()
     assert choice.token_ids[-1] == stop
     assert default.choices[0].token_ids == plain.token_ids.tolist()
+    assert choice.text == byte_level().decode(choice.token_ids[:-1])
     assert default.choices[0].text.startswith(choice.text)
     assert rest.usage is not None
     assert (rest.choices[0].finish_reason, rest.usage.total_tokens) == ("length", 512)

@@ -87,6 +87,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
             assert found["completion_token_ids"] == ids
             assert found["prompt_token_ids"] == PROMPT
             assert found["engine_data"]["completion_weight_versions"] == [0] * 6
+            assert len(found["engine_data"]["completion_logprobs"]) == 6
             assert found["weight_version"] == 0
             assert found["timing"]["total_time_ms"] > 0
             assert found["engine_data"] == whole["nvext"]["engine_data"]
@@ -197,10 +198,10 @@ def target() -> Target:
     return Target(worker=presence, capabilities=CONFIG.capabilities, lora=None)
 
 
-def choice() -> tuple[bus.GenerateRequest, Choice, Piece]:
+def choice(**body: Any) -> tuple[bus.GenerateRequest, Choice, Piece]:
     """An answer that has not begun, and three tokens for it."""
     wanted = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(logprobs=0))
-    options = read_options(CompletionBody(), target())
+    options = read_options(CompletionBody(**body), target())
     piece = Piece(
         ids=np.array([1, 2, 3], "i4"),
         logprobs=np.array([-1, -2, -np.inf], "f4"),
@@ -239,6 +240,19 @@ def test_what_does_not_belong_together_is_an_error() -> None:
         nvext_json(frozenset(ALL), wanted, target(), answer.taken()[1], Clock())
     with pytest.raises(bus.RollbusError, match="NaN"):
         nvext_json(frozenset(ALL), wanted, target(), replace(piece, logprobs=np.array([0, 1, np.nan], "f4")), Clock())
+
+
+def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
+    """A worker may hand over many tokens at once: of those behind the stop string nothing is left, rows included."""
+    wanted, answer, piece = choice(stop=byte_level().token_bytes(2).decode())
+    text = answer.add(piece).text
+    _, tokens = answer.taken()
+    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
+    assert (text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
+    engine = found["engine_data"]
+    assert (engine["completion_token_ids"], engine["completion_logprobs"]) == ([1, 2], [-1, -2])
+    assert engine["completion_weight_versions"] == [4, 4]
+    assert rows_of(engine["routed_experts"]).shape == (6, 4, 4)
 
 
 def test_minus_infinity_is_a_number() -> None:
