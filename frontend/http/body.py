@@ -1,5 +1,6 @@
 """Reading a request's body: bounded, and with the name of the field that is wrong."""
 
+import json
 import re
 from typing import TypeVar
 
@@ -13,10 +14,14 @@ __all__ = ["decode_body", "read_body"]
 
 T = TypeVar("T")
 
-AT_PATH = re.compile(r"(?P<problem>.*?) - at `\$(?P<path>.*)`", re.DOTALL)
+AT_PATH = re.compile(r"(?P<problem>.*?) - at `(?:key` in `)?\$(?P<path>.*)`", re.DOTALL)
 """How msgspec says where in a document something is wrong."""
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+
+NUMBERS_AND_SPACE = b"0123456789+-., \t\r\n"
+MAX_SKELETON_BYTES = 64 << 10
+STRING = re.compile(rb'"[^"]*":?')
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -55,12 +60,45 @@ def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
         HttpError: 400, naming the field that is unknown, missing, or of another type.
     """
     try:
+        _refuse_duplicates(data)
         return msgspec.json.decode(data or b"{}", type=kind, strict=strict)
     except msgspec.ValidationError as error:
         message, field = _explain(str(error))
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", code=ErrorCode.INVALID_REQUEST) from None
+
+
+def _refuse_duplicates(data: bytes) -> None:
+    """Refuse an object with two values of one name: of which programs take the first, the last, or neither.
+
+    Raises:
+        HttpError: 400, naming it.
+        RecursionError: the body is nested too deeply.
+    """
+    if _has_no_duplicates(data):
+        return
+    try:
+        json.loads(data.decode(), object_pairs_hook=_only_once)
+    except ValueError:
+        return  # it is no JSON either, or has a number that is too long: decoding says so better
+
+
+def _has_no_duplicates(data: bytes) -> bool:
+    """Look without parsing: a body is mostly token ids, and what is left without them is short."""
+    skeleton = data.translate(None, NUMBERS_AND_SPACE)
+    if len(skeleton) > MAX_SKELETON_BYTES or b"\\" in skeleton:
+        return False
+    names = [string for string in STRING.findall(skeleton) if string.endswith(b":")]
+    return len(names) == len(set(names))
+
+
+def _only_once(pairs: list[tuple[str, object]]) -> None:
+    names = set()
+    for name, _ in pairs:
+        if name in names:
+            raise HttpError(400, f"{name} is given twice; allowed: once", code=ErrorCode.INVALID_REQUEST, param=name)
+        names.add(name)
 
 
 def _explain(text: str) -> tuple[str, str | None]:

@@ -1,0 +1,125 @@
+"""Bounds on what clients may send and hold, and nothing left at work for a client that has gone."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.http.app import BODIES
+from frontend.http.settings import Settings
+from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import Http, http_service
+from tests.http.test_metrics import parse, value
+from tests.support.fleet import is_idle, until_idle
+from workers.engines.synthetic import SyntheticConfig
+
+LONG = 60_000
+"""Tokens that nobody waits for: at the pace of these engines they take longer than a test may."""
+GENERATING: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": LONG, "ignore_eos": True}},
+    "/v1/chat/completions": {
+        "model": "synthetic",
+        "messages": [{"role": "user", "content": "the"}],
+        "max_tokens": LONG,
+        "ignore_eos": True,
+    },
+    "/v1/completions": {"model": "synthetic", "prompt": [1], "max_tokens": LONG, "ignore_eos": True},
+}
+SLOW = SyntheticConfig(step_s=0.01)
+
+
+@contextlib.asynccontextmanager
+async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request on a connection of its own, which is cut when the block ends."""
+    host, port = http.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
+    """Wait until a counter has a value."""
+    while True:
+        found = parse((await http.client.get("/metrics")).text)
+        if found.get((name, frozenset(labels.items()))) == wanted:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
+    """413 on every route with a body, for what is announced as too large and for what turns out so."""
+    async with http_service(nats_url, fleet, Settings(max_body_bytes=1000)) as http:
+        host, port = http.url.removeprefix("http://").split(":")
+
+        async def chunked() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 500
+
+        for method, path in (key for key, kind in BODIES.items() if kind is not None):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1001\r\n\r\n".encode())
+            assert (await reader.readline()).split()[1] == b"413", path
+            writer.close()
+            answer = await http.client.request(method, path, content=chunked())
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), path
+        assert (await http.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_one_more_than_allowed_is_told_to_come_again(
+    nats_url: str, fleet: str, tmp_path: Path, path: str
+) -> None:
+    """429 with Retry-After while as many are under way as may be; then there is room again."""
+    settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
+    body = GENERATING[path]
+    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+        async with posted(http, path, {**body, "stream": True}) as reader:
+            assert b"200" in await reader.readline()
+            for stream in (False, True):
+                refused = await http.client.post(path, json={**body, "stream": stream})
+                assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        await becomes(http, "rollbus_http_generations_in_flight", 0, model="synthetic")
+        async with posted(http, path, {**body, "stream": True}) as reader:
+            assert b"200" in await reader.readline()
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+async def test_a_client_that_leaves_is_not_worked_for(
+    nats_url: str, fleet: str, tmp_path: Path, path: str, stream: bool
+) -> None:
+    """While tokens are made, and before the first one: the request is aborted in the engine, and counted."""
+    settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
+    body = {**GENERATING[path], "stream": stream}
+    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+        assert http.engine is not None
+        async with posted(http, path, body) as reader:
+            if stream:
+                await reader.readuntil(b"data: ")
+            while is_idle(http.engine):  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.01)
+        await becomes(http, "rollbus_http_generations_total", 1, model="synthetic", outcome="left")
+        await until_idle(http.engine, http.rb)
+
+        await http.rb.fleet.pause()
+        async with posted(http, path, body):
+            await becomes(http, "rollbus_http_generations_in_flight", 1, model="synthetic")
+        await becomes(http, "rollbus_http_generations_total", 2, model="synthetic", outcome="left")
+        await http.rb.fleet.resume()
+        await until_idle(http.engine, http.rb)
+        found = parse((await http.client.get("/metrics")).text)
+    labels = {"method": "POST", "route": path, "model": "synthetic", "status": "499"}
+    assert value(found, "rollbus_http_requests_total", **labels) == 2
