@@ -74,27 +74,7 @@ class Metrics:
             ("model", "outcome"),
             registry=registry,
         )
-        self.seconds = Histogram(
-            "rollbus_http_generation_seconds",
-            "From a request for tokens to its last one",
-            ("model",),
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.first_token = Histogram(
-            "rollbus_http_time_to_first_token_seconds",
-            "Of streams: from the request to the first token, with the time in the queue",
-            ("model",),
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.inter_token = Histogram(
-            "rollbus_http_inter_token_seconds",
-            "Of streams: time between chunks over the tokens of the later one",
-            ("model",),
-            buckets=TOKEN_SECONDS,
-            registry=registry,
-        )
+        self._make_times(registry)
         self.prompt_tokens = Counter(
             "rollbus_http_prompt_tokens",
             "Prompt tokens of all requests, whatever came of them",
@@ -114,6 +94,29 @@ class Metrics:
             "rollbus_http_retries",
             "Attempts beyond the first: a worker was lost, and another went on",
             ("model",),
+            registry=registry,
+        )
+
+    def _make_times(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "rollbus_http_generation_seconds",
+            "From a request for tokens to its last one",
+            ("model",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "rollbus_http_time_to_first_token_seconds",
+            "Of streams: from the request to the first token, with the time in the queue",
+            ("model",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "rollbus_http_inter_token_seconds",
+            "Of streams: time between chunks over the tokens of the later one",
+            ("model",),
+            buckets=TOKEN_SECONDS,
             registry=registry,
         )
 
