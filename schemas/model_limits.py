@@ -9,16 +9,33 @@ from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 
-__all__ = ["check_model_limits"]
+__all__ = ["check_model_limits", "check_prompt", "check_sampling"]
 
 
 def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> None:
-    """Refuse what this model cannot do, before anything is published.
+    """Refuse what this model cannot do, before anything is published; also more tokens than its context has room for.
 
     Raises:
         InvalidRequest: names the field and the allowed range.
     """
-    _check_context(request, capabilities.max_model_len)
+    check_prompt(request, capabilities)
+    _check_room(request, capabilities.max_model_len)
+    check_sampling(request.sampling, capabilities)
+
+
+def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Refuse a prompt that leaves no room, or has tokens that the model does not know.
+
+    Raises:
+        InvalidRequest: `prompt_token_ids`, with the place of the token.
+    """
+    if request.prompt_len >= capabilities.max_model_len:
+        raise InvalidRequest(
+            field="prompt_token_ids",
+            problem=f"has {request.prompt_len} tokens",
+            allowed=f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
+            f"{capabilities.max_model_len} positions is left to generate",
+        )
     ids = np.asarray(request.prompt_token_ids)
     unknown = np.flatnonzero(ids >= capabilities.vocab_size)
     if len(unknown):
@@ -26,18 +43,10 @@ def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> 
         raise InvalidRequest(
             field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
         )
-    _check_sampling(request.sampling, capabilities)
 
 
-def _check_context(request: GenerateRequest, max_model_len: int) -> None:
+def _check_room(request: GenerateRequest, max_model_len: int) -> None:
     room = max_model_len - request.prompt_len
-    if room < 1:
-        raise InvalidRequest(
-            field="prompt_token_ids",
-            problem=f"has {request.prompt_len} tokens",
-            allowed=f"1 to {max_model_len - 1}, so that one of the model's {max_model_len} positions is left to "
-            "generate",
-        )
     for name, low in (("max_tokens", 1), ("min_tokens", 0)):
         value = getattr(request.sampling, name)
         if value is not None and value > room:
@@ -48,7 +57,12 @@ def _check_context(request: GenerateRequest, max_model_len: int) -> None:
             )
 
 
-def _check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
+def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
+    """Refuse more logprobs than the engine gives, tokens that the model does not know, and unknown extras.
+
+    Raises:
+        InvalidRequest: names the field and what is allowed.
+    """
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
         if value is not None and value > capabilities.max_logprobs:

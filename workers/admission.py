@@ -1,14 +1,11 @@
 """What an engine can do, and of which weights, decides which requests it sees: the others are refused or wait."""
 
 import re
-from collections.abc import Iterable, Iterator
-
-import numpy as np
 
 from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestRejected
+from schemas.model_limits import check_prompt, check_sampling
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
 from workers.versions import Versions
 
 __all__ = ["check_lag", "check_reply_to", "check_request", "check_row_size", "wait_for_weights_s"]
@@ -47,8 +44,9 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
             asked for.
     """
     try:
-        _check_prompt(request, capabilities)
-        _check_sampling(request.sampling, capabilities)
+        check_prompt(request, capabilities)
+        _check_n(request.sampling.n)
+        check_sampling(request.sampling, capabilities)
         _check_offers(request, capabilities, versions)
     except RequestRejected as exc:
         exc.request_id = request.request_id
@@ -119,53 +117,11 @@ def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_byt
     )
 
 
-def _check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
-    if request.prompt_len >= capabilities.max_model_len:
+def _check_n(n: int) -> None:
+    if n != 1:
         raise InvalidRequest(
-            field="prompt_token_ids",
-            problem=f"has {request.prompt_len} tokens",
-            allowed=f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
-            f"{capabilities.max_model_len} positions is left to generate",
+            field="sampling.n", problem=f"is {n}", allowed="1: a client sends one message for each sample"
         )
-    ids = np.asarray(request.prompt_token_ids)
-    bad = np.flatnonzero(ids >= capabilities.vocab_size)
-    if len(bad):
-        at = int(bad[0])
-        raise InvalidRequest(
-            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
-        )
-
-
-def _check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
-    if sampling.n != 1:
-        raise InvalidRequest(
-            field="sampling.n", problem=f"is {sampling.n}", allowed="1: a client sends one message for each sample"
-        )
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(sampling, name)
-        if value is not None and value > capabilities.max_logprobs:
-            raise InvalidRequest(
-                field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
-            )
-    for field, token_ids in _token_id_fields(sampling):
-        for token_id in token_ids:
-            if token_id >= capabilities.vocab_size:
-                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_token_range(capabilities))
-    for name in sampling.extra or ():
-        if name not in capabilities.extra:
-            raise InvalidRequest(
-                field=f"sampling.extra.{name}",
-                problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
-                allowed=", ".join(capabilities.extra) or "nothing",
-            )
-
-
-def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
-    yield "sampling.stop_token_ids", sampling.stop_token_ids
-    yield "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
-    yield "sampling.logit_bias", sampling.logit_bias or ()
-    for index, word in enumerate(sampling.bad_words_token_ids or ()):
-        yield f"sampling.bad_words_token_ids[{index}]", word
 
 
 def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
@@ -197,7 +153,3 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
 def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
     """This worker lacks its adapter, and others should have it."""
     return request.lora is not None and request.lora not in versions.loras and request.lora in versions.wanted_loras
-
-
-def _token_range(capabilities: Capabilities) -> str:
-    return f"token ids from 0 to {capabilities.vocab_size - 1}"
