@@ -16,6 +16,9 @@ from workers.worker import Worker
 
 __all__ = ["many_workers"]
 
+LEASE_S = 30.0
+"""So many share one event loop that, on a busy machine, the usual lease runs out while others have their turn."""
+
 
 @contextlib.asynccontextmanager
 async def many_workers(url: str, fleet: str, prefix: str, count: int) -> AsyncIterator[list[Worker]]:
@@ -23,7 +26,7 @@ async def many_workers(url: str, fleet: str, prefix: str, count: int) -> AsyncIt
     config = SyntheticConfig(max_num_seqs=4)
     workers = [
         Worker(
-            WorkerConfig(nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}"),
+            WorkerConfig(nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}", lease_s=LEASE_S),
             SyntheticEngine(config),
         )
         for i in range(count)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from bus.protocol.desired import effective
 from schemas.control import Ack, AckStatus
+from schemas.desired import DesiredState
 from schemas.errors import InvalidRequest, RemoteProtocolError
 from schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
 
@@ -39,6 +40,7 @@ class ControlHistory:
         self._accepted: dict[tuple[str, str, str], str] = {}
         self._finals: dict[tuple[str, str, str], Ack] = {}
         self._promises: dict[tuple[str, str], Promise] = {}
+        self._desired: dict[str, DesiredState] = {}
         self._numbers: dict[str, dict[str, int]] = {}
 
     @property
@@ -88,6 +90,7 @@ class ControlHistory:
         except RemoteProtocolError:
             self._promises.clear()  # deleted, or spoilt: nobody knows what workers will make of it
             return
+        self._desired[state.model] = state
         for key, promise in list(self._promises.items()):
             recorded = effective(state, promise.ack.worker).get(promise.register)
             if promise.ack.model == state.model and (recorded is None or recorded.command.id != promise.ack.id):
@@ -107,9 +110,17 @@ class ControlHistory:
         elif ack != final and (ack.command != REFUSED or ack.error != final.error):
             self.problems.append(f"{ack.worker} said {ack.status} of {ack.command} after {final.status} (I5)")
         register = REGISTERS.get(ack.command)
-        if final is None and ack.status is AckStatus.APPLIED and register is not None:
+        if final is not None or ack.status is not AckStatus.APPLIED or register is None:
+            return
+        if not self._is_overtaken(ack, register):
             sent = {**self._numbers.get(ack.incarnation, {}), **(ack.frames or {})}
             self._promises[ack.incarnation, register] = Promise(ack, register, sent)
+
+    def _is_overtaken(self, ack: Ack, register: str) -> bool:
+        """A later command was recorded before this answer came, and the worker may have taken it from the record."""
+        state = self._desired.get(ack.model)
+        recorded = None if state is None else effective(state, ack.worker).get(register)
+        return recorded is not None and ack.epoch is not None and recorded.epoch > ack.epoch
 
     def _take_frame(self, client: str, frame: Frame) -> None:
         link = f"{client}/{frame.client_incarnation}"

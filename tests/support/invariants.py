@@ -128,7 +128,7 @@ async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
         observer = Observer(connection, fleet)
         await observer.listen()
         yield observer
-        assert observer.history.problems == []
+        assert observer.history.problems == [], observer.history.problems
         await until(observer.connections, [])
         assert await observer.num_slow_consumers() == 0
 

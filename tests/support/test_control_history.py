@@ -87,6 +87,20 @@ def test_a_resume_ends_a_pause(how: str) -> None:
     assert len(fleet.problems) == 1
 
 
+def test_a_pause_that_was_overtaken_before_its_answer_binds_nothing() -> None:
+    """A worker may take the resume from the record, and go on before the resume itself is published."""
+    fleet = Fleet()
+    fleet.records(PAUSE)
+    fleet.records(Resume(id="r"))
+    fleet.ack(PAUSE, AckStatus.APPLIED, epoch=1)
+    fleet.frame(0)
+    assert fleet.problems == []
+    fleet.records(Pause(id="p2"))
+    fleet.ack(Pause(id="p2"), AckStatus.APPLIED, epoch=3)
+    fleet.frame(1)
+    assert len(fleet.problems) == 1
+
+
 def test_tokens_of_older_weights_are_seen() -> None:
     """Behind an applied update every token is of its version, until another update is heard of."""
     fleet = Fleet()
