@@ -20,7 +20,7 @@ from frontend.cli.console import note
 from frontend.cli.exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
 from schemas.errors import RollbusError
 
-__all__ = ["Command", "build_parser", "main", "run_async"]
+__all__ = ["Command", "build_parser", "cancel_on_signals", "main", "run_async"]
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
@@ -70,6 +70,18 @@ def run_async(coroutine: Coroutine[object, object, int]) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(coroutine)
+
+
+def cancel_on_signals() -> None:
+    """Have SIGINT and SIGTERM cancel the current task, each of them and each time."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not called in a task")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 def build_parser() -> argparse.ArgumentParser:

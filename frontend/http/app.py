@@ -63,7 +63,7 @@ def described() -> openapi.Routes:
 
 def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:
     return [
-        Route(path, _Endpoint(service, path, handler, tokens or (None,)), methods=[method])
+        Route(path, _Endpoint(service, path, handler, tokens), methods=[method])
         for (method, path), handler in table.items()
     ]
 

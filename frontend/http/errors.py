@@ -17,7 +17,7 @@ from schemas.errors import (
     RollbusError,
 )
 
-__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error"]
+__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "unsupported"]
 
 RETRY_AFTER_S = 1
 """What is busy may be free a second later."""
@@ -108,6 +108,11 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")
+
+
+def unsupported(field: str, reason: str) -> HttpError:
+    """A field that is known and not served, and why."""
+    return HttpError(400, f"{field} is not supported: {reason}; allowed: null", code=ErrorCode.UNSUPPORTED, param=field)
 
 
 def error_body(error: HttpError) -> bytes:

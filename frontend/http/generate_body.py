@@ -5,8 +5,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from frontend.http.errors import HttpError
-from schemas.errors import ErrorCode
+from frontend.http.errors import unsupported
 
 __all__ = ["NAMES", "GenerateBody", "SamplingBody", "StreamOptions", "check_supported", "request_fields"]
 
@@ -145,13 +144,9 @@ def check_supported(body: GenerateBody) -> None:
     for owner, prefix, reasons in ((body, "", NOT_SERVED), (body.sampling_params, "sampling_params.", NOT_SAMPLED)):
         for name, reason in reasons.items():
             if getattr(owner, name) not in (None, []):
-                raise _unsupported(f"{prefix}{name}", reason)
+                raise unsupported(f"{prefix}{name}", reason)
     if body.stream and body.sampling_params.prompt_logprobs is not None:
-        raise _unsupported("sampling_params.prompt_logprobs", "streams do not carry them")
-
-
-def _unsupported(field: str, reason: str) -> HttpError:
-    return HttpError(400, f"{field} is not supported: {reason}; allowed: null", code=ErrorCode.UNSUPPORTED, param=field)
+        raise unsupported("sampling_params.prompt_logprobs", "streams do not carry them")
 
 
 def request_fields(body: GenerateBody) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -37,9 +37,9 @@ class Service:
         """Begin to count."""
         self.metrics = Metrics(self.rb)
 
-    def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
-        """Live workers, those of `model` if given, as they were last heard."""
-        return tuple(w for w in self.rb.fleet.workers if model is None or w.model == model)
+    def workers(self) -> tuple[WorkerPresence, ...]:
+        """Live workers, as they were last heard."""
+        return self.rb.fleet.workers
 
     def model(self, name: str | None) -> WorkerPresence:
         """A worker of the model, which says what it can do; without a name, of the fleet's only model.

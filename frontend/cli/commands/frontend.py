@@ -6,7 +6,6 @@ for requests, ROLLBUS_ADMIN_TOKEN for what changes the fleet. With --json, one l
 
 import argparse
 import asyncio
-import signal
 from contextlib import closing
 from pathlib import Path
 
@@ -60,13 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, host: str, port: int) -> int:
+    from frontend.cli.app import cancel_on_signals
     from frontend.cli.console import note, print_json
 
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not called in a task")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    cancel_on_signals()
     settings = settings_of(max_in_flight=args.max_in_flight, tokenizer=args.tokenizer)
     try:
         with closing(take_address(host, port)) as listening:

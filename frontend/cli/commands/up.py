@@ -11,7 +11,6 @@ stopped and the command ends with 1.
 
 import argparse
 import asyncio
-import signal
 import socket
 from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
@@ -103,15 +102,12 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
 
 
 async def _up(args: argparse.Namespace, port: int, listening: socket.socket | None) -> int:
+    from frontend.cli.app import cancel_on_signals
     from frontend.cli.console import note
     from frontend.cli.local_fleet import run_fleet
 
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not called in a task")
     # The second signal cancels the orderly stop, too: then everything is killed.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    cancel_on_signals()
     try:
         fleet = await _prepare(args, port)
         note(f"starting NATS and {args.workers} worker{'s' * (args.workers > 1)}; Ctrl-C stops everything")

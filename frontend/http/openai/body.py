@@ -5,9 +5,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from frontend.http.errors import HttpError
+from frontend.http.errors import unsupported
 from schemas import limits
-from schemas.errors import ErrorCode
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
 
@@ -212,6 +211,4 @@ def check_served(body: CommonBody) -> None:
     for name, reason in NOT_SERVED.items():
         value = getattr(body, name, None)
         if value is not None and value is not False and value not in NOTHING:
-            raise HttpError(
-                400, f"{name} is not supported: {reason}; allowed: null", code=ErrorCode.UNSUPPORTED, param=name
-            )
+            raise unsupported(name, reason)
