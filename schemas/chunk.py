@@ -40,6 +40,7 @@ __all__ = [
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Numbers attempts, children and chunks."""
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
 """An absolute position, or a count of positions."""
 
@@ -242,6 +243,11 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     """Set in the terminal chunk only."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """Of the adapter that these tokens were sampled with, no chunk mixes two; None: there was none."""
+    worker_id: Name | None = None
+    """Who made it. None on the wire, where the subject says so: the client that takes the chunk fills it in, and leaves
+    it None in a terminal chunk that it wrote itself."""
+    traceparent: Name | None = None
+    """The request's W3C trace context, as the worker has it; in the first chunk of each attempt only."""
 
     def __post_init__(self) -> None:
         """Refuse arrays whose lengths contradict each other."""

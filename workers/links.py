@@ -132,6 +132,7 @@ class Links:
             routing=routing,
             start=request.routed_experts_prompt_start,
             part_bytes=self.routes.part_bytes,
+            traceparent=request.traceparent,
         )
         deadline = None
         if origin.reply_to is not None:

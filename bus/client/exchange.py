@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from msgspec.structs import force_setattr
+
 from bus.client.calls import Call
 from bus.client.children import Child, LiveCall
 from bus.protocol.fleet_view import Gone
@@ -208,6 +210,8 @@ class Exchange:
             self._fail_attempt(child, chunk.error)
             return
         live = child.live
+        # Whatever stands there: only the subject, which permissions bind, says who speaks.
+        force_setattr(chunk, "worker_id", child.worker)
         try:
             delivered = child.stream.add(chunk)
         except RemoteProtocolError as exc:

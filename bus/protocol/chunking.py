@@ -31,7 +31,7 @@ CHUNK_OVERHEAD_BYTES = 256
 def chunk_bytes(chunk: Chunk) -> int:
     """An upper bound of the encoded size of `chunk`, in bytes."""
     size = CHUNK_OVERHEAD_BYTES + len(chunk.request_id.encode()) + len(chunk.token_ids_data)
-    size += len(chunk.logprobs_data or b"") + _top_bytes(chunk.top_logprobs)
+    size += len(chunk.logprobs_data or b"") + len(chunk.traceparent or "") + _top_bytes(chunk.top_logprobs)
     if chunk.routed_experts is not None:
         size += len(chunk.routed_experts.data)
     if chunk.prompt_logprobs is not None:
@@ -77,6 +77,7 @@ class ChunkWriter:
         routing: the shape of the model's routing; None when none is returned.
         start: the `routed_experts_prompt_start` applied.
         part_bytes: arrays of one chunk take at most this, unless a single token or row is larger.
+        traceparent: of the request; the first chunk bears it.
 
     Attributes:
         unsent_bytes: of what was taken and has not left.
@@ -85,14 +86,22 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, key: RequestKey, *, prompt_len: int, routing: RoutedExpertsInfo | None, start: int, part_bytes: int
+        self,
+        key: RequestKey,
+        *,
+        prompt_len: int,
+        routing: RoutedExpertsInfo | None,
+        start: int,
+        part_bytes: int,
+        traceparent: str | None = None,
     ) -> None:
         self._key = key
         self._prompt_len = prompt_len
         self._routing = routing
         self._start = start
         self._part_bytes = part_bytes
-        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
+        self._traceparent = traceparent
+        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode()) + len(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
         self._rows_per_part = max(part_bytes // max(self._row_bytes, 1), 1)
         # What has left.
@@ -292,6 +301,7 @@ class ChunkWriter:
             prompt_logprobs=plan.prompt_logprobs,
             end=end,
             lora_version=lora_version,
+            traceparent=None if self._num_chunks else self._traceparent,
         )
         self._num_chunks += 1
         return chunk

@@ -267,6 +267,25 @@ VECTORS: dict[str, Message] = {
         0,
         "life-1",
     ),
+    "frame_trace": Frame(
+        1,
+        "incarnation",
+        6,
+        [],
+        [
+            Chunk(
+                request_id="g",
+                attempt=1,
+                child=0,
+                chunk_index=0,
+                weight_version=7,
+                token_ids_data=i4(12),
+                traceparent=FULL_REQUEST.traceparent,
+            )
+        ],
+        0,
+        "life-1",
+    ),
     "presence_paused": WorkerPresence(
         worker="w0",
         incarnation="i0",

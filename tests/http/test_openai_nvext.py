@@ -91,7 +91,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
             assert found["weight_version"] == 0
             assert found["timing"]["total_time_ms"] > 0
             assert found["engine_data"] == whole["nvext"]["engine_data"]
-        assert whole["nvext"]["worker_id"]["decode_worker_id"] == worker.worker
+            assert found["worker_id"] == {"prefill_worker_id": worker.worker, "decode_worker_id": worker.worker}
         assert last["nvext"]["timing"]["ttft_ms"] > 0
         assert "news" not in whole["nvext"]
 
@@ -114,14 +114,18 @@ async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: P
 async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Ids, logprobs and rows are cut together where the text ends."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
+        (worker,) = http.rb.fleet.workers
         body = renderers_body(seed=4, max_completion_tokens=40, ignore_eos=True)
+        body["nvext"]["extra_fields"].append("worker_id")
         plain = (await ask(http, **body)).json()["nvext"]["engine_data"]
         token = next(t for t in plain["completion_token_ids"][5:] if byte_level().token_bytes(t).isascii())
         stop = byte_level().token_bytes(token).decode()
         for stream in (False, True):
             answer = await ask(http, **{**body, "stop": [stop], "stream": stream})
             events = [json.loads(text.removeprefix("data: ")) for text in answer.text.split("\n\n")[:-2]]
-            cut = (events[-1] if stream else answer.json())["nvext"]["engine_data"]
+            nvext = (events[-1] if stream else answer.json())["nvext"]
+            assert nvext["worker_id"]["decode_worker_id"] == worker.worker
+            cut = nvext["engine_data"]
             kept = len(cut["completion_token_ids"])
             assert kept < 40
             for name in ("completion_token_ids", "completion_logprobs"):

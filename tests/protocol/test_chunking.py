@@ -166,6 +166,22 @@ def test_the_end_bears_the_adapter_of_the_last_step() -> None:
     assert writer.stop(2).lora_version == 6
 
 
+def test_the_first_chunk_bears_the_trace() -> None:
+    """Whether it has tokens or only the end, and no chunk after it; its size is known with that."""
+    for is_ended in (False, True):
+        writer = ChunkWriter(
+            RequestKey("r"), prompt_len=1, routing=None, start=0, part_bytes=1000, traceparent="t" * 55
+        )
+        assert writer.next_bytes == 0
+        if not is_ended:
+            writer.take(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
+            expected_bytes = writer.next_bytes
+            chunk = writer.next_chunk()
+            assert chunk is not None
+            assert (chunk.traceparent, chunk_bytes(chunk)) == ("t" * 55, expected_bytes)
+        assert (writer.stop(1).traceparent is not None) is is_ended
+
+
 def test_a_prompts_rows_go_ahead_in_parts() -> None:
     """Rows of a long prompt leave in parts before the first token, and the token brings what is left of them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)

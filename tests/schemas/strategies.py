@@ -204,6 +204,8 @@ def chunks(draw: st.DrawFn) -> Chunk:
         prompt_logprobs=draw(maybe(prompt_logprobs())),
         end=draw(maybe(ends())),
         lora_version=draw(maybe(VERSION)),
+        worker_id=draw(maybe(names)),
+        traceparent=draw(maybe(names)),
     )
 
 

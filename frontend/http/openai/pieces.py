@@ -78,6 +78,7 @@ class Piece:
             finish_reason=chunk.finish_reason,
             stop_token=None if end is None else end.stop_reason,
             cached_tokens=None if end is None else end.cached_tokens,
+            worker=chunk.worker_id,
         )
 
     @classmethod
@@ -93,6 +94,7 @@ class Piece:
             top_logprobs=_join([piece.top_logprobs for piece in pieces]),
             weight_versions=np.concatenate([piece.weight_versions for piece in pieces]),
             rows=_join([piece.rows for piece in pieces]),
+            worker=next((piece.worker for piece in reversed(pieces) if piece.worker is not None), None),
         )
 
     def cut(self, kept: int) -> "Piece":

@@ -1,0 +1,62 @@
+"""Which worker made a chunk, and which trace it belongs to, as the caller of a stream sees it."""
+
+import asyncio
+
+from msgspec.structs import replace
+
+import bus
+from schemas.messages import RequestKey
+from schemas.presence import WorkerState
+from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def read(rb: bus.Client, wanted: bus.GenerateRequest) -> list[bus.Chunk]:
+    """All chunks of a stream."""
+    return [chunk async for chunk in rb.generate(wanted)]
+
+
+async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str) -> None:
+    """Each chunk of a resumed stream names who made it, whatever it says itself; the trace goes out with each attempt.
+
+    What a chunk says of its trace reaches the caller.
+    """
+    async with (
+        hand_worker(nats_url, fleet) as (first, rb),
+        worker_by_hand(nats_url, fleet, "other", pulls=False) as second,
+        asyncio.TaskGroup() as tasks,
+    ):
+        reading = tasks.create_task(read(rb, request(3, traceparent=TRACE)))
+        taken = await first.take()
+        assert taken.request.traceparent == TRACE
+        made = replace(chunk(taken.key, 0, 7), worker_id="impostor", traceparent=TRACE)
+        await first.frame(0, made, admitted=(taken.key,))
+        await first.acked(1)
+        await first.announce(WorkerState.STOPPED)
+        await second.announce()
+        again = await first.take()
+        assert (again.key.attempt, again.request.traceparent) == (1, TRACE)
+        second.client_incarnation = first.client_incarnation
+        made = replace(chunk(again.key, 0, 8), traceparent=TRACE)
+        await second.frame(0, made, chunk(again.key, 1, 9, total=2), admitted=(again.key,))
+        chunks = await reading
+
+    assert [(c.token_ids.tolist(), c.worker_id, c.traceparent) for c in chunks] == [
+        ([7], "hand", TRACE),
+        ([8], "other", TRACE),
+        ([9], "other", None),
+    ]
+
+
+async def test_an_end_that_the_client_wrote_names_nobody(nats_url: str, fleet: str) -> None:
+    """An aborted stream ends with a chunk that no worker made."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read(rb, request(3, request_id="r")))
+        key: RequestKey = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.acked(1)
+        await rb.abort(["r"])
+        chunks = await reading
+
+    assert [(c.finish_reason, c.worker_id) for c in chunks] == [(None, "hand"), ("abort", None)]
