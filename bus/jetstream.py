@@ -48,11 +48,15 @@ class ApiError(Exception):
         super().__init__(f"{description} (JetStream error {code})")
 
 
+class _ConnectionLost(BusBroken):
+    """It may have been carried out; nobody will say."""
+
+
 async def ask(nats: Client, operation: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Call JetStream's API.
+    """Call JetStream's API; where the connection is lost meanwhile, once more over the next one.
 
     Args:
-        operation: the subject behind `$JS.API.`.
+        operation: the subject behind `$JS.API.`; one that may be carried out twice.
 
     Raises:
         ApiError: it refused.
@@ -60,7 +64,10 @@ async def ask(nats: Client, operation: str, body: dict[str, Any] | None = None) 
     """
     payload = b"" if body is None else json.dumps(body).encode()
     try:
-        return await _request(nats, f"{API}.{operation}", payload)
+        try:
+            return await _request(nats, f"{API}.{operation}", payload)
+        except _ConnectionLost:
+            return await _request(nats, f"{API}.{operation}", payload)
     except nats_errors.NoRespondersError as error:
         raise BusBroken("the NATS server has no JetStream, which rollbus needs") from error
 
@@ -91,6 +98,8 @@ async def _request(nats: Client, subject: str, payload: bytes, headers: dict[str
             f"JetStream did not answer on {subject} within {API_TIMEOUT_S:g} s: it is overloaded, or this user may not "
             "publish there"
         ) from error
+    except nats_errors.ConnectionReconnectingError as error:
+        raise _ConnectionLost(f"the connection was lost before JetStream answered on {subject}") from error
     except nats_errors.Error as error:
         raise BusBroken(f"JetStream cannot be reached: {error}") from error
     answer: dict[str, Any] = json.loads(message.data)

@@ -2,9 +2,10 @@
 
 nats-py 2.16 gets these things wrong, which `MendedClient` mends: after a `flush()` that was cancelled or timed out
 nothing is received any more; a `flush()` is answered although what was published before it still waits to be sent;
-`publish()`, `request()` and `flush()` may swallow their task's cancellation; where bytes are unsent, `close()` and the
-reaction to a lost connection wait for a server that does not read until TCP gives up; and on uvloop, what is written
-into a connection just lost ends whoever writes, `close()` and the task that reconnects among them, with a RuntimeError.
+`publish()`, `request()` and `flush()` may swallow their task's cancellation; `request()` and `flush()` wait for their
+whole time for an answer that was lost with the connection; where bytes are unsent, `close()` and the reaction to a lost
+connection wait for a server that does not read until TCP gives up; and on uvloop, what is written into a connection
+just lost ends whoever writes, `close()` and the task that reconnects among them, with a RuntimeError.
 """
 
 import asyncio
@@ -64,7 +65,10 @@ class MendedClient(Client):
         self._transport = self._wire = Wire()  # type: ignore[no-untyped-call]
 
     async def confirm(self, *, timeout_s: float) -> bool:
-        """Wait until the server has taken all that was published before; False if it did not say so in time."""
+        """Wait until the server has taken all that was published before; False if it did not say so in time.
+
+        False at once where the connection is lost: the answer cannot come any more.
+        """
         answers = self._pongs_received  # without a connection, `flush` returns as if all were well
         try:
             async with asyncio.timeout(timeout_s):
@@ -74,7 +78,11 @@ class MendedClient(Client):
         return self.is_connected and self._pongs_received > answers
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        """Like nats-py's, but it can be cancelled at any moment."""
+        """Like nats-py's, but it can be cancelled at any moment.
+
+        Raises:
+            nats.errors.ConnectionReconnectingError: the connection was lost while it waited; it may have arrived.
+        """
         message: Msg = await _cancellable(super().request(*args, **kwargs))
         return message
 
@@ -108,10 +116,22 @@ class MendedClient(Client):
         await super()._process_pong()
 
     async def _process_op_err(self, e: Exception) -> None:
+        was_connected = self.is_connected
         # nats-py waits until the old transport is closed, and it closes only once all is sent.
-        if self.is_connected:
+        if was_connected:
             self._wire.abort()
         await super()._process_op_err(e)
+        if was_connected:
+            self._give_up_answers()
+
+    def _give_up_answers(self) -> None:
+        """End all waiting for what the lost connection should have brought; nobody answers again over the next one."""
+        waits = [*self._pongs, *self._resp_map.values()]
+        self._pongs = []
+        for future in waits:
+            if not future.done():
+                future.set_exception(nats_errors.ConnectionReconnectingError())
+                future.exception()  # of a ping that nobody waits for, asyncio would say that nobody looked
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         try:
@@ -128,7 +148,8 @@ async def _cancellable(wait: Awaitable[Any]) -> Any:
     """Await what may take its task's cancellation for itself: nats-py's own code, or `asyncio.wait_for` in it."""
     task = asyncio.current_task()
     cancels = task.cancelling() if task is not None else 0
-    result = await wait
-    if task is not None and task.cancelling() > cancels:
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await wait
+    finally:
+        if task is not None and task.cancelling() > cancels:
+            raise asyncio.CancelledError

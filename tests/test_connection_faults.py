@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import uvloop
+from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
 from bus import connection as connection_module
@@ -170,6 +171,40 @@ async def test_a_server_that_is_away_confirms_nothing() -> None:
         assert not await connection.confirm(timeout_s=10)
 
 
+async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
+    """A `confirm` and a request whose answers can't come any more end with the connection, not with their time.
+
+    A request of the time without a connection is answered after it.
+    """
+    gone = asyncio.Event()
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"heard")
+
+    async with (
+        EmbeddedServer() as server,
+        tcp_proxy(server.url) as proxy,
+        opened(proxy.url, on_disconnect=event_callback(gone)) as connection,
+    ):
+        await subscribe(connection, "x", answer)
+        proxy.freeze()
+        async with asyncio.TaskGroup() as tasks:
+            confirm = tasks.create_task(connection.confirm(timeout_s=600))
+            request = tasks.create_task(_fails(connection.request("x", timeout=600)))
+            await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                proxy.cut()
+                await asyncio.wait([confirm, request])
+                await gone.wait()
+                later = tasks.create_task(connection.request("x", timeout=10))
+                proxy.thaw()
+                await proxy.restore()
+                assert (await later).data == b"heard"
+
+        assert not confirm.result()
+        assert request.result()
+
+
 async def test_a_waiting_publish_can_be_cancelled() -> None:
     """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
     async with stalled() as (_, _, task):
@@ -305,6 +340,15 @@ async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.Mo
         await back.wait()
 
         assert connection.is_connected
+
+
+async def _fails(request: Awaitable[object]) -> bool:
+    """Whether NATS says that it failed."""
+    try:
+        await request
+    except nats_errors.Error:
+        return True
+    return False
 
 
 async def _ignore(_message: Msg) -> None:

@@ -7,6 +7,7 @@ import pytest
 from bus.embedded import EmbeddedServer
 from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths
 from bus.subjects import Subjects
+from tests.support.connections import opened
 from tests.support.invariants import until
 from tests.support.nats_server import require_binary
 from tests.support.queues import MODEL, Publishing, Pulling, publishing, pulling
@@ -145,6 +146,25 @@ async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fl
         await client.publish_all(b"e")
         while (request := await parted.take()).data != b"e":
             assert request.data in {b"c", b"d"}  # what was in the line as it froze
+
+
+async def test_what_jetstream_was_asked_is_asked_again_over_the_next_connection(nats_url: str, fleet: str) -> None:
+    """A question whose answer is lost with the connection is answered all the same."""
+    async with (
+        tcp_proxy(nats_url) as proxy,
+        publishing(nats_url, fleet) as client,
+        opened(proxy.url) as nats,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await ensure_queue(client.nats, Subjects(fleet), MODEL, QUICK)
+        proxy.freeze(Direction.TO_CLIENT)
+        asking = tasks.create_task(queue_depths(nats, Subjects(fleet), (MODEL,)))
+        await asyncio.sleep(0)
+        proxy.cut()
+        proxy.thaw()
+        await proxy.restore()
+
+        assert await asking == await queue_depths(client.nats, Subjects(fleet), (MODEL,))
 
 
 async def test_a_store_that_is_lost_is_made_anew(fleet: str) -> None:

@@ -1,11 +1,13 @@
 """The network parts without a word, before a worker or before the client, for less and for more than a lease."""
 
 import asyncio
+import time
 
 import pytest
 
 import bus
 from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.tcp_proxy import Direction, tcp_proxy
@@ -41,6 +43,28 @@ async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direc
         assert {generation.attempts for generation in results} == {1}
         assert worker.presence().incarnation == life
         await observer.check_at_rest()
+
+
+async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: str) -> None:
+    """The connection breaks before an announcement is confirmed: the next one confirms another, and nothing is lost."""
+    async with (
+        tcp_proxy(nats_url) as proxy,
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(proxy.url, fleet, config=CONFIG, worker_id="w") as (worker, _),
+    ):
+        await client.until_serving("w")
+        life = worker._life
+        proxy.freeze(Direction.TO_CLIENT)
+        client.presences.clear()
+        await client.until_serving("w")
+        unconfirmed_at = time.monotonic()
+        proxy.cut()
+        proxy.thaw()
+        await proxy.restore()
+        while time.monotonic() - life.lease_age_s < unconfirmed_at and not life.times_fenced:  # noqa: ASYNC110 - or ends
+            await asyncio.sleep(0.01)
+
+        assert life.times_fenced == 0
 
 
 @pytest.mark.parametrize("direction", [Direction.TO_CLIENT, Direction.BOTH])

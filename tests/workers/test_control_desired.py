@@ -196,7 +196,7 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
         EmbeddedServer() as server,
         hand_client(server.url, fleet) as client,
         hand_controller(server.url, fleet) as boss,
-        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW),
+        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW, lease_s=30.0),
     ):
         await client.until_serving("w")
         await client.enqueue(request_for(300, "r"))
