@@ -3,6 +3,7 @@
 RollbusError
 ├── BusClosed                 this client or worker was closed locally
 ├── BusBroken                 the connection to NATS failed or was refused
+│   └── PermissionDenied      NATS does not let this user publish or subscribe there; carries `action` and `subject`
 ├── EngineDead                the engine is gone; its worker exits
 ├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
 ├── RemoteProtocolError       a peer sent something that breaks the protocol
@@ -31,6 +32,7 @@ __all__ = [
     "InvalidRequest",
     "LocalProtocolError",
     "NoWorkers",
+    "PermissionDenied",
     "RemoteProtocolError",
     "RequestError",
     "RequestFailed",
@@ -65,6 +67,7 @@ class ErrorCode(enum.StrEnum):
     WORKER_FENCED = "worker_fenced"
     CLIENT_LOST = "client_lost"
     OVER_BUDGET = "over_budget"
+    PERMISSION_DENIED = "permission_denied"
     UNKNOWN = "unknown"
 
     @classmethod
@@ -109,6 +112,7 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.WORKER_FENCED: ErrorFacts("the worker lives but will not serve it", "worker", True, True),
     ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
     ErrorCode.OVER_BUDGET: ErrorFacts("the worker held more unread results than it may", "client", True, True),
+    ErrorCode.PERMISSION_DENIED: ErrorFacts("this client's NATS user may not do what it takes", "client", False, False),
     ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
 }
 
@@ -162,6 +166,20 @@ class BusClosed(RollbusError):
 
 class BusBroken(RollbusError):
     """The connection to NATS could not be made, or was refused or lost for good."""
+
+
+class PermissionDenied(BusBroken):
+    """NATS does not let the user of this connection publish or subscribe somewhere.
+
+    Attributes:
+        action: `publish` or `subscribe`.
+        subject: where.
+    """
+
+    def __init__(self, *, user: str, action: str, subject: str) -> None:
+        self.action = action
+        self.subject = subject
+        super().__init__(f"{user} may not {action} on {subject}")
 
 
 class EngineDead(RollbusError):

@@ -44,6 +44,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.WORKER_FENCED: 502,
     ErrorCode.CLIENT_LOST: 502,
     ErrorCode.OVER_BUDGET: 502,
+    ErrorCode.PERMISSION_DENIED: 502,
     ErrorCode.UNKNOWN: 502,
 }
 """Of each way in which a request for tokens can fail."""
