@@ -209,6 +209,8 @@ class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that the engine found in its prefix cache; None: not known."""
     routed_experts_start: Position | None = None
     """The `routed_experts_prompt_start` that was applied; None: no routing was returned."""
+    kv_params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] | None = None
+    """Of a prefill leg: where its prompt's KV lies, for the `KvHandover` of the decode leg. None: it was not kept."""
 
     def __post_init__(self) -> None:
         """Refuse an error without its finish reason, and the reverse."""

@@ -68,6 +68,7 @@ class ErrorCode(enum.StrEnum):
     CLIENT_LOST = "client_lost"
     OVER_BUDGET = "over_budget"
     PERMISSION_DENIED = "permission_denied"
+    KV_TRANSFER_FAILED = "kv_transfer_failed"
     UNKNOWN = "unknown"
 
     @classmethod
@@ -113,6 +114,9 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
     ErrorCode.OVER_BUDGET: ErrorFacts("the worker held more unread results than it may", "client", True, True),
     ErrorCode.PERMISSION_DENIED: ErrorFacts("this client's NATS user may not do what it takes", "client", False, False),
+    ErrorCode.KV_TRANSFER_FAILED: ErrorFacts(
+        "the KV cache did not get from the prefill worker to the decode worker", "worker", True, True
+    ),
     ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
 }
 

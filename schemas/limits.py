@@ -21,6 +21,7 @@ __all__ = [
     "MAX_EXTRA_BYTES",
     "MAX_EXTRA_DEPTH",
     "MAX_EXTRA_FIELDS",
+    "MAX_KV_PARAMS_BYTES",
     "MAX_LAYERS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
@@ -123,5 +124,8 @@ MAX_EXPERTS: Final = 65_536
 """Experts per layer: ids are u1 or `<u2`."""
 MAX_CHUNKS_PER_FRAME: Final = 65_536
 """A frame holds at most a few chunks for each request of one engine step."""
+MAX_KV_PARAMS_BYTES: Final = 131_072
+"""Where a prompt's KV lies, as its connector says: ids of forty thousand blocks, and still room for the prompt below
+the 1 MiB that NATS servers take by default."""
 MAX_ERROR_CHARS: Final = 4096
 """Error text is for people; longer text is cut by the sender."""

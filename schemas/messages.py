@@ -24,6 +24,7 @@ from schemas.sampling import SamplingParams
 
 __all__ = [
     "Frame",
+    "KvHandover",
     "LinkMessage",
     "RequestKey",
     "RequestMessage",
@@ -61,6 +62,29 @@ class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=T
     """Which of n samples."""
 
 
+class KvHandover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The KV cache of a prompt on its way from a prefill worker to a decode worker: a msgpack map.
+
+    Without `params` the request is a prefill leg: one token, and the prompt's KV is kept for another worker. With them
+    it is a decode leg: its prompt's KV, all but that of its last tokens, can be fetched. A worker that cannot use it
+    computes it anew.
+    """
+
+    params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] = b""
+    """The prefill leg's `End.kv_params`: a msgpack map of the KV connector's own, which the bus does not read."""
+    connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    """The prefill worker's `Capabilities.kv_connector`: any other cannot read `params`."""
+    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    """Of the weights that made the KV: of no use to any other."""
+    lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    """Of the request's adapter, likewise; None: it uses none."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """It asks for KV rather than bringing it."""
+        return not self.params
+
+
 class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request on its way to a worker: a msgpack map, so that programs without this library can write it."""
 
@@ -79,6 +103,8 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """The weights that the model's workers should have had when the request was submitted; `max_weight_lag` counts
     from there. None without that, and in later attempts, which it does not drop."""
+    kv: KvHandover | None = None
+    """Of a prefill or a decode leg; None: the request is whole."""
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 

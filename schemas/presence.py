@@ -16,6 +16,7 @@ __all__ = [
     "ClientPresence",
     "ClientState",
     "LoraInfo",
+    "Role",
     "RoutedExpertsInfo",
     "WorkerPresence",
     "WorkerState",
@@ -42,6 +43,10 @@ class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     def row_bytes(self) -> int:
         """What the row of one position takes."""
         return self.num_layers * self.top_k * DTYPES[self.dtype].itemsize
+
+
+Role = Literal["both", "prefill", "decode"]
+"""Which part of requests a worker serves."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +86,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """`sleep` frees memory."""
     data_parallel_size: Positive = 1
     """Replicas inside the engine; to the fleet they are one worker."""
+    role: Role = "both"
+    """`prefill`: it takes nothing but prefill legs, from clients directly. `decode`: it takes over the KV of prefill
+    legs, and what has none too. `both`: it serves whole requests."""
+    kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    """How its KV goes to other workers, and all that has to be equal for that on both sides; None: it does not."""
 
 
 class WorkerState(enum.StrEnum):

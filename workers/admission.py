@@ -3,12 +3,21 @@
 import re
 
 from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestRejected
+from schemas.messages import KvHandover
 from schemas.model_limits import check_prompt, check_sampling
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.versions import Versions
 
-__all__ = ["check_lag", "check_reply_to", "check_request", "check_row_size", "wait_for_weights_s"]
+__all__ = [
+    "can_use",
+    "check_lag",
+    "check_leg",
+    "check_reply_to",
+    "check_request",
+    "check_row_size",
+    "wait_for_weights_s",
+]
 
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
 """One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
@@ -115,6 +124,39 @@ def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_byt
         f"max_payload leaves {max_bytes} for one: raise it, or ask with return_routed_experts=False",
         request_id=request.request_id,
     )
+
+
+def check_leg(request: GenerateRequest, kv: KvHandover | None, capabilities: Capabilities) -> None:
+    """Refuse prefill legs, unless that is all that this worker takes.
+
+    Raises:
+        InvalidRequest: a prefill leg for more than one token.
+        RequestRejected: the worker's role is another.
+    """
+    is_prefill = kv is not None and kv.is_prefill
+    if is_prefill != (capabilities.role == "prefill"):
+        problem = "it takes nothing but prefill legs" if not is_prefill else "it takes no prefill legs"
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message=f"this worker's role is {capabilities.role}: {problem}, which have `kv` without params",
+            request_id=request.request_id,
+        )
+    if is_prefill and request.sampling.max_tokens != 1:
+        raise InvalidRequest(
+            field="sampling.max_tokens",
+            problem=f"is {request.sampling.max_tokens}",
+            allowed="1 in a prefill leg",
+            request_id=request.request_id,
+        )
+
+
+def can_use(kv: KvHandover, request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> bool:
+    """The engine may be given `kv` with the request: it asks for KV, or was made by the weights that it has now."""
+    if kv.is_prefill:
+        return True
+    lora_version = None if request.lora is None else versions.loras.get(request.lora)
+    is_readable = kv.connector is not None and kv.connector == capabilities.kv_connector
+    return is_readable and (kv.weight_version, kv.lora_version) == (versions.weight_version, lora_version)
 
 
 def _check_n(n: int) -> None:

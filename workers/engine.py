@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bus.protocol.step import RequestStep
+from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 
@@ -31,10 +32,17 @@ class Engine(Protocol):
             EngineDead: the engine could not be started; the message says why.
         """
 
-    async def add(self, key: str, request: GenerateRequest) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`.
 
         `request` has passed the worker's checks against `capabilities`.
+
+        Args:
+            kv: None: a whole request. Without `params`, of an engine of role `prefill`: a prefill leg, whose last step
+                brings `kv_params`, and whose KV is kept for a while for whoever comes with them. With `params`, of this
+                engine's own connector, weights and adapter: the KV of all whole blocks before the last tokens is
+                fetched, counts as cached, and has no rows. Where that fails, the request ends with `error_code`
+                KV_TRANSFER_FAILED.
 
         Raises:
             InvalidRequest: a parameter that this engine refuses; nothing was submitted.
@@ -42,7 +50,10 @@ class Engine(Protocol):
         """
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End these requests with a `RequestStep` of finish reason ABORT each; unknown keys are ignored."""
+        """End these requests with a `RequestStep` of finish reason ABORT each; unknown keys are ignored.
+
+        Never called for one whose KV may be on its way: one with `kv.params` that has made no step yet.
+        """
 
     def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
         """Yield what each engine step produced; called once.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from schemas.errors import EngineDead
+from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.engine import Engine, RequestStep
@@ -90,8 +91,11 @@ class EngineRunner:
             on_steps(steps)
         raise EngineDead("the engine stopped by itself")
 
-    async def add(self, key: str, request: GenerateRequest) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Have the engine take `request`, which has passed the worker's checks, under a key never used before.
+
+        Args:
+            kv: see `Engine.add`.
 
         Raises:
             InvalidRequest: the engine refuses it and has not seen it.
@@ -100,7 +104,7 @@ class EngineRunner:
         self._inside.add(key)
         self._being_added.add(key)
         try:
-            await self._engine.add(key, request)
+            await self._engine.add(key, request, kv)
         except Exception:
             self._inside.discard(key)
             raise

@@ -40,6 +40,8 @@ class Held:
     """When this worker ends the request; None where its client does."""
     lora: str | None = None
     """The adapter that it uses."""
+    awaits_kv: bool = False
+    """A prefill or decode leg that has no token yet."""
     state: HeldState = HELD.initial
 
     def advance(self, event: HeldEvent) -> None:

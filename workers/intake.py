@@ -11,10 +11,18 @@ from bus.queue.puller import GIVE_BACK_S, QueuedRequest
 from bus.subjects import Subjects
 from schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.limits import MAX_DELIVERIES
-from schemas.messages import RequestKey, decode_request, decode_request_message, request_id_of
+from schemas.messages import KvHandover, RequestKey, decode_request, decode_request_message, request_id_of
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
-from workers.admission import check_lag, check_reply_to, check_request, check_row_size, wait_for_weights_s
+from workers.admission import (
+    can_use,
+    check_lag,
+    check_leg,
+    check_reply_to,
+    check_request,
+    check_row_size,
+    wait_for_weights_s,
+)
 from workers.config import WorkerConfig
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions, Origin
@@ -52,6 +60,8 @@ class IntakeStats:
     """Came or waited here while this worker could not speak: the queue, or the client, gives them to another."""
     poison: int = 0
     """Delivered too often."""
+    kv_unused: int = 0
+    """Decode legs whose KV is of other weights, or of a connector that the engine has not: it is computed anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +195,7 @@ class Intake:
             self._return([arrival.message])
             return
         try:
-            origin, given = self._read(arrival)
+            origin, given, kv = self._read(arrival)
         except RemoteProtocolError as exc:
             self.stats.bad += 1
             logger.warning("request.bad client=%s error=%s", arrival.client, exc)
@@ -208,16 +218,20 @@ class Intake:
         now = time.monotonic()
         try:
             request = self._checked(arrival, given, capabilities)
+            check_leg(request, kv, capabilities)
         except RequestError as exc:
             self._links.reject(origin, exc, now)
             self._carry_out(Instructions())
             return
-        name = self._links.offer(origin, request, capabilities, now)
+        if kv is not None and not can_use(kv, request, capabilities, self._links.versions):
+            self.stats.kv_unused += 1
+            kv = None
+        name = self._links.offer(origin, request, capabilities, now, kv)
         self._carry_out(Instructions())
-        await self._submit(name, request)
+        await self._submit(name, request, kv)
 
-    def _read(self, arrival: Arrival) -> tuple[Origin, GenerateRequest | RequestError]:
-        """Who asks for what; an error in place of a request that is wrong.
+    def _read(self, arrival: Arrival) -> tuple[Origin, GenerateRequest | RequestError, KvHandover | None]:
+        """Who asks for what, and the KV that goes with it; an error in place of a request that is wrong.
 
         Raises:
             RemoteProtocolError: there is nobody to be told what is wrong.
@@ -245,7 +259,8 @@ class Intake:
         if request_id is None:
             raise RemoteProtocolError(f"without a usable request_id: {request}")
         key = RequestKey(request_id, attempt, envelope.child)
-        return Origin(arrival.client, envelope.incarnation, key, arrival.message, envelope.reply_to), request
+        origin = Origin(arrival.client, envelope.incarnation, key, arrival.message, envelope.reply_to)
+        return origin, request, envelope.kv
 
     def _checked(
         self, arrival: Arrival, request: GenerateRequest | RequestError, capabilities: Capabilities
@@ -270,11 +285,11 @@ class Intake:
         check_row_size(request, capabilities, self._links.routes.max_part_bytes)
         return request
 
-    async def _submit(self, name: str, request: GenerateRequest) -> None:
+    async def _submit(self, name: str, request: GenerateRequest, kv: KvHandover | None) -> None:
         """Hand a request that was offered to the engine."""
-        logger.debug("request.admitted name=%s", name)
+        logger.debug("request.admitted name=%s traceparent=%s", name, request.traceparent)
         try:
-            await self._engine.add(name, request)
+            await self._engine.add(name, request, kv)
         except RequestError as exc:
             self._links.fail(name, exc)
         except EngineDead as exc:

@@ -38,3 +38,5 @@ class LinkStats:
     links_broken: int = 0
     """Links given up for a new one, since the client had lost its place or a frame could not be published."""
     frames_resent: int = 0
+    kv_too_large: int = 0
+    """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""

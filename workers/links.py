@@ -20,7 +20,7 @@ from bus.subjects import Subjects
 from schemas.chunk import ChunkError, FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, RequestError
 from schemas.limits import DEFAULT_TIMEOUT_S
-from schemas.messages import LinkMessage, RequestKey
+from schemas.messages import KvHandover, LinkMessage, RequestKey
 from schemas.presence import Capabilities, ClientPresence, ClientState
 from schemas.request import GenerateRequest
 from workers.config import LEASE_MARGIN_S, WorkerConfig
@@ -74,6 +74,10 @@ class Links:
         """Engine names of open requests, by the adapter that they use; it is None where they use none."""
         return [held.name for held in self._held.open_requests if is_meant(held.lora)]
 
+    def handing_over(self, is_meant: Callable[[str | None], bool]) -> list[str]:
+        """Engine names, as of `using`, of open legs without a token yet: their KV is of the present weights alone."""
+        return [held.name for held in self._held.open_requests if held.awaits_kv and is_meant(held.lora)]
+
     def called(self, request_ids: Collection[str]) -> dict[str, list[str]]:
         """Engine names of open requests, of any client, by these ids; an id that none has is left out."""
         names: dict[str, list[str]] = {}
@@ -123,8 +127,19 @@ class Links:
                 return held
         return None
 
-    def offer(self, origin: Origin, request: GenerateRequest, capabilities: Capabilities, now: float) -> str:
-        """Take a request in hand and offer it to its client; returns its engine name. It must not be here already."""
+    def offer(
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        capabilities: Capabilities,
+        now: float,
+        kv: KvHandover | None = None,
+    ) -> str:
+        """Take a request in hand and offer it to its client; returns its engine name. It must not be here already.
+
+        Args:
+            kv: which the engine is given with it.
+        """
         routing = None if request.return_routed_experts is False else capabilities.routed_experts
         writer = ChunkWriter(
             origin.key,
@@ -138,7 +153,9 @@ class Links:
         if origin.reply_to is not None:
             deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
         self.stats.offered += 1
-        return self._take_in_hand(origin, writer, now, deadline, request.lora).name
+        held = self._take_in_hand(origin, writer, now, deadline, request.lora)
+        held.awaits_kv = kv is not None
+        return held.name
 
     def _take_in_hand(
         self, origin: Origin, writer: ChunkWriter, now: float, deadline: float | None = None, lora: str | None = None
@@ -177,6 +194,9 @@ class Links:
                 continue
             try:
                 lora_version = None if held.lora is None else self.versions.loras.get(held.lora)
+                if step.kv_params is not None and len(step.kv_params) > self.routes.part_bytes:
+                    self.stats.kv_too_large += 1
+                    step.kv_params = None
                 held.route.take(held.origin.key, step, self.versions.weight_version, lora_version)
             except LocalProtocolError as exc:
                 logger.error("request.broken name=%s error=%s", step.key, exc)
@@ -184,6 +204,7 @@ class Links:
                 todo.abort.append(step.key)
                 continue
             self.routes.touch(held.route)
+            held.awaits_kv = held.awaits_kv and not len(step.token_ids)
             if step.finish_reason is not None:
                 self.stats.ended += 1
                 was_stopped = step.finish_reason is FinishReason.ABORT

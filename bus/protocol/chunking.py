@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bus.protocol.step import RequestStep
 from bus.protocol.token_run import TokenRun, pop_front
 from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
-from schemas.errors import ErrorCode, LocalProtocolError
+from schemas.errors import LocalProtocolError
 from schemas.messages import RequestKey
 from schemas.presence import RoutedExpertsInfo
 from schemas.rows import DTYPES, Rows, expected_rows
@@ -36,7 +36,7 @@ def chunk_bytes(chunk: Chunk) -> int:
         size += len(chunk.routed_experts.data)
     if chunk.prompt_logprobs is not None:
         size += len(chunk.prompt_logprobs.logprobs_data) + _top_bytes(chunk.prompt_logprobs.top)
-    return size + _error_bytes(chunk.error)
+    return size + _error_bytes(chunk.error) + (0 if chunk.end is None else len(chunk.end.kv_params or b""))
 
 
 def _top_bytes(top: TopLogprobs | None) -> int:
@@ -55,6 +55,7 @@ class _Ending(NamedTuple):
     finish_reason: FinishReason
     stop_reason: int | None
     error: ChunkError | None
+    kv_params: bytes | None = None
 
 
 class _Plan(NamedTuple):
@@ -169,8 +170,8 @@ class ChunkWriter:
         if step.cached_tokens is not None:
             self._cached_tokens = step.cached_tokens
         if step.finish_reason is not None:
-            error = None if step.error is None else ChunkError(ErrorCode.ENGINE_ERROR, step.error)
-            self._ending = _Ending(step.finish_reason, step.stop_reason, error)
+            error = None if step.error is None else ChunkError(step.error_code, step.error)
+            self._ending = _Ending(step.finish_reason, step.stop_reason, error, step.kv_params)
             self.is_ended = True
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
@@ -183,6 +184,8 @@ class ChunkWriter:
             raise LocalProtocolError(f"the engine gave {num_tokens} tokens but top logprobs of other positions")
         if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
             raise LocalProtocolError(f"the engine gave finish reason {step.finish_reason} and error {step.error!r}")
+        if step.kv_params is not None and step.finish_reason is None:
+            raise LocalProtocolError("the engine gave KV parameters before the request's last step")
 
     def _check_rows(self, rows: Rows, start: int) -> None:
         routing = self._routing
@@ -251,6 +254,11 @@ class ChunkWriter:
         )
         if self._ending is not None:
             num_bytes += _error_bytes(self._ending.error)
+        if is_terminal and self._ending is not None and self._ending.kv_params:
+            num_kv_bytes = len(self._ending.kv_params)
+            # As large as a part may be: then they go alone, after the rest.
+            is_terminal = num_bytes + num_kv_bytes <= self._part_bytes or not (num_tokens or num_rows)
+            num_bytes += num_kv_bytes if is_terminal else 0
         return _Plan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
     def _next_counts(self) -> tuple[int, int]:
@@ -328,6 +336,7 @@ class ChunkWriter:
             error=ending.error,
             cached_tokens=self._cached_tokens,
             routed_experts_start=None if self._routing is None else self._start,
+            kv_params=ending.kv_params,
         )
 
     def fail(self, error: ChunkError, weight_version: int) -> Chunk:

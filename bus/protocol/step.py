@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from schemas.errors import ErrorCode
 from schemas.rows import Rows
 
 __all__ = ["RequestStep"]
@@ -37,3 +38,7 @@ class RequestStep:
     """The stop token id that ended the request, when one of `stop_token_ids` did."""
     error: str | None = None
     """Set, with `finish_reason` ERROR, when the engine failed this request alone."""
+    error_code: ErrorCode = ErrorCode.ENGINE_ERROR
+    """What kind of failure `error` is: also KV_TRANSFER_FAILED."""
+    kv_params: bytes | None = None
+    """Where the KV of the prompt lies: only in the last step of a prefill leg, and where the engine has kept it."""

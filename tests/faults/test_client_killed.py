@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import bus
+from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import Observer, observing, until
@@ -45,9 +46,11 @@ def record_adds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     given: list[str] = []
     add = SyntheticEngine.add
 
-    async def recording(self: SyntheticEngine, key: str, request: GenerateRequest) -> None:
+    async def recording(
+        self: SyntheticEngine, key: str, request: GenerateRequest, kv: KvHandover | None = None
+    ) -> None:
         given.append(request.request_id)
-        await add(self, key, request)
+        await add(self, key, request, kv)
 
     monkeypatch.setattr(SyntheticEngine, "add", recording)
     return given

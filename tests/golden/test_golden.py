@@ -126,7 +126,7 @@ def test_array_structs_are_positional_from_the_first_field() -> None:
     assert chunk[5:7] == [b"\x5b\x50\x02\x00", b"\x00\x00\x80\xff"]
     assert chunk[7] == [3, [1, 2, 2], "u1", b"\xff\x00\x01\x02"]
     assert chunk[8:10] == [None, None]
-    assert chunk[10] == ["stop", 2, 4, 151_643, None, 0, 0]
+    assert chunk[10] == ["stop", 2, 4, 151_643, None, 0, 0, None]
 
 
 def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:

@@ -16,7 +16,7 @@ from schemas.chunk import (
 from schemas.control import Ack, Command
 from schemas.desired import DesiredState
 from schemas.errors import ErrorCode
-from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
+from schemas.messages import Frame, KvHandover, LinkMessage, RequestKey, RequestMessage, encode
 from schemas.presence import (
     Capabilities,
     ClientPresence,
@@ -303,6 +303,67 @@ VECTORS: dict[str, Message] = {
         epoch=41,
         loras=(LoraInfo(name="style", version=3),),
         lease_age_s=0.25,
+    ),
+    "request_prefill_leg": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        kv=KvHandover(),
+        request=msgspec.Raw(
+            encode(GenerateRequest(prompt_token_ids=[1, 2], request_id="h", sampling=SamplingParams(max_tokens=1)))
+        ),
+    ),
+    "frame_prefill_leg": Frame(
+        1,
+        "incarnation",
+        7,
+        [],
+        [
+            Chunk(
+                request_id="h",
+                attempt=0,
+                child=0,
+                chunk_index=0,
+                weight_version=7,
+                token_ids_data=i4(3),
+                logprobs_data=f4(-0.5),
+                routed_experts=RoutedExperts.from_rows(np.arange(8, dtype="u1").reshape(2, 2, 2), 0),
+                end=End(FinishReason.LENGTH, 1, 2, routed_experts_start=0, kv_params=b"\x81\xa2id\xa1x"),
+                lora_version=3,
+            )
+        ],
+        0,
+        "life-1",
+    ),
+    "request_decode_leg": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        attempt=1,
+        kv=KvHandover(params=b"\x81\xa2id\xa1x", connector="ExampleConnector", weight_version=7, lora_version=3),
+        request=msgspec.Raw(
+            encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="h", routed_experts_prompt_start=2))
+        ),
+    ),
+    "presence_prefill": WorkerPresence(
+        worker="p0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=7,
+        in_flight=1,
+        free_slots=31,
+        uptime_s=60.0,
+        lease_s=10.0,
+        capabilities=Capabilities(
+            engine="vllm",
+            engine_version="0.30.0",
+            max_model_len=4096,
+            vocab_size=151_936,
+            max_num_seqs=32,
+            max_logprobs=20,
+            dtype="bfloat16",
+            role="prefill",
+            kv_connector="ExampleConnector",
+        ),
     ),
     **CONTROL_VECTORS,
 }

@@ -24,7 +24,7 @@ def view(value: Any) -> Any:
     if isinstance(value, RequestMessage):
         request = msgspec.json.decode(encode_json(decode_request(value.request)))
         request["prompt_token_ids"] = f"<i4 {json.dumps(request['prompt_token_ids'])}"
-        envelope = {name: getattr(value, name) for name in value.__struct_fields__ if name != "request"}
+        envelope = {name: view(getattr(value, name)) for name in value.__struct_fields__ if name != "request"}
         return envelope | {"request": request}
     if isinstance(value, RoutedExperts):
         rows = json.dumps(value.numpy().tolist())
@@ -40,6 +40,8 @@ def view(value: Any) -> Any:
         return [view(item) for item in value]
     if isinstance(value, dict):
         return {name: view(item) for name, item in value.items()}
+    if isinstance(value, bytes):
+        return f"hex {value.hex()}"
     return value
 
 

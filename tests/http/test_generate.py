@@ -18,6 +18,7 @@ import bus
 from bus.protocol.step import RequestStep
 from frontend.http.generate_body import SamplingBody
 from schemas.chunk import FinishReason
+from schemas.messages import KvHandover
 from tests.http.support import Http, http_before, http_service
 from tests.support.checkpoints import write_adapter
 from tests.support.fleet import until_idle
@@ -241,9 +242,9 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
         assert http.engine is not None
         add = http.engine.add
 
-        async def spy(key: str, request: bus.GenerateRequest) -> None:
+        async def spy(key: str, request: bus.GenerateRequest, kv: KvHandover | None = None) -> None:
             seen.append(request)
-            await add(key, request)
+            await add(key, request, kv)
 
         monkeypatch.setattr(http.engine, "add", spy)
         for given in (trace, "nonsense"):

@@ -20,7 +20,7 @@ from schemas.chunk import (
     little_endian,
 )
 from schemas.errors import ErrorCode
-from schemas.messages import Frame, LinkMessage, RequestKey, RequestMessage, encode
+from schemas.messages import Frame, KvHandover, LinkMessage, RequestKey, RequestMessage, encode
 from schemas.presence import (
     Capabilities,
     ClientPresence,
@@ -118,6 +118,15 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     )
 
 
+handovers = st.builds(
+    KvHandover,
+    params=st.binary(max_size=8),
+    connector=maybe(names),
+    weight_version=maybe(VERSION),
+    lora_version=maybe(VERSION),
+)
+
+
 @st.composite
 def request_messages(draw: st.DrawFn) -> RequestMessage:
     """Any valid `RequestMessage`, in plain mode or not."""
@@ -129,6 +138,7 @@ def request_messages(draw: st.DrawFn) -> RequestMessage:
         attempt=draw(INDEX),
         child=draw(INDEX),
         target_version=draw(maybe(VERSION)),
+        kv=draw(maybe(handovers)),
         request=msgspec.Raw(encode(draw(requests()))),
     )
 
@@ -184,6 +194,7 @@ def ends(draw: st.DrawFn) -> End:
         draw(chunk_errors) if reason is FinishReason.ERROR else None,
         draw(maybe(POSITION)),
         draw(maybe(POSITION)),
+        draw(maybe(st.binary(max_size=8))),
     )
 
 
@@ -259,6 +270,8 @@ capabilities = st.builds(
     max_loras=st.integers(0, 2**31),
     sleep=st.booleans(),
     data_parallel_size=st.integers(1, 2**31),
+    role=st.sampled_from(["both", "prefill", "decode"]),
+    kv_connector=maybe(names),
 )
 presences = st.builds(
     WorkerPresence,

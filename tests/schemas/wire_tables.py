@@ -30,7 +30,7 @@ CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
 COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
-    *(messages.RequestMessage, messages.Frame, messages.RequestKey, messages.LinkMessage),
+    *(messages.RequestMessage, messages.KvHandover, messages.Frame, messages.RequestKey, messages.LinkMessage),
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary),

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from bus.protocol.step import RequestStep
+from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
@@ -38,10 +39,10 @@ class GatedEngine(SyntheticEngine):
         async for steps in super().steps():
             yield steps
 
-    async def add(self, key: str, request: GenerateRequest) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Wait, then take on."""
         await self._pass("add")
-        await super().add(key, request)
+        await super().add(key, request, kv)
 
     async def close(self) -> None:
         """Wait, then close."""

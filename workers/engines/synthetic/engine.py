@@ -13,6 +13,7 @@ from bus.protocol.step import RequestStep
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from schemas.limits import MAX_PRIORITY
+from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.engines.synthetic.cache import PrefixCache
@@ -83,7 +84,7 @@ class SyntheticEngine:
             except ControlError as exc:
                 raise EngineDead(exc.message) from exc
 
-    async def add(self, key: str, request: GenerateRequest) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Queue a request, before all that are less urgent."""
         self._check_alive()
         adapter = None if request.lora is None else self._loras.get(request.lora)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
@@ -114,7 +115,7 @@ class VllmEngine:
             raise
         logger.info("engine.started engine=%r capabilities=%s", self, self._capabilities)
 
-    async def add(self, key: str, request: GenerateRequest) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`.
 
         Cancellation: the request may have been submitted; abort it.
