@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from frontend.http.settings import Settings
 
 __all__ = [
+    "CLIENT_TIMEOUT_S",
     "DEFAULT_ADDRESS",
     "MAX_IN_FLIGHT",
     "address",
@@ -25,6 +26,8 @@ __all__ = [
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 MAX_IN_FLIGHT = 1024
 """Requests for tokens at a time, where nobody says another number."""
+CLIENT_TIMEOUT_S = 300.0
+"""For a client that does not read its answer, likewise."""
 
 
 def address(text: str) -> tuple[str, int]:
@@ -74,7 +77,12 @@ def take_address(host: str, port: int) -> socket.socket:
     return listening
 
 
-def settings_of(*, max_in_flight: int = MAX_IN_FLIGHT, tokenizer: Path | None = None) -> "Settings":
+def settings_of(
+    *,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    client_timeout_s: float = CLIENT_TIMEOUT_S,
+    tokenizer: Path | None = None,
+) -> "Settings":
     """The settings, with the tokens from the environment."""
     from frontend.http.settings import Settings
 
@@ -82,6 +90,7 @@ def settings_of(*, max_in_flight: int = MAX_IN_FLIGHT, tokenizer: Path | None = 
         token=os.environ.get("ROLLBUS_HTTP_TOKEN") or None,
         admin_token=os.environ.get("ROLLBUS_ADMIN_TOKEN") or None,
         max_in_flight=max_in_flight,
+        client_timeout_s=client_timeout_s,
         tokenizer=tokenizer,
     )
 

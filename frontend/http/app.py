@@ -1,6 +1,7 @@
 """The application: which routes there are, who may call them, and how their errors are answered."""
 
 import logging
+from contextlib import ExitStack
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,6 +39,8 @@ ANSWERS: dict[tuple[str, str], openapi.Answer] = {**status.ANSWERS, **control.AN
 """What routes answer, for the same; see there."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""
+CLIENT_STALLED = 408
+"""Likewise: it did not read its answer in time."""
 NO_ROUTE = "none"
 """Stands for the path of a request that none of the routes takes, in metrics."""
 
@@ -79,14 +82,16 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        with self._service.metrics.request(request.method, self._path) as seen:
+        with self._service.metrics.request(request.method, self._path) as seen, ExitStack() as until_answered:
+            request.state.until_answered = until_answered
             try:
                 response = await self._answer(request)
                 seen.status = response.status_code
                 await response(scope, receive, send)
             except ClientDisconnect:
-                seen.status = CLIENT_GONE
-                logger.info("client.gone path=%s", request.url.path)
+                has_stalled = request.state.delivery.has_stalled
+                seen.status = CLIENT_STALLED if has_stalled else CLIENT_GONE
+                logger.info("client.%s path=%s", "stalled" if has_stalled else "gone", request.url.path)
 
     async def _answer(self, request: Request) -> Response:
         try:

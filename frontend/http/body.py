@@ -1,5 +1,6 @@
 """Reading a request's body: bounded, and with the name of the field that is wrong."""
 
+import asyncio
 import json
 import re
 from typing import TypeVar
@@ -8,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from frontend.http.errors import HttpError
+from frontend.http.settings import Settings
 from schemas.errors import ErrorCode
 
 __all__ = ["decode_body", "read_body"]
@@ -19,18 +21,29 @@ AT_PATH = re.compile(r"(?P<problem>.*?) - at `(?:key` in `)?\$(?P<path>.*)`", re
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 
+CLOSE = {"Connection": "close"}
+"""Where the rest of a body is not read: the connection cannot be used again."""
 NUMBERS_AND_SPACE = b"0123456789+-., \t\r\n"
 MAX_SKELETON_BYTES = 64 << 10
 STRING = re.compile(rb'"[^"]*":?')
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, settings: Settings) -> bytes:
     """All of the body.
 
     Raises:
-        HttpError: 413, as soon as more than `max_bytes` have come or are announced.
+        HttpError: 413, as soon as more than is allowed has come or is announced; 408, it does not come.
         ClientDisconnect: the client went away meanwhile.
     """
+    try:
+        async with asyncio.timeout(settings.client_timeout_s):
+            return await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not come; allowed: {settings.client_timeout_s:g} s"
+        raise HttpError(408, message, code="body_timeout", headers=CLOSE) from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
@@ -44,10 +57,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> HttpError:
-    # The rest of the body is not read: the connection cannot be used again.
-    return HttpError(
-        413, f"the body is too large; allowed: {max_bytes} bytes", code="too_large", headers={"Connection": "close"}
-    )
+    return HttpError(413, f"the body is too large; allowed: {max_bytes} bytes", code="too_large", headers=CLOSE)
 
 
 def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:

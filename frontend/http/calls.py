@@ -32,21 +32,21 @@ class Admission:
         self.in_flight = 0
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count one while the block lasts.
+    def admitted(self, count: int = 1) -> Iterator[None]:
+        """Count so many more while the block lasts.
 
         Raises:
-            HttpError: 429, there are as many as may be.
+            HttpError: 429, with them there were more than may be.
         """
-        if self.in_flight >= self._max_in_flight:
-            raise HttpError(
-                429, f"{self.in_flight} requests are under way; allowed: {self._max_in_flight}", code="busy"
-            )
-        self.in_flight += 1
+        if self.in_flight + count > self._max_in_flight:
+            more = f", and this is {count} more" if count > 1 else ""
+            problem = f"{self.in_flight} requests are under way{more}; allowed: {self._max_in_flight}"
+            raise HttpError(429, problem, code="busy")
+        self.in_flight += count
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.in_flight -= count
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

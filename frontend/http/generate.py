@@ -21,7 +21,8 @@ __all__ = ["BODIES", "ROUTES"]
 
 async def generate(service: Service, request: Request) -> Response:
     """Continue token ids; the answer is a stream if the body says so."""
-    body = decode_body(await read_body(request, service.settings.max_body_bytes), GenerateBody)
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
     target = find_target(service, body.model)
     sampling, fields = request_fields(body)

@@ -4,12 +4,20 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 import bus
 from frontend.http.app import make_app
+from frontend.http.edge import Edge
 from frontend.http.settings import Settings
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+else:
+    # The faster one of the two, if it is installed.
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 __all__ = ["listen", "serving"]
 
@@ -43,7 +51,9 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     """Serve on a listening socket while the block lasts; then what is under way is ended."""
     server = _Server(
         uvicorn.Config(
-            make_app(rb, settings),
+            Edge(make_app(rb, settings), settings.client_timeout_s),
+            http=_Connection,
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -60,6 +70,13 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
                 yield
             finally:
                 server.should_exit = True
+
+
+class _Connection(HttpProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Let the application cut the connection."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "transport": transport}
 
 
 class _Server(uvicorn.Server):

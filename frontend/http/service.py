@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,24 +79,29 @@ class Service:
                     raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
         return self._tokenizers[folder]
 
+    def admit(self, request: Request, count: int = 1) -> None:
+        """Count an HTTP request as one for tokens, or as several, until its answer has been sent.
+
+        Raises:
+            HttpError: 429.
+        """
+        until_answered: ExitStack = request.state.until_answered
+        until_answered.enter_context(self.admission.admitted(count))
+
     async def complete(self, request: Request, wanted: bus.GenerateRequest) -> bus.Generation:
         """The finished result; the request is aborted if the client leaves.
 
         Raises:
-            HttpError: 429. And what `bus.Client.complete` raises.
+            ClientDisconnect: it left. And what `bus.Client.complete` raises.
         """
-        with self.admission.admitted(), self._counted(wanted) as progress:
+        with self._counted(wanted) as progress:
             generation = await until_disconnect(request.receive, self.rb.complete(wanted))
             progress.finished(generation)
             return generation
 
     async def chunks(self, wanted: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
-        """The chunks as they come; closing aborts the request.
-
-        Raises:
-            HttpError: 429. And what `bus.Client.generate` raises.
-        """
-        with self.admission.admitted(), self._counted(wanted) as progress:
+        """The chunks as they come; closing aborts the request. Raises what `bus.Client.generate` raises."""
+        with self._counted(wanted) as progress:
             async with aclosing(self.rb.generate(wanted)) as chunks:
                 async for chunk in chunks:
                     progress.add(chunk)

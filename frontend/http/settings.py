@@ -25,5 +25,8 @@ class Settings:
     """Requests for tokens at a time; one more is answered 429."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Until a request for tokens fails, where it does not say."""
+    client_timeout_s: float = 300.0
+    """For a client that is waited for: until its body is there, and until it has read each piece of its answer. A
+    trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""
     tokenizer: Path | None = None
     """Folder of the tokenizer; None: that of a worker on this machine."""

@@ -49,17 +49,17 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The token ids of a text or a chat, and how many a prompt may have."""
-    body = decode_body(await read_body(request, service.settings.max_body_bytes), TokenizeBody)
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), TokenizeBody)
     target = find_target(service, body.model)
     chat = _chat(body)
-    with service.admission.admitted():
-        tokenizer = await service.tokenizer(target.worker)
-        if chat is not None:
-            token_ids = await encode_chat(tokenizer, chat)
-        else:
-            add_special_tokens = body.add_special_tokens is not False
-            token_ids = await encode_text(tokenizer, body.prompt or "", add_special_tokens=add_special_tokens)
-        strings = await asyncio.to_thread(tokenizer.tokens, token_ids) if body.return_token_strs else None
+    tokenizer = await service.tokenizer(target.worker)
+    if chat is not None:
+        token_ids = await encode_chat(tokenizer, chat)
+    else:
+        add_special_tokens = body.add_special_tokens is not False
+        token_ids = await encode_text(tokenizer, body.prompt or "", add_special_tokens=add_special_tokens)
+    strings = await asyncio.to_thread(tokenizer.tokens, token_ids) if body.return_token_strs else None
     return json_response(
         {
             "count": len(token_ids),
@@ -97,11 +97,11 @@ def _chat(body: TokenizeBody) -> Chat | None:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    body = decode_body(await read_body(request, service.settings.max_body_bytes), DetokenizeBody)
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), DetokenizeBody)
     target = find_target(service, body.model)
-    with service.admission.admitted():
-        tokenizer = await service.tokenizer(target.worker)
-        return json_response({"prompt": await asyncio.to_thread(_text, tokenizer, body.tokens)})
+    tokenizer = await service.tokenizer(target.worker)
+    return json_response({"prompt": await asyncio.to_thread(_text, tokenizer, body.tokens)})
 
 
 def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import Request
 
 import bus
+from frontend.http.edge import REQUEST_ID_HEADER, given_request_id
 from frontend.http.errors import HttpError, http_error
 from frontend.http.service import Service
-from schemas.checks import check_request_id
 from schemas.errors import InvalidRequest, RollbusError
 from schemas.model_limits import check_model_limits
 from schemas.presence import Capabilities, WorkerPresence
@@ -19,7 +19,6 @@ from schemas.request import TRACEPARENT_PATTERN
 
 __all__ = ["Target", "find_target", "id_headers", "make_wanted", "named_errors"]
 
-REQUEST_ID_HEADER = "X-Request-Id"
 SESSION_ID_HEADER = "X-Session-ID"
 
 
@@ -94,21 +93,15 @@ def make_wanted(
     with named_errors(names):
         wanted = bus.GenerateRequest(
             sampling=bus.SamplingParams(**sampling),
-            **{**common, **fields, "request_id": _request_id(headers.get(REQUEST_ID_HEADER), fields.get("request_id"))},
+            **{**common, **fields, "request_id": _request_id(headers, fields.get("request_id"))},
         )
         check_model_limits(wanted, target.capabilities)
     return wanted
 
 
-def _request_id(from_header: str | None, from_body: str | None) -> str:
+def _request_id(headers: Mapping[str, str], from_body: str | None) -> str:
     """The header's, as with vLLM, if it can be used; else the body's, which must; else a new one."""
-    if from_header is not None:
-        try:
-            return check_request_id(REQUEST_ID_HEADER, from_header)
-        except InvalidRequest:
-            # Proxies set it as they like: it is no reason to refuse what somebody asks for.
-            pass
-    return uuid.uuid4().hex if from_body is None else from_body
+    return given_request_id(headers) or (uuid.uuid4().hex if from_body is None else from_body)
 
 
 def id_headers(wanted: bus.GenerateRequest) -> dict[str, str]:

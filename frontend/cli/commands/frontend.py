@@ -9,9 +9,10 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
-from frontend.cli.arguments import positive_int
+from frontend.cli.arguments import positive_float, positive_int
 from frontend.cli.exits import ExitCode
 from frontend.cli.http_service import (
+    CLIENT_TIMEOUT_S,
     DEFAULT_ADDRESS,
     MAX_IN_FLIGHT,
     address,
@@ -47,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=MAX_IN_FLIGHT,
         help="requests for tokens at a time; one more is answered 429 (default: %(default)s)",
     )
+    parser.add_argument(
+        "--client-timeout",
+        metavar="S",
+        type=positive_float,
+        default=CLIENT_TIMEOUT_S,
+        help="seconds until a client that does not read its answer loses its connection (default: %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +71,9 @@ async def _serve(args: argparse.Namespace, host: str, port: int) -> int:
     from frontend.cli.console import note, print_json
 
     cancel_on_signals()
-    settings = settings_of(max_in_flight=args.max_in_flight, tokenizer=args.tokenizer)
+    settings = settings_of(
+        max_in_flight=args.max_in_flight, client_timeout_s=args.client_timeout, tokenizer=args.tokenizer
+    )
     try:
         with closing(take_address(host, port)) as listening:
             async with serve_http(args.nats, args.fleet, settings, listening) as url:

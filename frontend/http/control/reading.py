@@ -34,7 +34,7 @@ async def read_fields(service: Service, request: Request, kind: type[Fields]) ->
         HttpError: 413; 400, naming the field that is unknown, missing, of another type, or given both ways.
         ClientDisconnect: the client went away meanwhile.
     """
-    body = await read_body(request, service.settings.max_body_bytes)
+    body = await read_body(request, service.settings)
     if not request.query_params:
         return decode_body(body, kind)
     if body.strip() not in (b"", b"{}", b"null"):

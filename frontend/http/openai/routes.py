@@ -21,14 +21,16 @@ __all__ = ["BODIES", "ROUTES"]
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, as OpenAI's API; with `nvext.token_data`, continue token ids."""
     clock = Clock()
-    body = decode_body(await read_body(request, service.settings.max_body_bytes), ChatBody)
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), ChatBody)
     return await _answer(service, request, body, clock)
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts or token ids, as OpenAI's API."""
     clock = Clock()
-    body = decode_body(await read_body(request, service.settings.max_body_bytes), CompletionBody)
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), CompletionBody)
     return await _answer(service, request, body, clock)
 
 
@@ -36,13 +38,12 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     check_served(body)
     target = find_target(service, body.model)
     options = read_options(body, target)
-    with service.admission.admitted():
-        # Also while prompts are made of text, which takes as much of this process as anything.
-        tokenizer = await service.tokenizer(target.worker)
-        if isinstance(body, ChatBody):
-            prompts = [await chat_prompt(body, tokenizer)]
-        else:
-            prompts = await completion_prompts(body, tokenizer)
+    tokenizer = await service.tokenizer(target.worker)
+    if isinstance(body, ChatBody):
+        prompts = [await chat_prompt(body, tokenizer)]
+    else:
+        prompts = await completion_prompts(body, tokenizer)
+        service.admit(request, len(prompts) - 1)
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which tell of one answer")
     sampling, fields = sampling_fields(body, options, tokenizer), bus_fields(body, options)

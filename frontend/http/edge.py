@@ -1,0 +1,107 @@
+"""What holds for every answer, whichever part of the application gives it: a request id, and clients that take it."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from schemas.checks import check_request_id
+from schemas.errors import InvalidRequest
+
+__all__ = ["REQUEST_ID_HEADER", "Delivery", "Edge", "given_request_id"]
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+SEND_BYTES: Final = 64 << 10
+"""Handed to the connection at a time: no more than this waits there for a client that does not read."""
+
+
+def given_request_id(headers: Mapping[str, str]) -> str | None:
+    """The client's id of its request; None if there is none that can be used.
+
+    Proxies set the header as they like: it is no reason to refuse what somebody asks for.
+    """
+    given = headers.get(REQUEST_ID_HEADER)
+    try:
+        return None if given is None else check_request_id(REQUEST_ID_HEADER, given)
+    except InvalidRequest:
+        return None
+
+
+class Edge:
+    """The application as the server calls it.
+
+    Args:
+        client_timeout_s: what a client has to take each piece of an answer; then its connection is cut.
+    """
+
+    def __init__(self, app: ASGIApp, client_timeout_s: float) -> None:
+        self._app = app
+        self._client_timeout_s = client_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; `request.state.delivery` says how its client takes that."""
+        delivery = Delivery(scope, send, self._client_timeout_s)
+        scope["state"]["delivery"] = delivery
+        await self._app(scope, receive, delivery.send)
+
+
+class Delivery:
+    """Sends one answer, no faster than its client reads.
+
+    Attributes:
+        has_stalled: the client has not read for so long that its connection was cut.
+    """
+
+    def __init__(self, scope: Scope, send: Send, timeout_s: float) -> None:
+        self.has_stalled = False
+        self._headers = Headers(scope=scope)
+        # Put there by the server's connection.
+        self._transport: asyncio.Transport = scope["state"]["transport"]
+        self._send = send
+        self._timeout_s = timeout_s
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's; an answer's end comes back when the system has all of it.
+
+        Raises:
+            ClientDisconnect: the client does not read.
+        """
+        if message["type"] == "http.response.start":
+            headers = list(message["headers"])
+            if all(name != REQUEST_ID_HEADER.lower().encode() for name, _ in headers):
+                request_id = given_request_id(self._headers) or uuid.uuid4().hex
+                headers.append((REQUEST_ID_HEADER.lower().encode(), request_id.encode()))
+            await self._send({**message, "headers": headers})
+            return
+        body = message.get("body", b"")
+        for at in range(0, len(body), SEND_BYTES):
+            await self._in_time({**message, "body": body[at : at + SEND_BYTES], "more_body": True})
+        if not message.get("more_body", False):
+            await self._end()
+
+    async def _end(self) -> None:
+        """Wait until all is on its way: a large answer's last piece must not be left to a client that does not read."""
+        if not self._transport.is_closing():
+            self._transport.set_write_buffer_limits(high=0)
+        await self._in_time({"type": "http.response.body"})
+        if not self._transport.is_closing():
+            self._transport.set_write_buffer_limits()
+
+    async def _in_time(self, message: Message) -> None:
+        # The server waits while more than a little of what was sent before is not on its way.
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cut)
+        try:
+            await self._send(message)
+        finally:
+            timer.cancel()
+        if self.has_stalled:
+            raise ClientDisconnect
+
+    def _cut(self) -> None:
+        # Closing would wait for the client to read; what waits to be sent ends with the connection.
+        self.has_stalled = True
+        self._transport.abort()

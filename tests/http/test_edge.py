@@ -1,0 +1,96 @@
+"""What holds for every answer: its request's id, and an end for clients that do not take it."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from frontend.http.settings import Settings
+from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import http_service
+from tests.http.test_safety import GENERATING, becomes, posted
+from tests.support.fleet import is_idle
+from workers.engines.synthetic import SyntheticConfig
+
+PATH = "/inference/v1/generate"
+LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
+"""Half a kilobyte of routing for each token."""
+PROMPT = [7] * 40_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str, stream: bool) -> None:
+    """Its answer counts as under way; in the end its connection is cut, its request aborted, and it is counted."""
+    settings = Settings(max_in_flight=1, client_timeout_s=1.0)
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 50_000 if stream else 1, "ignore_eos": True}}
+    few = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    async with http_service(nats_url, fleet, settings, config=LARGE) as http:
+        assert http.engine is not None
+        async with posted(http, PATH, {**body, "stream": stream}) as reader:
+            assert b"200" in await reader.readline()
+            busy = await http.client.post(PATH, json=few)
+            labels = {"method": "POST", "route": PATH, "model": "synthetic"}
+            await becomes(http, "rollbus_http_requests_total", 1, **labels, status="408")
+            assert is_idle(http.engine)
+            assert (await http.client.post(PATH, json=few)).status_code == 200
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(len(PROMPT) * 512)
+    assert busy.status_code == 429
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: str) -> None:
+    """The limit is for each piece: what takes longer as a whole is not cut."""
+    settings = Settings(client_timeout_s=0.5)
+    body = {"token_ids": PROMPT[:20_000], "sampling_params": {"max_tokens": 1}}
+    async with http_service(nats_url, fleet, settings, config=LARGE) as http:
+        parts = []
+        async with http.client.stream("POST", PATH, json=body) as stream:
+            async for part in stream.aiter_raw():
+                parts.append(part)
+                await asyncio.sleep(0.001)
+    routed = json.loads(b"".join(parts))["choices"][0]["routed_experts"]
+    assert routed["shape"] == [20_000, 64, 8]
+
+
+async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
+    """408 after a while, and the connection is closed."""
+    async with http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http:
+        host, port = http.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 10\r\n\r\n{{".encode())
+        answer = await reader.read()
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "body_timeout"
+
+
+async def test_every_answer_has_an_id(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The client's, if it can be used, else one of its own: also where there was no request yet."""
+    settings = Settings(
+        token="data", admin_token="admin", max_body_bytes=1000, tokenizer=save(make_byte_level(), tmp_path)
+    )
+    async with http_service(nats_url, fleet, settings) as http:
+
+        async def ask(method: str, path: str, status: int, token: str = "admin", content: bytes = b"") -> None:
+            for given, returned in (("mine", "mine"), ("not usable", None)):
+                headers = {"Authorization": f"Bearer {token}", "X-Request-Id": given}
+                answer = await http.client.request(method, path, content=content, headers=headers)
+                assert answer.status_code == status
+                ids = answer.headers.get_list("X-Request-Id")
+                assert len(ids) == 1
+                assert ids[0] == returned or (returned is None and len(ids[0]) == 32)
+
+        await ask("GET", "/health", 200)
+        await ask("GET", "/nowhere", 404)
+        await ask("DELETE", "/health", 405)
+        await ask("GET", "/v1/rl/state", 401, token="wrong")
+        await ask("GET", "/v1/rl/state", 200)
+        await ask("POST", "/pause", 200)
+        await ask("POST", "/resume", 200)
+        for path in GENERATING:
+            await ask("POST", path, 400, content=b"{")
+            await ask("POST", path, 413, content=b" " * 1001)
