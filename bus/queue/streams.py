@@ -12,9 +12,9 @@ from typing import Any, Final, get_args
 import msgspec
 from nats.aio.client import Client
 
-from bus.jetstream import NO_CONSUMER, NO_MESSAGE, NO_STORAGE, NO_STREAM, ApiError, ask, create_stream, nanoseconds
+from bus.jetstream import NO_CONSUMER, NO_STORAGE, NO_STREAM, ApiError, ask, create_stream, nanoseconds
 from bus.subjects import Subjects, encode_token
-from schemas.errors import BusBroken
+from schemas.errors import BusBroken, PermissionDenied
 from schemas.request import Lane
 
 __all__ = [
@@ -85,7 +85,7 @@ def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
 async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: QueueLimits | None = None) -> None:
     """Make the streams and consumers of `model`, or bring them to `limits` where they differ; safe to repeat.
 
-    What waits in them stays.
+    What waits in them stays. Where all is as it should be, it takes no right to change anything.
 
     Raises:
         BusBroken: JetStream does not answer or refuses, quoting it.
@@ -99,6 +99,10 @@ async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: Que
                 await _ensure_consumer(nats, subjects, model, lane, config["max_msgs"], limits.ack_wait_s)
     except ApiError as error:
         raise BusBroken(f"the queue of {model!r} cannot be made: {error}") from error
+    except PermissionDenied as error:
+        raise BusBroken(
+            f"the queue of {model!r} is not there as needed, and {error}; an admin makes it: rollbus make-queue {model}"
+        ) from error
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
@@ -123,18 +127,27 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
 
 
 async def is_stored(nats: Client, subjects: Subjects, model: str, lane: Lane, seq: int) -> bool:
-    """Whether the request with this sequence number is still in the queue, waiting or in a worker's hand.
+    """Whether the request with this sequence number may still be in the queue, waiting or in a worker's hand.
+
+    False is certain. True may last until what was handed out before it has been acked: who asks needs no right to read
+    the queue, which would be that to read others' requests.
 
     Raises:
         BusBroken: JetStream does not answer.
     """
+    stream = stream_name(subjects, model, lane)
     try:
-        await ask(nats, f"STREAM.MSG.GET.{stream_name(subjects, model, lane)}", {"seq": seq})
+        state = (await ask(nats, f"STREAM.INFO.{stream}"))["state"]
+        if not state["first_seq"] <= seq <= state["last_seq"]:
+            return False
+        consumer = await ask(nats, f"CONSUMER.INFO.{stream}.{lane}")
     except ApiError as error:
-        if error.code in {NO_STREAM, NO_MESSAGE}:
+        if error.code in {NO_STREAM, NO_CONSUMER}:
             return False
         raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
-    return True
+    if seq > consumer["delivered"]["stream_seq"]:
+        return bool(consumer["num_pending"])
+    return bool(seq > consumer["ack_floor"]["stream_seq"])
 
 
 def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limits: QueueLimits) -> dict[str, Any]:
@@ -187,6 +200,12 @@ async def _ensure_consumer(
         "max_ack_pending": max_msgs,  # all of them: a lane never stalls because workers hold much
         "max_waiting": MAX_WAITING,
     }
+    try:
+        if _is_within(config, (await ask(nats, f"CONSUMER.INFO.{name}.{lane}"))["config"]):
+            return
+    except ApiError as error:
+        if error.code != NO_CONSUMER:
+            raise
     await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": config, "action": ""})
 
 
