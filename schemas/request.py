@@ -37,8 +37,8 @@ __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
 Lane = Literal["resume", "high", "normal", "low"]
 """Lanes of the queue, in the order in which workers pull from them; `resume` is kept for later attempts."""
 
-TRACEPARENT_PATTERN = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""W3C Trace Context, section 3.2."""
+TRACEPARENT_PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""W3C Trace Context, section 3.2: ids that are all zeros, and version ff, are none."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
@@ -74,7 +74,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     max_weight_lag: int | None = None
     """Drop the request if the weights move on by more than this before it starts."""
     traceparent: str | None = None
-    """W3C trace context, passed through to the worker."""
+    """W3C trace context: every attempt takes it to its worker and engine, and its first chunk brings it back."""
 
     def __post_init__(self) -> None:
         """Check every field and bring it to its canonical type."""

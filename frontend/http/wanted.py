@@ -12,10 +12,10 @@ import bus
 from frontend.http.edge import REQUEST_ID_HEADER, given_request_id
 from frontend.http.errors import HttpError, http_error
 from frontend.http.service import Service
+from frontend.http.trace import traceparent_of
 from schemas.errors import InvalidRequest, RollbusError
 from schemas.model_limits import check_model_limits
 from schemas.presence import Capabilities, WorkerPresence
-from schemas.request import TRACEPARENT_PATTERN
 
 __all__ = ["Target", "find_target", "id_headers", "make_wanted", "named_errors"]
 
@@ -82,12 +82,11 @@ def make_wanted(
         HttpError: 400, naming the route's field.
     """
     headers = request.headers
-    traceparent = headers.get("traceparent")
     common: dict[str, Any] = {
         "model": target.worker.model,
         "lora": target.lora,
         "session_id": headers.get(SESSION_ID_HEADER),
-        "traceparent": traceparent if traceparent and TRACEPARENT_PATTERN.fullmatch(traceparent) else None,
+        "traceparent": traceparent_of(headers),
         "timeout_s": service.settings.timeout_s,
     }
     with named_errors(names):

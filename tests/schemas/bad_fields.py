@@ -233,6 +233,15 @@ REQUEST = [
     *ints("max_weight_lag", 0, limits.MAX_WEIGHT_VERSION),
     Bad("traceparent", "", "traceparent", "is ''", TRACE),
     Bad("traceparent", "00-" + "0A" * 16 + "-" + "1b" * 8 + "-01", "traceparent", "is '00-0A", TRACE),
+    *(
+        Bad("traceparent", f"{version}-{trace}-{parent}-01", "traceparent", f"is '{version}-", TRACE)
+        for version, trace, parent in (
+            ("ff", "0a" * 16, "1b" * 8),
+            ("00", "00" * 16, "1b" * 8),
+            ("00", "0a" * 16, "00" * 8),
+            ("00", "0a" * 16, "1b" * 8 + "-01"),
+        )
+    ),
     Bad("traceparent", 5, "traceparent", "is 5", TRACE),
     Bad("sampling", {"n": 0}, "sampling.n", "is 0", f"an integer from 1 to {limits.MAX_N}"),
     Bad("sampling", None, "sampling", "is None", "SamplingParams, or a map of them"),
