@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from bus.protocol.chunking import PART_BYTES, ChunkWriter
-from bus.protocol.link_sender import LinkSender, PlainSender
+from bus.protocol.link_sender import LinkSender
+from bus.protocol.plain_sender import PlainSender
 from bus.protocol.step import RequestStep
 from bus.queue.puller import QueuedRequest
 from bus.subjects import Subjects

@@ -9,22 +9,21 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from bus.protocol.chunking import CHUNK_OVERHEAD_BYTES, PART_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.chunking import PART_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.frame_draft import MAX_FRAME_BYTES, FrameDraft
 from bus.protocol.step import RequestStep
 from schemas.chunk import Chunk, ChunkError
 from schemas.errors import RemoteProtocolError
-from schemas.limits import INITIAL_CREDIT_BYTES, MAX_CHUNKS_PER_FRAME
+from schemas.limits import INITIAL_CREDIT_BYTES
 from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, encode
 
-__all__ = ["SMALL_BYTES", "LinkSender", "PlainSender", "Progress"]
+__all__ = ["SMALL_BYTES", "LinkSender", "Progress"]
 
 SMALL_BYTES = 16 * 1024
 """A chunk up to this size goes with the next frame; larger ones go one per frame, behind everything small."""
 MAX_UNACKED_BYTES = 64 * 1024 * 1024
 """Kept for a client that grants credit without end but acknowledges nothing: many times the window of one that does.
 Beyond it data gathers where it can be given up."""
-MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
-"""No larger frames whatever the server allows: so no frame holds more offers or chunks than may be in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +36,6 @@ class Progress:
     """Requests whose offer has arrived."""
     is_forgotten: bool = False
     """The client asks for frames that it had acknowledged: it has lost its place, and only a new link helps."""
-
-
-class _Draft:
-    """A frame as it fills up."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.admitted: list[RequestKey] = []
-        self.chunks: list[Chunk] = []
-        self.room = max_bytes
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.admitted and not self.chunks
-
-    def fits(self, num_bytes: int) -> bool:
-        """There is room; what fits no frame goes alone."""
-        return num_bytes <= self.room or self.is_empty
-
-    def offer(self, key: RequestKey) -> bool:
-        """Add an offer; False where it does not fit."""
-        num_bytes = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
-        if not self.fits(num_bytes):
-            return False
-        self.admitted.append(key)
-        self.room -= num_bytes
-        return True
-
-    def add(self, chunk: Chunk, num_bytes: int) -> None:
-        """Add a chunk that fits."""
-        self.chunks.append(chunk)
-        self.room -= num_bytes
 
 
 class LinkSender:
@@ -220,7 +188,7 @@ class LinkSender:
         First come all offers, then chunks that need no credit, then one large chunk: it holds up nothing else for
         longer than its own sending takes.
         """
-        draft = _Draft(self._max_frame_bytes)
+        draft = FrameDraft(self._max_frame_bytes)
         credit = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes)
         if self._add_offers(draft) and self._add_terminals(draft) and credit > 0:
             # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
@@ -229,7 +197,7 @@ class LinkSender:
                 self._add_bulky(draft)
         return None if draft.is_empty else self._number_frame(draft)
 
-    def _add_offers(self, draft: _Draft) -> bool:
+    def _add_offers(self, draft: FrameDraft) -> bool:
         """Add offers; False where some did not fit: no chunk may be ahead of its request's offer."""
         while self._offers:
             if not draft.offer(self._offers[0]):
@@ -237,7 +205,7 @@ class LinkSender:
             self._offers.popleft()
         return True
 
-    def _add_terminals(self, draft: _Draft) -> bool:
+    def _add_terminals(self, draft: FrameDraft) -> bool:
         while self._terminals:
             num_bytes = chunk_bytes(self._terminals[0])
             if not draft.fits(num_bytes):
@@ -246,7 +214,7 @@ class LinkSender:
             self._unsent_bytes -= num_bytes
         return True
 
-    def _add_small(self, draft: _Draft) -> bool:
+    def _add_small(self, draft: FrameDraft) -> bool:
         """Add all small chunks, setting aside requests whose next is large; False where some did not fit."""
         touched, self._touched = self._touched, {}
         rest = iter(touched.items())
@@ -262,7 +230,7 @@ class LinkSender:
             return False
         return True
 
-    def _add_bulky(self, draft: _Draft) -> None:
+    def _add_bulky(self, draft: FrameDraft) -> None:
         """Add the next part of the request whose turn it is."""
         if not self._bulky:
             return
@@ -275,7 +243,7 @@ class LinkSender:
         elif writer.has_unsent:
             self._touched[key] = writer
 
-    def _add_next(self, draft: _Draft, key: RequestKey, writer: ChunkWriter, max_bytes: int | None) -> bool:
+    def _add_next(self, draft: FrameDraft, key: RequestKey, writer: ChunkWriter, max_bytes: int | None) -> bool:
         """Add a request's next chunk; False where it is larger than `max_bytes`."""
         before = writer.unsent_bytes
         chunk = writer.next_chunk(max_bytes)
@@ -287,7 +255,7 @@ class LinkSender:
             del self._open[key]
         return True
 
-    def _number_frame(self, draft: _Draft) -> bytes:
+    def _number_frame(self, draft: FrameDraft) -> bytes:
         frame = Frame(
             WIRE_VERSION,
             self.incarnation,
@@ -330,71 +298,3 @@ class LinkSender:
             self._acked += 1
         resend = [data for data, _ in self._unacked] if message.resend else []
         return Progress(resend, confirmed)
-
-
-class PlainSender:
-    """What a worker has for one request of a program that keeps no link: frames without credit and resends.
-
-    Args:
-        key: the request.
-        writer: of its chunks.
-        incarnation: of the worker.
-        max_frame_bytes: no frame exceeds it, unless a single chunk does.
-    """
-
-    def __init__(self, key: RequestKey, writer: ChunkWriter, *, incarnation: str, max_frame_bytes: int) -> None:
-        self._key = key
-        self._writer = writer
-        self._incarnation = incarnation
-        self._max_frame_bytes = min(max_frame_bytes, MAX_FRAME_BYTES)
-        self._number = 0
-        self._terminal: Chunk | None = None
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<PlainSender {self._key.request_id} frames={self._number}>"
-
-    @property
-    def has_left(self) -> bool:
-        """The terminal chunk is in a frame that was handed out."""
-        return self._writer.has_left and self._terminal is None
-
-    def take(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
-        """Take what an engine step added; the versions are of what sampled it.
-
-        Raises:
-            LocalProtocolError: as `ChunkWriter.take`; nothing was taken.
-        """
-        self._writer.take(step, weight_version, lora_version)
-
-    def fail(self, error: ChunkError, weight_version: int) -> None:
-        """End the request with `error`; before its first frame, this rejects it.
-
-        Raises:
-            LocalProtocolError: its terminal chunk was handed out before.
-        """
-        self._terminal = self._writer.fail(error, weight_version)
-
-    def frames(self) -> list[bytes]:
-        """All that is unsent, as few frames as fit; the first says that the request was admitted."""
-        frames: list[bytes] = []
-        draft = _Draft(self._max_frame_bytes)
-        if self._terminal is None and not self._number:
-            draft.offer(self._key)
-        while self._terminal is not None or self._writer.has_unsent:
-            chunk, self._terminal = self._terminal, None
-            if chunk is None:
-                chunk = self._writer.next_chunk(None if draft.is_empty else draft.room)
-            if chunk is None:
-                frames.append(self._seal(draft))
-                draft = _Draft(self._max_frame_bytes)
-            else:
-                draft.add(chunk, chunk_bytes(chunk))
-        if not draft.is_empty:
-            frames.append(self._seal(draft))
-        return frames
-
-    def _seal(self, draft: _Draft) -> bytes:
-        frame = Frame(WIRE_VERSION, self._incarnation, self._number, draft.admitted, draft.chunks)
-        self._number += 1
-        return encode(frame)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from bus.protocol.chunking import ChunkWriter
-from bus.protocol.link_sender import SMALL_BYTES, LinkSender, PlainSender, Progress
+from bus.protocol.link_sender import SMALL_BYTES, LinkSender, Progress
+from bus.protocol.plain_sender import PlainSender
 from schemas.chunk import ChunkError, FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from schemas.limits import INITIAL_CREDIT_BYTES
