@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,19 +10,24 @@ from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
-from bus.address import DEFAULT_PORT, parse_url, redact
+from bus.address import parse_url, redact
+from bus.denials import Denials
 from bus.nats_client import MendedClient
+from bus.server import CREDENTIALS_VARIABLE, Server, default_url
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
 __all__ = [
     "Connection",
     "ConnectionStats",
+    "check_permitted",
     "close_connection",
     "default_url",
     "drain",
     "open_connection",
     "publish",
+    "publish_permitted",
     "subscribe",
 ]
 
@@ -68,7 +72,7 @@ class Connection(MendedClient):
 
     def __init__(
         self,
-        url: str,
+        server: Server,
         *,
         name: str,
         on_disconnect: Callable[[], Awaitable[None]] | None = None,
@@ -76,7 +80,10 @@ class Connection(MendedClient):
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
-        self._address = parse_url(url)
+        self._server = server
+        self._user = None if server.credentials is None else server.credentials.user
+        self.denials = Denials("this user" if self._user is None else str(self._user))
+        self._address = parse_url(server.url)
         self._shown_url = redact(self._address)
         self._name = name
         self._on_disconnect = on_disconnect
@@ -120,7 +127,12 @@ class Connection(MendedClient):
             "ping_interval": PING_INTERVAL_S,
             "pending_size": PENDING_BYTES,
             "flush_timeout": FLUSH_TIMEOUT_S,
+            "tls": self._server.tls.context(),
         }
+        if self._server.credentials is not None and self._user is not None:
+            self._public_nkey = self._user.public_key
+            options["signature_cb"] = self._server.credentials.sign
+            options["inbox_prefix"] = self._user.inbox_prefix
         try:
             async with asyncio.timeout(timeout_s):
                 await self.connect(self._address, **options)
@@ -144,6 +156,21 @@ class Connection(MendedClient):
             for subscription in self._subs.values():  # some are left when `close` was cancelled
                 subscription._stop_processing()
             self._wire.abort()
+
+    async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
+        """Like nats-py's; `PermissionDenied` at once where the server does not take it from this user."""
+        async with self.denials.expected(subject):
+            return await super().request(subject, *args, **kwargs)
+
+    async def _process_err(self, err_msg: str) -> None:
+        if PERMISSIONS_ERR not in err_msg:
+            await super()._process_err(err_msg)
+            return
+        # nats-py hands on the server's words in lower case; in subjects it matters.
+        words = ERR_RE.match(self._ps.buf)
+        denial = self.denials.take(words[1].decode(errors="replace") if words and words[1] else err_msg)
+        if denial is not None:
+            self._tell(denial)
 
     async def _take_error(self, error: Exception) -> None:
         """Count and log what nats-py reports, and tell the owner what it has to know."""
@@ -170,7 +197,9 @@ class Connection(MendedClient):
                 logger.warning("nats.error name=%s error=%s", self._name, error)
         elif _is_refusal(error):
             # Trying again would change nothing. nats-py lets this through, and with it ends `connect`.
-            raise BusBroken(f"the NATS server at {self._shown_url} refused {self._name!r}: {error}") from None
+            unnamed = self._user is None and "@" not in self._address
+            hint = f"; it was shown no credentials: --creds FILE, or ${CREDENTIALS_VARIABLE}" if unnamed else ""
+            raise BusBroken(f"the NATS server at {self._shown_url} refused {self._name!r}: {error}{hint}") from None
 
     async def _take_disconnect(self) -> None:
         if self._is_open:
@@ -205,13 +234,8 @@ class Connection(MendedClient):
             self._on_error(error)
 
 
-def default_url() -> str:
-    """Where a program looks for NATS that was not told: `$ROLLBUS_NATS`, else this machine."""
-    return os.environ.get("ROLLBUS_NATS") or f"nats://127.0.0.1:{DEFAULT_PORT}"
-
-
 async def open_connection(
-    url: str,
+    server: str | Server,
     *,
     name: str,
     on_disconnect: Callable[[], Awaitable[None]] | None = None,
@@ -222,21 +246,27 @@ async def open_connection(
     """Connect to a NATS server, and again without end whenever the connection is lost.
 
     Args:
-        url: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged.
+        server: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged. Or
+            the same with credentials and TLS.
         name: what the server's monitoring shows.
         on_disconnect: called when an open connection is lost; what was on its way, either way, may be lost.
         on_reconnect: called when it is back, with all subscriptions in place. Publishing there is fine.
         on_error: called with `nats.errors.SlowConsumerError` for each received message that was dropped, with whatever
-            a handler raised, and with `BusBroken` if the server ended the connection for good. Must not raise; of the
-            other two only `RollbusError` is caught.
+            a handler raised, with `PermissionDenied` for what the server does not let us do and nobody waits for, and
+            with another `BusBroken` if it ended the connection for good. Must not raise; of the other two only
+            `RollbusError` is caught.
         timeout_s: seconds for the first connection, with attempts every quarter of a second.
 
     Cancellation: leaves nothing behind.
 
     Raises:
-        BusBroken: `url` is malformed, no server answered in time, or it refused us.
+        BusBroken: the URL is malformed, no server answered in time, or it refused us.
     """
-    connection = Connection(url, name=name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error)
+    if isinstance(server, str):
+        server = Server(server)
+    connection = Connection(
+        server, name=name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
+    )
     await connection.open(timeout_s)
     return connection
 
@@ -278,6 +308,29 @@ async def publish(
         if isinstance(nats, Connection) and nats.lost is not None:
             raise nats.lost from error
         raise BusClosed("the connection to NATS is closed") from error
+
+
+async def publish_permitted(nats: Connection, subject: str, data: bytes) -> None:
+    """Publish, and wait until the server has looked whether this user may, as far as it answers.
+
+    Raises:
+        PermissionDenied: the user may not.
+        Exception: as `publish`.
+    """
+    async with nats.denials.expected(subject):
+        await publish(nats, subject, data)
+        await nats.confirm(timeout_s=CONNECT_TIMEOUT_S)
+
+
+async def check_permitted(nats: Connection) -> None:
+    """Wait until the server has dealt with what was published and subscribed before.
+
+    Raises:
+        PermissionDenied: something of it the user may not.
+    """
+    await nats.confirm(timeout_s=CONNECT_TIMEOUT_S)
+    if nats.denials.first is not None:
+        raise nats.denials.first
 
 
 async def subscribe(

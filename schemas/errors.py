@@ -183,7 +183,7 @@ class PermissionDenied(BusBroken):
     def __init__(self, *, user: str, action: str, subject: str) -> None:
         self.action = action
         self.subject = subject
-        super().__init__(f"{user} may not {action} on {subject}")
+        super().__init__(f"{user} may not {action} {'to' if action == 'subscribe' else 'on'} {subject}")
 
 
 class EngineDead(RollbusError):
