@@ -1,11 +1,13 @@
 """Weights that come through the engine's own transfer engine are verified and stamped like others."""
 
+import asyncio
 import base64
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import pytest
 
+from schemas.chunk import FinishReason
 from schemas.control import (
     FinishWeightUpdate,
     InitWeightTransfer,
@@ -15,7 +17,7 @@ from schemas.control import (
 from schemas.errors import ControlCode, ControlError, ErrorCode
 from tests.workers.control_support import Rig, rig, update
 from workers.control.transfer import SILENCE_S
-from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 
 LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
@@ -122,6 +124,32 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
         with pytest.raises(ControlError, match="refused to take weights"):
             await worker.transfer.start(StartWeightUpdate())
         assert (*worker.standing, is_open(worker)) == (1, True, False)
+
+
+async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Path) -> None:
+    """Frozen as it is, the engine is waited for: on return nothing is in flight, or the caller hears what is."""
+    gate = asyncio.Event()
+    gate.set()
+
+    class Slow(SyntheticEngine):
+        async def abort(self, keys: Sequence[str]) -> None:
+            await gate.wait()
+            await super().abort(keys)
+
+    async with rig(tmp_path, engine=Slow) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.transfer.start(StartWeightUpdate())
+        gate.clear()
+        with pytest.raises(ControlError, match="has not let go of 1 aborted requests") as caught:
+            await worker.flow.end_all(0.01)
+        assert caught.value.code is ControlCode.TIMEOUT
+        end = worker.end("r")
+        assert end is not None
+        assert end.finish_reason is FinishReason.ABORT
+        gate.set()
+        await worker.flow.end_all(10.0)
+        assert worker.flow.in_flight == 0
 
 
 async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:

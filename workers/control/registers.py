@@ -162,7 +162,7 @@ class Registers:
         if self.transfer.is_open:
             # Stopped already, and the engine must not move.
             if command.mode == "abort":
-                await self._flow.end_where(lambda _lora: True)
+                await self._flow.end_all(command.timeout_s)
         else:
             await self._flow.stop(command.mode, command.timeout_s)
         if command.clear_cache:
