@@ -18,6 +18,7 @@ __all__ = [
     "LoraInfo",
     "Role",
     "RoutedExpertsInfo",
+    "WorkerCounters",
     "WorkerPresence",
     "WorkerState",
 ]
@@ -149,6 +150,51 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of its weights."""
 
 
+class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker has counted since its process began; none of it falls before another process takes its name."""
+
+    requests: NotNegative = 0
+    """Requests that it has offered to their clients; each attempt of each sample is one."""
+    rejected: NotNegative = 0
+    """Requests that it has refused, for example because its engine cannot do what they ask for."""
+    ended: NotNegative = 0
+    """Requests that its engine has ended."""
+    failed: NotNegative = 0
+    """Requests that it has ended with an error, those over budget and those of lost clients among them."""
+    aborted: NotNegative = 0
+    """Requests that it has ended because their clients wanted no more of them."""
+    over_budget: NotNegative = 0
+    """Requests that it has ended because too much of what it holds was not taken."""
+    returned: NotNegative = 0
+    """Requests that it has given back to the queue for other workers, or for later."""
+    given_up: NotNegative = 0
+    """Requests that it has given up because its own lease had run out."""
+    prompt_tokens: NotNegative = 0
+    """Prompt tokens of the requests that it has offered, those of resumed attempts with what came before."""
+    generated_tokens: NotNegative = 0
+    """Tokens that its engine has made for them, whether or not they were taken."""
+    routing_bytes: NotNegative = 0
+    """Routed experts that its engine has made for them, in bytes."""
+    credit_stalls: NotNegative = 0
+    """How often a client's chunks had to wait, and were merged, because it had granted no more credit."""
+    frames: NotNegative = 0
+    """Frames that it has published, those sent again included."""
+    frames_resent: NotNegative = 0
+    """Frames that it has sent again because a client missed them."""
+    frames_lost: NotNegative = 0
+    """Frames that it could not publish; on a link they are sent again."""
+    links_broken: NotNegative = 0
+    """Links that it has given up for new ones, as their clients had lost their place."""
+    clients_lost: NotNegative = 0
+    """Lives of clients that have ended: closed, silent for too long, or followed by another."""
+    requests_of_lost_clients: NotNegative = 0
+    """Requests that nobody waited for any more; those that it has told so, in case they come back, are `failed` too."""
+    fences: NotNegative = 0
+    """How often it has fenced itself."""
+    dropped_msgs: NotNegative = 0
+    """Messages that its connection has dropped unread."""
+
+
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's periodic message about itself."""
 
@@ -192,6 +238,9 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that requests may name."""
     lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds since an announcement of it was last confirmed."""
+
+    counters: WorkerCounters | None = None
+    """What it has counted; None: it does not say."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

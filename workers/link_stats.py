@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from bus.protocol.step import RequestStep
+
 __all__ = ["LinkStats"]
 
 
@@ -11,6 +13,11 @@ class LinkStats:
 
     offered: int = 0
     rejected: int = 0
+    prompt_tokens: int = 0
+    """Of what was offered."""
+    generated_tokens: int = 0
+    routing_bytes: int = 0
+    """Rows of routed experts, as the engine gave them."""
     ended: int = 0
     """Ended by the engine: stopped, full, aborted or failed."""
     failed: int = 0
@@ -40,3 +47,9 @@ class LinkStats:
     frames_resent: int = 0
     kv_too_large: int = 0
     """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""
+
+    def count(self, step: RequestStep) -> None:
+        """Count what a step brought that was taken."""
+        self.generated_tokens += len(step.token_ids)
+        if step.routed_experts is not None:
+            self.routing_bytes += step.routed_experts.nbytes

@@ -153,6 +153,7 @@ class Links:
         if origin.reply_to is not None:
             deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
         self.stats.offered += 1
+        self.stats.prompt_tokens += request.prompt_len
         held = self._take_in_hand(origin, writer, now, deadline, request.lora)
         held.awaits_kv = kv is not None
         return held.name
@@ -203,6 +204,7 @@ class Links:
                 self._endings.fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
                 todo.abort.append(step.key)
                 continue
+            self.stats.count(step)
             self.routes.touch(held.route)
             held.awaits_kv = held.awaits_kv and not len(step.token_ids)
             if step.finish_reason is not None:

@@ -149,6 +149,7 @@ class Routes:
         # Few of all that there are, and the only ones that change: what the others hold is summed up.
         self._touched: dict[Route, None] = {}
         self._resting_bytes = 0
+        self._past_stalls = 0
         self._begin(incarnation, max_payload)
 
     def _begin(self, incarnation: str, max_payload: int) -> None:
@@ -170,6 +171,11 @@ class Routes:
     def held_bytes(self) -> int:
         """Of what clients have not taken, and plain programs were not sent."""
         return self._resting_bytes + sum(route.held_bytes for route in self._touched)
+
+    @property
+    def credit_stalls(self) -> int:
+        """How often chunks for a client had to wait for want of its credit, over all links that there were."""
+        return self._past_stalls + sum(link.sender.credit_stalls for link in self.links())
 
     @property
     def is_settled(self) -> bool:
@@ -218,6 +224,7 @@ class Routes:
 
     def drop(self, link: ClientLink) -> None:
         """Forget a link and all that it holds."""
+        self._past_stalls += link.sender.credit_stalls
         lives = self._links[link.client]
         del lives[link.incarnation]
         if not lives:
@@ -227,6 +234,7 @@ class Routes:
 
     def restart(self, incarnation: str, *, max_payload: int) -> None:
         """Forget everything and go on as another incarnation."""
+        self._past_stalls = self.credit_stalls
         self._links.clear()
         self._plain.clear()
         self._touched.clear()

@@ -343,6 +343,7 @@ class Worker:
             bad_commands=self._control.bad_messages,
             times_fenced=self._life.times_fenced,
             connection=self._nats.counters(),
+            credit_stalls=self._links.routes.credit_stalls,
         )
 
     def presence(self) -> WorkerPresence:
@@ -370,4 +371,5 @@ class Worker:
             epoch=reconciler.epoch,
             loras=tuple(LoraInfo(name=name, version=version) for name, version in versions.loras.items()),
             lease_age_s=round(self._life.lease_age_s, 3),
+            counters=self.stats().counters(),
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from bus.connection import ConnectionStats
 from bus.queue.puller import PullerStats
+from schemas.presence import WorkerCounters
 from workers.intake import IntakeStats
 from workers.link_stats import LinkStats
 
@@ -28,3 +29,31 @@ class WorkerStats:
     times_fenced: int
     connection: ConnectionStats
     """Messages dropped before they were heard, and those over which this side stumbled."""
+    credit_stalls: int
+    """How often a client's chunks had to wait for want of its credit."""
+
+    def counters(self) -> WorkerCounters:
+        """Those that the worker announces."""
+        links = self.links
+        return WorkerCounters(
+            requests=links.offered,
+            rejected=links.rejected,
+            ended=links.ended,
+            failed=links.failed,
+            aborted=links.stopped,
+            over_budget=links.over_budget,
+            returned=self.intake.returned + self.intake.too_new + self.puller.given_back,
+            given_up=links.fenced,
+            prompt_tokens=links.prompt_tokens,
+            generated_tokens=links.generated_tokens,
+            routing_bytes=links.routing_bytes,
+            credit_stalls=self.credit_stalls,
+            frames=self.frames,
+            frames_resent=links.frames_resent,
+            frames_lost=self.frames_lost,
+            links_broken=links.links_broken,
+            clients_lost=links.clients_gone,
+            requests_of_lost_clients=links.requests_of_gone,
+            fences=self.times_fenced,
+            dropped_msgs=self.connection.dropped_msgs,
+        )

@@ -68,6 +68,9 @@ class LinkSender:
         self._acked = self._number = 0
         self._offset = 0
         self._credit = INITIAL_CREDIT_BYTES
+        self._is_stalled = False
+        self.credit_stalls = 0
+        """How often chunks had to wait, and to be merged, for want of credit: a stall ends when there is credit."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -190,11 +193,16 @@ class LinkSender:
         """
         draft = FrameDraft(self._max_frame_bytes)
         credit = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes)
-        if self._add_offers(draft) and self._add_terminals(draft) and credit > 0:
-            # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
-            draft.room = min(draft.room, max(credit, PART_BYTES))
-            if self._add_small(draft):
-                self._add_bulky(draft)
+        self._is_stalled = self._is_stalled and credit <= 0
+        if self._add_offers(draft) and self._add_terminals(draft):
+            if credit > 0:
+                # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
+                draft.room = min(draft.room, max(credit, PART_BYTES))
+                if self._add_small(draft):
+                    self._add_bulky(draft)
+            elif not self._is_stalled and (self._touched or self._bulky):
+                self._is_stalled = True
+                self.credit_stalls += 1
         return None if draft.is_empty else self._number_frame(draft)
 
     def _add_offers(self, draft: FrameDraft) -> bool:

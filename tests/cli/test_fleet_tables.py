@@ -190,7 +190,7 @@ def test_the_names_of_the_state_are_pinned() -> None:
     worker = [
         "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",
         "capabilities", "held_bytes", "last_error", "model_path", "pause_mode", "queued", "target_version", "epoch",
-        "loras", "lease_age_s",
+        "loras", "lease_age_s", "counters",
     ]  # fmt: skip
     assert sorted(written) == ["desired", "fleet", "queues", "workers"]
     [told] = written["workers"]

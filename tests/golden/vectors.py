@@ -23,6 +23,7 @@ from schemas.presence import (
     ClientState,
     LoraInfo,
     RoutedExpertsInfo,
+    WorkerCounters,
     WorkerPresence,
     WorkerState,
 )
@@ -285,6 +286,18 @@ VECTORS: dict[str, Message] = {
         ],
         0,
         "life-1",
+    ),
+    "presence_counters": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.FENCED,
+        weight_version=7,
+        in_flight=0,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        counters=WorkerCounters(requests=3, ended=2, given_up=1, generated_tokens=2**40, credit_stalls=5, fences=1),
     ),
     "presence_paused": WorkerPresence(
         worker="w0",

@@ -27,6 +27,7 @@ from schemas.presence import (
     ClientState,
     LoraInfo,
     RoutedExpertsInfo,
+    WorkerCounters,
     WorkerPresence,
     WorkerState,
 )
@@ -273,6 +274,7 @@ capabilities = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
 )
+counters = st.builds(WorkerCounters, **{name: st.integers(0, 2**53) for name in WorkerCounters.__struct_fields__})
 presences = st.builds(
     WorkerPresence,
     worker=subject_tokens,
@@ -293,6 +295,7 @@ presences = st.builds(
     epoch=st.integers(0, 2**53),
     loras=st.lists(st.builds(LoraInfo, name=names, version=VERSION), max_size=3).map(tuple),
     lease_age_s=st.floats(0, 1e6),
+    counters=maybe(counters),
 )
 client_presences = st.builds(
     ClientPresence,

@@ -33,6 +33,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(messages.RequestMessage, messages.KvHandover, messages.Frame, messages.RequestKey, messages.LinkMessage),
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
+    presence.WorkerCounters,
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.Seen),
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),

@@ -1,0 +1,51 @@
+"""How often a link runs out of credit: what an operator sees of a client that does not keep up."""
+
+from bus.protocol.link_sender import LinkSender
+from schemas.limits import INITIAL_CREDIT_BYTES
+from schemas.messages import RequestKey
+from tests.protocol.test_link_sender import PART_BYTES, long_prompt, make_keys, make_sender, seal_all, take_all, tell
+from tests.support.scenarios import simple
+
+
+def begin(sender: LinkSender, key: RequestKey, num_kib: int) -> None:
+    """Take a request on that has so much to send."""
+    scenario = long_prompt(num_kib)
+    sender.open(key, scenario.writer(PART_BYTES, key))
+    take_all(sender, key, scenario)
+
+
+def test_a_stall_lasts_until_there_is_credit() -> None:
+    """However much comes meanwhile, and however often a frame is asked for, it is one; the next one counts again."""
+    sender = make_sender()
+    first, second, third = make_keys(3)
+    begin(sender, first, 2 * INITIAL_CREDIT_BYTES // 1024)
+    seal_all(sender)
+    begin(sender, second, 2 * INITIAL_CREDIT_BYTES // 1024)
+    assert len(seal_all(sender)) == 1
+    assert seal_all(sender) == []
+    once = sender.credit_stalls
+    tell(sender, credit=2 * INITIAL_CREDIT_BYTES)
+    seal_all(sender)
+    twice = sender.credit_stalls
+    tell(sender, credit=2**30)
+    begin(sender, third, 1)
+    seal_all(sender)
+
+    assert (once, twice, sender.credit_stalls) == (1, 2, 2)
+
+
+def test_what_needs_no_credit_is_no_stall() -> None:
+    """Credit that is used up holds up nothing by itself, nor offers and ends; it does what comes with tokens."""
+    sender = make_sender()
+    first, second, third = make_keys(3)
+    begin(sender, first, INITIAL_CREDIT_BYTES // 1024 - 1)
+    seal_all(sender)
+    sender.open(second, simple().writer(PART_BYTES, second))
+    seal_all(sender)
+    sender.stop(second, 1)
+    seal_all(sender)
+    before = sender.credit_stalls
+    begin(sender, third, 1)
+    seal_all(sender)
+
+    assert (before, sender.credit_stalls) == (0, 1)
