@@ -31,6 +31,8 @@ class EngineRunner:
         # Keys from `add` until the step that ends them; as many as the worker takes.
         self._inside: set[str] = set()
         self._being_added: set[str] = set()
+        # Of those inside: their KV may be on its way, and an engine dies of an abort meanwhile (vllm#46240).
+        self._fetching: set[str] = set()
         self._to_abort: set[str] = set()
         self._abort_wanted = asyncio.Event()
         self._quiet_s = 0.0
@@ -64,6 +66,10 @@ class EngineRunner:
         """Requests that the engine has."""
         return len(self._inside)
 
+    def is_fetching(self, key: str) -> bool:
+        """The KV of this request may be on its way: the engine does not hear of an abort before it is there."""
+        return key in self._fetching
+
     def has_any(self, keys: Iterable[str]) -> bool:
         """The engine has one of these."""
         return not self._inside.isdisjoint(keys)
@@ -88,8 +94,15 @@ class EngineRunner:
             for step in steps:
                 if step.finish_reason is not None:
                     self._inside.discard(step.key)
+                if step.key in self._fetching:
+                    self._fetched(step.key)
             on_steps(steps)
         raise EngineDead("the engine stopped by itself")
+
+    def _fetched(self, key: str) -> None:
+        self._fetching.discard(key)
+        if key in self._to_abort:
+            self._abort_wanted.set()
 
     async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
         """Have the engine take `request`, which has passed the worker's checks, under a key never used before.
@@ -103,10 +116,13 @@ class EngineRunner:
         """
         self._inside.add(key)
         self._being_added.add(key)
+        if kv is not None and kv.params:
+            self._fetching.add(key)
         try:
             await self._engine.add(key, request, kv)
         except Exception:
             self._inside.discard(key)
+            self._fetching.discard(key)
             raise
         finally:
             self._being_added.discard(key)
@@ -115,7 +131,10 @@ class EngineRunner:
                 self._abort_wanted.set()
 
     def abort(self, keys: Iterable[str]) -> None:
-        """Have the engine end these requests soon, each by a step; those that it does not have are ignored."""
+        """Have the engine end these requests soon, each by a step; those that it does not have are ignored.
+
+        One whose KV is on its way is ended after its first step: until then it keeps its slot.
+        """
         self._to_abort.update(self._inside.intersection(keys))
         if self._to_abort:
             self._abort_wanted.set()
@@ -128,7 +147,7 @@ class EngineRunner:
             await self._abort()
 
     async def _abort(self) -> None:
-        keys = self._to_abort - self._being_added
+        keys = self._to_abort - self._being_added - self._fetching
         self._to_abort -= keys
         await self._engine.abort(sorted(keys & self._inside))
 

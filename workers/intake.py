@@ -121,6 +121,12 @@ class Intake:
         is_closed = self._is_stopping or not self._life.may_take()
         return 0 if is_closed or self._links.routes.held_bytes > self._max_held_bytes else free
 
+    def queue_room(self) -> int:
+        """How many more requests to take from the queue; a prefill worker takes none, as clients hand them over."""
+        capabilities = self._engine.capabilities
+        is_prefill = capabilities is not None and capabilities.role == "prefill"
+        return min(self.room(), 0) if is_prefill else self.room()
+
     @property
     def num_waiting(self) -> int:
         """Requests that have come and not entered the engine."""

@@ -141,7 +141,7 @@ class Worker:
         self._sending = Sending(nats, self._life, self._links, on_broken=self._on_broken)
         self._intake = Intake(config, self._life, self._links, self._runner, self._carry_out, self._on_room)
         self._puller = QueuePuller(
-            nats, self._subjects, config.model, room=self._intake.room, on_request=self._intake.take
+            nats, self._subjects, config.model, room=self._intake.queue_room, on_request=self._intake.take
         )
         self._flow = Flow(self._runner, self._links, self._intake, self._puller, carry_out=self._carry_out)
         parts = Parts(

@@ -4,6 +4,7 @@ A request of n samples is n requests to the fleet, its children; they end togeth
 """
 
 import asyncio
+import enum
 import time
 
 from bus.client.calls import Call, Ending
@@ -12,10 +13,10 @@ from bus.protocol.states import REQUEST, RequestEvent, RequestState
 from bus.protocol.stream import Stream
 from schemas.chunk import Chunk
 from schemas.errors import ErrorCode, RequestError, RequestFailed
-from schemas.messages import RequestKey, encode
+from schemas.messages import KvHandover, RequestKey, encode
 from schemas.request import GenerateRequest, Lane, lane_of
 
-__all__ = ["Child", "LiveCall"]
+__all__ = ["Child", "LiveCall", "Way"]
 
 
 class LiveCall:
@@ -69,6 +70,19 @@ class LiveCall:
         return RequestFailed(code=code, message=message, request_id=self.request_id)
 
 
+class Way(enum.Enum):
+    """How the current attempt of a child is served."""
+
+    OPEN = enum.auto()
+    """Not decided yet."""
+    ALONE = enum.auto()
+    """By one worker."""
+    PREFILL = enum.auto()
+    """By two, and it is at the first of them, or on its way there."""
+    DECODE = enum.auto()
+    """By two, and the first has done its part."""
+
+
 class Child:
     """One sample of a request: its stream, and where its current attempt is."""
 
@@ -81,6 +95,14 @@ class Child:
         """The current attempt was handed to NATS."""
         self.direct_to: str | None = None
         """The worker that the current attempt was handed to, alone and not through the queue."""
+        self.way = Way.OPEN
+        """How the current attempt is served."""
+        self.prefill_worker: str | None = None
+        """Who is to serve the prefill leg; None unless it is one."""
+        self.prefill_until: float | None = None
+        """How long the current attempt may wait for a prefill worker, however many refuse it; None: it never did."""
+        self.has_failed_handover = False
+        """The KV of an earlier attempt did not get across."""
         self.worker: str | None = None
         """Who admitted the current attempt; None before."""
         self.incarnation: str | None = None
@@ -120,12 +142,19 @@ class Child:
     @property
     def is_first_attempt(self) -> bool:
         """No worker and no queue has had it yet."""
-        return self.stream.num_attempts == 1
+        return not self.stream.has_begun
 
     @property
     def lane(self) -> Lane:
         """The lane of the current attempt."""
         return lane_of(self.live.call.request.priority) if self.is_first_attempt else "resume"
+
+    @property
+    def kv(self) -> KvHandover | None:
+        """What the current attempt asks for or brings; None where it is none of two legs, or the first kept no KV."""
+        if self.way is Way.PREFILL:
+            return KvHandover()
+        return self.stream.handover if self.way is Way.DECODE else None
 
     def sample(self) -> Sample:
         """What came of it; the bus thread must not touch the stream any more."""
@@ -136,6 +165,21 @@ class Child:
         if self._payload is None:
             self._payload = encode(self._request)
         return self._payload
+
+    def go_alone(self) -> None:
+        """Have one worker serve the current attempt."""
+        self.way = Way.ALONE
+
+    def go_prefill(self, worker: str, connector: str | None) -> None:
+        """Have `worker`, of this KV connector, serve the prefill leg of the current attempt."""
+        self.way, self.prefill_worker = Way.PREFILL, worker
+        self._request, self._payload = self.stream.cut(connector), None
+
+    def next_leg(self) -> None:
+        """Go on after the prefill leg, which has ended."""
+        self._move(RequestEvent.PREFILLED)
+        self._begin(Way.DECODE)
+        self._request = self.stream.next_leg()
 
     def sent(self, direct_to: str | None) -> None:
         """The current attempt is being handed to NATS, for one worker alone or for the queue."""
@@ -169,6 +213,8 @@ class Child:
     def give_up(self, error: RequestError) -> Chunk | None:
         """End the current attempt because of `error`; returns the terminal chunk if all there will be is there."""
         self._lose(error)
+        self._begin(Way.OPEN)
+        self.prefill_until = None
         more = self.stream.next_attempt()
         if isinstance(more, Chunk):
             return more
@@ -178,15 +224,21 @@ class Child:
     def withdraw(self, error: RequestError) -> None:
         """Give the current attempt another number, because nobody took it: it does not count as an attempt."""
         self._lose(error)
-        self.stream.withdraw()
+        self._begin(Way.OPEN if self.way is Way.PREFILL else self.way)
+        self._request = self.stream.withdraw()
 
     def _lose(self, error: RequestError) -> None:
         self._move(RequestEvent.LOST)
+        self.last_error = error
+        self.has_failed_handover |= error.code is ErrorCode.KV_TRANSFER_FAILED
+
+    def _begin(self, way: Way) -> None:
+        """Nothing was sent yet of what is current now."""
         self.released()
-        self.seq = self.direct_to = None
+        self.way = way
+        self.seq = self.direct_to = self.prefill_worker = None
         self.is_sent = False
         self._payload = None
-        self.last_error = error
 
     def finish(self) -> None:
         """Nothing more is to come; without effect the second time."""

@@ -7,16 +7,18 @@ from types import TracebackType
 from typing import Self
 
 from bus.client.calls import Call
+from bus.client.config import ClientConfig
 from bus.client.desk import Desk, check_ids
 from bus.client.fleet import Fleet
 from bus.client.generation import Generation, join_samples
-from bus.client.traffic import ClientConfig, ClientStats
+from bus.client.prefill import DEFAULT_PREFILL_MIN_TOKENS
+from bus.client.traffic import ClientStats
 from bus.connection import default_url
 from bus.subjects import Subjects
 from schemas.checks import check_float, check_int, check_subject_token
 from schemas.chunk import Chunk
 from schemas.errors import BusClosed, NoWorkers, RequestError
-from schemas.limits import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_UNREAD_BYTES, MAX_TIMEOUT_S
+from schemas.limits import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_UNREAD_BYTES, MAX_PROMPT_TOKENS, MAX_TIMEOUT_S
 from schemas.request import GenerateRequest
 
 __all__ = ["Client", "ClientStats", "connect"]
@@ -32,6 +34,7 @@ def connect(
     client: str | None = None,
     worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
     max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
+    prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
 ) -> "Client":
     """A client of a fleet, to be entered with `async with`.
 
@@ -41,6 +44,7 @@ def connect(
         client: this client's name in subjects, unique among live clients; None: drawn at random.
         worker_grace_s: seconds that requests may wait for a worker to come up when the last one of their model is gone.
         max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
+        prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
 
     Raises:
         InvalidRequest: a name that cannot stand in a subject, or a number out of range.
@@ -51,6 +55,7 @@ def connect(
         client=client,
         worker_grace_s=worker_grace_s,
         max_unread_bytes=max_unread_bytes,
+        prefill_min_tokens=prefill_min_tokens,
     )
 
 
@@ -64,11 +69,19 @@ class Client:
     """
 
     def __init__(
-        self, url: str, *, fleet: str, client: str | None, worker_grace_s: float, max_unread_bytes: int
+        self,
+        url: str,
+        *,
+        fleet: str,
+        client: str | None,
+        worker_grace_s: float,
+        max_unread_bytes: int,
+        prefill_min_tokens: int,
     ) -> None:
         self._url = url
         self._worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
+        self._prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
         self._subjects = Subjects(fleet)
         self._client = check_subject_token("client", client or f"c-{uuid.uuid4().hex[:12]}")
         # Set while connected.
@@ -114,6 +127,7 @@ class Client:
                 client=self._client,
                 incarnation=uuid.uuid4().hex[:12],
                 worker_grace_s=self._worker_grace_s,
+                prefill_min_tokens=self._prefill_min_tokens,
             )
         )
         await desk.start()

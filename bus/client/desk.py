@@ -7,9 +7,10 @@ model that somebody serves is opened without a round trip.
 from collections.abc import Iterable
 
 from bus.client.calls import Call, Ending, Inbox
+from bus.client.config import ClientConfig
 from bus.client.fleet import Fleet
 from bus.client.loop_thread import LoopThread
-from bus.client.traffic import ClientConfig, ClientStats, Traffic, open_traffic
+from bus.client.traffic import ClientStats, Traffic, open_traffic
 from schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
 from schemas.request import GenerateRequest
 

@@ -14,15 +14,16 @@ from typing import Final, Protocol
 
 import msgspec
 
-from bus.client.children import Child, LiveCall
+from bus.client.children import Child, LiveCall, Way
+from bus.client.config import ClientConfig
 from bus.client.fleet_watch import FleetWatch
+from bus.client.prefill import Prefill
 from bus.client.sessions import Sessions
 from bus.connection import Connection, publish
 from bus.protocol.states import RequestState
 from bus.queue.publisher import PublishResult, QueuePublisher
-from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
-from schemas.messages import RequestMessage, encode
+from schemas.messages import KvHandover, RequestMessage, encode
 
 __all__ = ["Arbiter", "Dispatch", "DispatchStats"]
 
@@ -73,30 +74,20 @@ class Dispatch:
 
     Args:
         nats: connected.
-        identity: the client's name in subjects, and which life of it this is.
         watch: of the fleet.
         arbiter: decides about what failed.
-        worker_grace_s: how long requests wait for a worker to come up where there is none.
     """
 
-    def __init__(
-        self,
-        nats: Connection,
-        subjects: Subjects,
-        identity: tuple[str, str],
-        watch: FleetWatch,
-        arbiter: Arbiter,
-        *,
-        worker_grace_s: float,
-    ) -> None:
+    def __init__(self, nats: Connection, config: ClientConfig, watch: FleetWatch, arbiter: Arbiter) -> None:
         self._nats = nats
-        self._subjects = subjects
-        self._client, self._incarnation = identity
+        self._subjects = config.subjects
+        self._client, self._incarnation = config.client, config.incarnation
         self._watch = watch
         self._arbiter = arbiter
-        self._worker_grace_s = worker_grace_s
-        self._publisher = QueuePublisher(nats, subjects, self._client, self._take_result)
+        self._worker_grace_s = config.worker_grace_s
+        self._publisher = QueuePublisher(nats, config.subjects, self._client, self._take_result)
         self._sessions = Sessions()
+        self.prefill = Prefill(watch, config.prefill_min_tokens, self.look_again)
         # All of these are bounded by the requests in flight.
         self._line: deque[Child] = deque()
         self._line_wanted = asyncio.Event()
@@ -139,13 +130,22 @@ class Dispatch:
 
     def admitted(self, child: Child) -> None:
         """A worker has it."""
-        self.remove(child)
+        self._forget(child)
         request = child.live.call.request
-        if request.session_id is not None and child.worker is not None:
+        # A prefill worker that a session goes to is found without being remembered.
+        if request.session_id is not None and child.worker is not None and child.way is not Way.PREFILL:
             self._sessions.served(child.live.model, request.session_id, child.worker)
 
-    def remove(self, child: Child) -> None:
-        """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop."""
+    def remove(self, child: Child, refusal: RequestError | None = None) -> None:
+        """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop.
+
+        Args:
+            refusal: why nobody took it; None: it was taken, or nobody wants it any more.
+        """
+        self._forget(child)
+        self.prefill.release(child, refusal)
+
+    def _forget(self, child: Child) -> None:
         self._unadmitted.pop(child, None)
         self._queued.pop(child, None)
         if self._published.pop(child.token, None) is not None:
@@ -163,8 +163,8 @@ class Dispatch:
         return f"it waits for a worker with weight version {wanted}; {have}{self._watch.snapshot.others(model)}"
 
     def look_again(self) -> None:
-        """What waits in the line may have become possible."""
-        if self._line:
+        """What waits in a line may have become possible."""
+        if self._line or self.prefill.num_waiting:
             self._line_wanted.set()
 
     def begin_anew(self) -> None:
@@ -181,6 +181,8 @@ class Dispatch:
         while True:
             await self._line_wanted.wait()
             self._line_wanted.clear()
+            if self._nats.is_connected:
+                self._line.extend(self.prefill.decided())
             for _ in range(len(self._line)):
                 child = self._line.popleft()
                 if not await self._publish(child):
@@ -197,17 +199,13 @@ class Dispatch:
         self._note_target(child.live)
         if child.is_first_attempt and child.live.lacks_target:
             return False
-        data = encode(
-            RequestMessage(
-                client=self._client,
-                incarnation=self._incarnation,
-                attempt=child.stream.attempt,
-                child=child.index,
-                target_version=child.live.target_version if child.is_first_attempt else None,
-                request=msgspec.Raw(child.payload()),
-            )
-        )
         allowed = self._nats.max_payload - HEADER_BYTES
+        if self.prefill.takes(child, allowed):
+            return True
+        data = self._message(child, child.kv)
+        if len(data) > allowed and child.way is Way.DECODE:
+            # The KV is computed anew: slower than to fetch it, and better than to fail.
+            data = self._message(child, None)
         if len(data) > allowed:
             message = f"{len(data)} bytes are over the {allowed} that the server's max_payload leaves"
             self._arbiter.fail(child, request_error(ErrorCode.TOO_LARGE, message, request_id=child.live.request_id))
@@ -220,12 +218,25 @@ class Dispatch:
             return False
         return True
 
+    def _message(self, child: Child, kv: KvHandover | None) -> bytes:
+        return encode(
+            RequestMessage(
+                client=self._client,
+                incarnation=self._incarnation,
+                attempt=child.stream.attempt,
+                child=child.index,
+                target_version=child.live.target_version if child.is_first_attempt else None,
+                kv=kv,
+                request=msgspec.Raw(child.payload()),
+            )
+        )
+
     async def _send(self, child: Child, data: bytes) -> None:
-        worker = self._direct_worker(child)
+        worker = child.prefill_worker or self._direct_worker(child)
         child.sent(worker)
         self.stats.requests += 1
         if worker is not None:
-            self.stats.direct += 1
+            self.stats.direct += child.way is not Way.PREFILL
             message = f"worker {worker}, to which it was handed, did not answer within {DIRECT_WAIT_S:g} s"
             self._withdraw_in(DIRECT_WAIT_S, child, child.live.failure(ErrorCode.WORKER_LOST, message))
             await publish(self._nats, self._subjects.direct(self._client, worker), data)

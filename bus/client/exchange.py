@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from msgspec.structs import force_setattr
 
 from bus.client.calls import Call
-from bus.client.children import Child, LiveCall
+from bus.client.children import Child, LiveCall, Way
 from bus.protocol.fleet_view import Gone
 from bus.protocol.states import RequestState
 from schemas.chunk import Chunk, ChunkError
@@ -37,9 +37,12 @@ RESUMED: Final = frozenset(
         ErrorCode.OVER_BUDGET,
         ErrorCode.FRAMES_LOST,
         ErrorCode.ENGINE_DEAD,
+        ErrorCode.KV_TRANSFER_FAILED,
     }
 )
 """Failures of an attempt that say nothing about the next one."""
+PASSED_ON: Final = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.WEIGHTS_TOO_OLD})
+"""What a worker says of a request that it was handed directly, and that another may take."""
 
 
 @dataclass(slots=True)
@@ -61,8 +64,8 @@ class Outlet(Protocol):
     def admitted(self, child: Child) -> None:
         """A worker has it."""
 
-    def remove(self, child: Child) -> None:
-        """Its current attempt is not wanted any more."""
+    def remove(self, child: Child, refusal: RequestError | None = None) -> None:
+        """Its current attempt, or leg, is over; `refusal` says why nobody took it."""
 
     def hindrance(self, child: Child) -> str:
         """What keeps it from being admitted; empty where nothing is known of that."""
@@ -218,11 +221,16 @@ class Exchange:
             self.fail(child, live.failure(ErrorCode.PROTOCOL_ERROR, f"worker {child.worker}: {exc}"))
             return
         self._deliver(child, delivered)
+        if child.stream.is_prefilled:
+            self._outlet.remove(child)
+            child.next_leg()
+            self._outlet.add(child)
 
     def _deliver(self, child: Child, chunks: list[Chunk]) -> None:
         live = child.live
         live.call.deliver(chunks)
         if child.stream.end is not None:
+            self._outlet.remove(child)
             child.finish()
             if not any(other.is_open for other in live.children):
                 live.finish()
@@ -249,7 +257,9 @@ class Exchange:
     def refuse(self, child: Child, error: RequestError) -> None:
         """An attempt came back with `error`: end the call, or go on with the next where that may fare better."""
         is_full = error.code is ErrorCode.QUEUE_FULL
-        if child.direct_to is not None and (is_full or error.code is ErrorCode.WEIGHTS_TOO_OLD):
+        # What a prefill worker cannot do, a decode worker may.
+        is_no_judge = child.way is Way.PREFILL and error.code is ErrorCode.UNSUPPORTED
+        if child.direct_to is not None and (error.code in PASSED_ON or is_no_judge):
             self.withdraw(child, error)
         elif error.code in RESUMED or (is_full and not child.is_first_attempt):
             self.lose(child, error)
@@ -259,7 +269,7 @@ class Exchange:
     def withdraw(self, child: Child, error: RequestError) -> None:
         """Publish a request that nobody took again; that does not count as an attempt."""
         if child.is_open and child.state is not RequestState.WAITING:
-            self._outlet.remove(child)
+            self._outlet.remove(child, error)
             child.withdraw(error)
             self._outlet.add(child)
 

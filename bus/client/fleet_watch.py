@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nats.aio.msg import Msg
 
 from bus.connection import Connection, publish
-from bus.protocol.fleet_view import FleetView, Gone
+from bus.protocol.fleet_view import FleetView, Gone, takes_whole
 from bus.queue.streams import QueueDepth, queue_depths
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
@@ -126,7 +126,8 @@ class FleetWatch:
         """
         workers = await self.asked()
         try:
-            depths = await queue_depths(self._nats, self._subjects, tuple(sorted({worker.model for worker in workers})))
+            models = {worker.model for worker in workers if takes_whole(worker)}
+            depths = await queue_depths(self._nats, self._subjects, tuple(sorted(models)))
         except BusBroken as exc:
             # Workers of a server without JetStream make no queue; what they say of themselves counts all the same.
             logger.warning("fleet.no_depths error=%s", exc)

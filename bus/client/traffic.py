@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -11,6 +11,7 @@ from typing import Final
 from nats.aio.msg import Msg
 from nats.errors import SlowConsumerError
 
+from bus.client.config import ClientConfig
 from bus.client.dispatch import Dispatch
 from bus.client.exchange import Exchange
 from bus.client.fleet_watch import FleetWatch
@@ -20,12 +21,11 @@ from bus.control.commander import Commander
 from bus.control.updates import Updates
 from bus.control.uploads import Uploads
 from bus.protocol.fleet_view import Gone
-from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, RemoteProtocolError
 from schemas.messages import decode_client_presence, encode_json
 from schemas.presence import ClientPresence, ClientState
 
-__all__ = ["ClientConfig", "ClientStats", "Traffic", "open_traffic"]
+__all__ = ["ClientStats", "Traffic", "open_traffic"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +38,6 @@ LEASE_CHECK_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """Who a client is and where it connects."""
-
-    url: str
-    subjects: Subjects
-    client: str
-    """Its name in subjects."""
-    incarnation: str
-    """Which life of that name."""
-    worker_grace_s: float
-    """How long requests wait for a worker to come up where there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
     """Counters since the client was connected: what was done, and everything that was dropped or repeated."""
 
@@ -61,6 +47,10 @@ class ClientStats:
     """Those of them that went straight to the worker of their session."""
     republished: int
     """Publishes repeated for want of the queue's answer."""
+    prefill_legs: int
+    """Those of them that went straight to a prefill worker, to be gone on with by a decode worker."""
+    prefill_fallbacks: Mapping[str, int]
+    """By reason (`bus.protocol.prefill.Alone`): attempts that a decode worker served alone, in a fleet with such."""
     orphans: int
     """Requests that had left the queue without a worker's offer, and were published again."""
     attempts_lost: int
@@ -98,9 +88,7 @@ class Traffic:
         self.commander = Commander(nats, config.subjects, config.client, self.watch)
         self.updates = Updates(self.commander, Uploads(config.url, config.subjects))
         self.links = ClientLinks(nats, config.subjects, identity, self.exchange)
-        self.dispatch = Dispatch(
-            nats, config.subjects, identity, self.watch, self.exchange, worker_grace_s=config.worker_grace_s
-        )
+        self.dispatch = Dispatch(nats, config, self.watch, self.exchange)
         self.exchange.connect(self.dispatch, self.links)
 
     def __repr__(self) -> str:
@@ -213,7 +201,7 @@ class Traffic:
 
     def stats(self, unread_bytes: int) -> ClientStats:
         """The counters of all parts; any thread may ask."""
-        parts = (self.dispatch.stats, self.exchange.stats, self.links.stats)
+        parts = (self.dispatch.stats, self.dispatch.prefill.stats, self.exchange.stats, self.links.stats)
         counters = {name: value for part in parts for name, value in asdict(part).items()}
         return ClientStats(
             **counters,

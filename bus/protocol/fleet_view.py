@@ -1,13 +1,14 @@
 """Which workers live, as far as their announcements tell. Time is passed in; nothing here waits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from schemas.errors import InvalidRequest, NoWorkers
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import Role, WorkerPresence, WorkerState
 
-__all__ = ["FleetSnapshot", "FleetView", "Gone"]
+__all__ = ["FleetSnapshot", "FleetView", "Gone", "takes_whole"]
 
 LEASE_MARGIN_S: Final = 1.0
 """A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""
@@ -35,7 +36,24 @@ class FleetSnapshot:
     @cached_property
     def served(self) -> tuple[str, ...]:
         """The models that some worker takes requests for, now or soon, sorted: it may be paused or updating."""
-        return tuple(sorted({worker.model for worker in self.workers if worker.state.is_present}))
+        present = (worker for worker in self.workers if worker.state.is_present)
+        return tuple(sorted({worker.model for worker in present if takes_whole(worker)}))
+
+    @cached_property
+    def prefillers(self) -> Mapping[str, tuple[str, ...]]:
+        """By model that serving workers of role `decode` have: the serving prefill workers whose KV they can read."""
+        readable: dict[str, set[str | None]] = {}
+        for worker in self.workers:
+            if _serves_as(worker, "decode"):
+                readable.setdefault(worker.model, set()).add(_connector_of(worker))
+        return {
+            model: tuple(
+                worker.worker
+                for worker in self.workers
+                if worker.model == model and _serves_as(worker, "prefill") and _connector_of(worker) in connectors
+            )
+            for model, connectors in readable.items()
+        }
 
     def is_served(self, model: str | None) -> bool:
         """Some worker takes requests for `model`, or for any, now or soon."""
@@ -61,9 +79,9 @@ class FleetSnapshot:
     def others(self, model: str | None) -> str:
         """What the workers of `model`, or all, are doing that do not serve; in brackets, empty if there are none."""
         others = [
-            f"{worker.worker} is {worker.state}"
+            f"{worker.worker} is {worker.state if takes_whole(worker) else 'there for prefill alone'}"
             for worker in self.workers
-            if worker.state is not WorkerState.SERVING and model in (None, worker.model)
+            if not (worker.state is WorkerState.SERVING and takes_whole(worker)) and model in (None, worker.model)
         ]
         return f" ({', '.join(others)})" if others else ""
 
@@ -126,8 +144,8 @@ class FleetView:
         return tuple(p for _, p in sorted(self._seen.items()) if model is None or p.model == model)
 
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
-        """Those of them that take requests."""
-        return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING)
+        """Those of them that take whole requests."""
+        return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and takes_whole(p))
 
     def target_version(self, model: str) -> int | None:
         """The newest weights that any live worker of `model` should have; None: none has said."""
@@ -142,6 +160,20 @@ class FleetView:
         self._snapshot = None
         self._seen.pop(worker, None)
         self._expires.pop(worker, None)
+
+
+def takes_whole(worker: WorkerPresence) -> bool:
+    """It takes requests from the queue, when it serves, and not prefill legs alone."""
+    return worker.capabilities is None or worker.capabilities.role != "prefill"
+
+
+def _serves_as(worker: WorkerPresence, role: Role) -> bool:
+    capabilities = worker.capabilities
+    return worker.state is WorkerState.SERVING and capabilities is not None and capabilities.role == role
+
+
+def _connector_of(worker: WorkerPresence) -> str | None:
+    return None if worker.capabilities is None else worker.capabilities.kv_connector
 
 
 def _differs(a: WorkerPresence, b: WorkerPresence) -> bool:

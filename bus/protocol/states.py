@@ -36,7 +36,8 @@ class RequestState(enum.StrEnum):
     RUNNING = "running"
     """A worker offered it and the client agreed. The two own it: the queue has forgotten it, or will."""
     WAITING = "waiting"
-    """The last attempt is lost. The next is published as soon as a worker of the model is there."""
+    """The last attempt is lost, or was a prefill leg. The next is published as soon as a worker of the model is there.
+    """
     ENDED = "ended"
     """The terminal chunk is there, or an error. Whatever still arrives is late: counted and answered by an abort."""
 
@@ -50,6 +51,8 @@ class RequestEvent(enum.StrEnum):
     """A worker offers to run it."""
     LOST = "lost"
     """The worker, its frames or the queue's entry are gone."""
+    PREFILLED = "prefilled"
+    """Its prefill leg has ended, and another worker is to go on."""
     PUBLISHED = "published"
     """The next attempt was sent to the queue."""
     FINISHED = "finished"
@@ -155,6 +158,7 @@ REQUEST = Machine(
         (RequestState.QUEUED, RequestEvent.LOST): RequestState.WAITING,
         (RequestState.QUEUED, RequestEvent.FINISHED): RequestState.ENDED,
         (RequestState.RUNNING, RequestEvent.LOST): RequestState.WAITING,
+        (RequestState.RUNNING, RequestEvent.PREFILLED): RequestState.WAITING,
         (RequestState.RUNNING, RequestEvent.FINISHED): RequestState.ENDED,
         (RequestState.WAITING, RequestEvent.PUBLISHED): RequestState.PUBLISHING,
         (RequestState.WAITING, RequestEvent.FINISHED): RequestState.ENDED,

@@ -5,10 +5,13 @@ twice and none lost, each with its rows, and one terminal chunk whose totals are
 
 A chunk is delivered only with its rows. Rows and prompt logprobs that came ahead of their tokens are held back until
 the tokens are there, so that an attempt can be given up between any two chunks and only whole steps remain.
+
+An attempt may be served in two legs: a prefill leg, which is the attempt cut down to one token, and a decode leg, which
+goes on from there as an attempt does after a loss. Each leg has a number of its own; together they count as one.
 """
 
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,7 @@ from bus.protocol.assembly import Assembly
 from bus.protocol.joining import join_chunks
 from schemas.chunk import Chunk, End, FinishReason
 from schemas.limits import MAX_SEED
+from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
 
 __all__ = ["Stream"]
@@ -39,7 +43,11 @@ class Stream:
         self._child = child
         self._keep = keep
         self._first_attempt = attempt
+        # What the current attempt asks for, both legs together.
+        self._current = request
         self._assembly = Assembly(request)
+        self._leg: Literal["prefill", "decode"] | None = None
+        self._connector: str | None = None
         # Of the current attempt, waiting for the tokens that they belong to.
         self._held: list[Chunk] = []
         self._kept: list[Chunk] = []
@@ -50,9 +58,14 @@ class Stream:
         self._num_rows = 0
         self._weight_version = 0
         self._lora_version: int | None = None
-        self._num_withdrawn = 0
+        # Numbers that are no attempts of their own: withdrawn, or of a decode leg.
+        self._num_uncounted = 0
         self.attempt = attempt
         """Number of the current attempt; chunks of others are not for this stream."""
+        self.is_prefilled = False
+        """The current attempt was a prefill leg, which has ended well: `next_leg` is due."""
+        self.handover: KvHandover | None = None
+        """The KV that the last prefill leg has left; None: it has left none."""
         self.is_exact = True
         """What was delivered is what an undisturbed run could have given."""
         self.end: End | None = None
@@ -70,8 +83,18 @@ class Stream:
 
     @property
     def num_attempts(self) -> int:
-        """How often the request was published, without the attempts that were withdrawn."""
-        return self.attempt - self._first_attempt - self._num_withdrawn + 1
+        """How often the request was published, without what was withdrawn; two legs count as one."""
+        return self.attempt - self._first_attempt - self._num_uncounted + 1
+
+    @property
+    def has_begun(self) -> bool:
+        """A worker was given an attempt or a leg before the current one."""
+        return self.num_attempts > 1 or self._leg == "decode"
+
+    @property
+    def asked(self) -> GenerateRequest:
+        """What the current attempt asks for, both legs together."""
+        return self._current
 
     @property
     def start(self) -> int:
@@ -85,11 +108,38 @@ class Stream:
             RemoteProtocolError: it is not the next one, or contradicts what came before; nothing was taken.
         """
         self._assembly.add(chunk)
-        self._held.append(chunk)
-        if not chunk.num_tokens and chunk.end is None:
-            return []
+        if chunk.end is None or not self._goes_on(chunk, chunk.end):
+            self._held.append(chunk)
+            if not chunk.num_tokens and chunk.end is None:
+                return []
+        else:
+            self._hand_over(chunk, chunk.end)
+            if chunk.num_tokens or chunk.routed_experts is not None:
+                self._held.append(replace(chunk, end=None))
         held, self._held = self._held, []
         return [self._deliver(held_chunk) for held_chunk in held]
+
+    def _goes_on(self, chunk: Chunk, end: End) -> bool:
+        """A prefill leg has ended because it was one, and the whole has not."""
+        if self._leg != "prefill" or not end.num_tokens:
+            return False
+        sampling, num_tokens = self._request.sampling, self._num_tokens + chunk.num_tokens
+        if sampling.max_tokens is not None and num_tokens >= sampling.max_tokens:
+            return False
+        # It may end at a token at which the whole, of more `min_tokens`, does not.
+        is_too_early = end.finish_reason is FinishReason.STOP and num_tokens <= sampling.min_tokens
+        return end.finish_reason is FinishReason.LENGTH or is_too_early
+
+    def _hand_over(self, chunk: Chunk, end: End) -> None:
+        self.is_prefilled = True
+        self.handover = None
+        if end.kv_params:
+            self.handover = KvHandover(
+                params=end.kv_params,
+                connector=self._connector,
+                weight_version=chunk.weight_version,
+                lora_version=chunk.lora_version,
+            )
 
     def _deliver(self, chunk: Chunk) -> Chunk:
         self._num_tokens += chunk.num_tokens
@@ -99,7 +149,7 @@ class Stream:
             self._token_ids.append(chunk.token_ids)
         if chunk.end is not None:
             self.end = self._whole(chunk.end)
-        if self.num_attempts > 1:
+        if chunk.chunk_index != self._num_chunks or chunk.end is not self.end:
             chunk = replace(chunk, chunk_index=self._num_chunks, end=self.end)
         self._num_chunks += 1
         if self._keep:
@@ -108,15 +158,16 @@ class Stream:
 
     def _whole(self, end: End) -> End:
         """The end of an attempt as that of the stream."""
-        if self.num_attempts == 1:
+        if self.num_attempts == 1 and self._leg is None:
             return end
         return replace(
             end,
             num_tokens=self._num_tokens,
             num_rows=self._num_rows,
-            # What the last attempt found in the cache were mostly the tokens of the attempts before.
-            cached_tokens=None,
+            # What a later attempt found in the cache were mostly the tokens of the attempts before.
+            cached_tokens=end.cached_tokens if self.num_attempts == 1 else None,
             routed_experts_start=None if end.routed_experts_start is None else self.start,
+            kv_params=None,
         )
 
     def next_attempt(self) -> GenerateRequest | Chunk:
@@ -132,19 +183,47 @@ class Stream:
         if self._num_tokens and self._keep and not request.sampling.is_continuable:
             self._start_over()
         if not self._num_tokens:
-            self._assembly = Assembly(request)
-            return request
+            return self._begin(request)
         reason = self._reached()
         if reason is not None:
             return self._finish(*reason)
-        request = self._continuation()
+        return self._begin(self._continuation())
+
+    def _begin(self, request: GenerateRequest, leg: Literal["decode"] | None = None) -> GenerateRequest:
+        self._current, self._leg = request, leg
+        self._assembly = Assembly(request)
+        self.is_prefilled = False
+        return request
+
+    def withdraw(self) -> GenerateRequest:
+        """Go on under the next attempt number because nobody took the current one: it does not count as an attempt.
+
+        Returns:
+            The request to publish; that of the whole attempt where a prefill leg was withdrawn.
+        """
+        self.attempt += 1
+        self._num_uncounted += 1
+        return self._begin(self._current, "decode" if self._leg == "decode" else None)
+
+    def cut(self, connector: str | None) -> GenerateRequest:
+        """Make the current attempt, of which nothing was published, a prefill leg; returns its request.
+
+        Args:
+            connector: of the worker that it goes to, and so that of its handover.
+        """
+        sampling = self._current.sampling
+        self._leg, self._connector = "prefill", connector
+        request = replace(
+            self._current, sampling=replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
+        )
         self._assembly = Assembly(request)
         return request
 
-    def withdraw(self) -> None:
-        """Go on under the next attempt number because nobody took the current one: it does not count as an attempt."""
+    def next_leg(self) -> GenerateRequest:
+        """Go on after a prefill leg that has ended; returns the request of the decode leg."""
         self.attempt += 1
-        self._num_withdrawn += 1
+        self._num_uncounted += 1
+        return self._begin(self._continuation(), "decode")
 
     def abort(self) -> Chunk:
         """End the stream, which must be open, where it stands; returns the terminal chunk."""

@@ -86,6 +86,7 @@ class Loras:
         report("pausing")
         await self._flow.stop("keep", deadline.left_s)
         self._flow.release_steps()
+        self._flow.break_legs(lambda lora: lora == command.name, f"the adapter {command.name} is replaced")
         report("loading")
         await self._put(command.name, _wanted(command), path, deadline)
         logger.info("lora.loaded name=%s version=%s", command.name, command.version)

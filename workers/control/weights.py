@@ -210,6 +210,7 @@ class Weights:
         await self._flow.stop(mode, deadline.left_s)
         # Held since an earlier update under the same pause.
         self._flow.release_steps()
+        self._flow.break_legs(lambda _lora: True, "the weights are replaced")
 
     async def replace(
         self,

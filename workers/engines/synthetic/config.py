@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.errors import InvalidRequest
-from schemas.presence import Capabilities, RoutedExpertsInfo
+from schemas.presence import Capabilities, Role, RoutedExpertsInfo
 from schemas.rows import dtype_for
 
 __all__ = ["SyntheticConfig", "SyntheticFaults"]
@@ -35,6 +35,8 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Adapters cannot be unloaded."""
     reset_cache: bool = False
     """The prefix cache can never be reset."""
+    kv_loads: int = 0
+    """How many of the next loads of KV fail."""
 
 
 class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +63,11 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Adapters at once."""
     prefix_cache: bool = False
     """Remember prompts, which shows in `cached_tokens`."""
+    role: Role = "both"
+    """Other than `both` it has the connector `synthetic`."""
+    kv_load_s: float = 0.0
+    """Seconds that KV takes to come from another engine. Whoever aborts the request meanwhile kills this one, as vLLM's
+    dies of it."""
     die_after_steps: int | None = None
     """Let the engine die after so many steps, as a real one may."""
     faults: SyntheticFaults = SyntheticFaults()
@@ -106,4 +113,6 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             weight_transfer=self.weight_transfer,
             max_loras=self.max_loras,
             sleep=True,
+            role=self.role,
+            kv_connector=None if self.role == "both" else "synthetic",
         )

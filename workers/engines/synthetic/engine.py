@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bus.protocol.step import RequestStep
 from schemas.chunk import FinishReason
-from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
 from schemas.limits import MAX_PRIORITY
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.engines.synthetic.cache import PrefixCache
 from workers.engines.synthetic.config import SyntheticConfig
+from workers.engines.synthetic.kv import Kv
 from workers.engines.synthetic.model import Running, SyntheticModel
 from workers.engines.synthetic.weights import DROPPED, Received, Weights, checksum_of
 
@@ -57,6 +59,10 @@ class SyntheticEngine:
         self._num_lora_loads = 0
         self._waiting: deque[Running] = deque()
         self._running: dict[str, Running] = {}
+        # Whose KV is on its way.
+        self._loading: dict[str, tuple[Running, bytes]] = {}
+        self._failed: list[RequestStep] = []
+        self._num_failed_loads = 0
         self._aborted: list[str] = []
         self._wake_up = asyncio.Event()
         self._is_paused = False
@@ -69,7 +75,8 @@ class SyntheticEngine:
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<SyntheticEngine running={len(self._running)} waiting={len(self._waiting)} steps={self._num_steps}>"
+        waiting = len(self._waiting) + len(self._loading) + len(self._failed)
+        return f"<SyntheticEngine running={len(self._running)} waiting={waiting} steps={self._num_steps}>"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,7 +92,7 @@ class SyntheticEngine:
                 raise EngineDead(exc.message) from exc
 
     async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
-        """Queue a request, before all that are less urgent."""
+        """Queue a request, before all that are less urgent; where its KV is to come, once that is there."""
         self._check_alive()
         adapter = None if request.lora is None else self._loras.get(request.lora)
         if request.lora is not None and adapter is None:
@@ -93,14 +100,49 @@ class SyntheticEngine:
                 field="lora", problem=f"{request.lora!r} is not loaded", allowed=", ".join(self._loras) or "none"
             )
         salt = f"{self._num_loads}.{0 if adapter is None else adapter.salt}.{request.cache_salt or ''}"
+        running = Running(key, request, salt, keeps_kv=kv is not None and kv.is_prefill)
+        if kv is not None and kv.params:
+            self._loading[key] = running, kv.params
+            asyncio.get_running_loop().call_later(self._config.kv_load_s, self._load_kv, key)
+        else:
+            self._enqueue(running)
+
+    def _enqueue(self, running: Running) -> None:
         at = len(self._waiting)
-        while at and self._waiting[at - 1].request.priority > request.priority:
+        while at and self._waiting[at - 1].request.priority > running.request.priority:
             at -= 1
-        self._waiting.insert(at, Running(key, request, salt))
+        self._waiting.insert(at, running)
+        self._wake_up.set()
+
+    def _load_kv(self, key: str) -> None:
+        """The KV of a request is there, or it is known not to come."""
+        if key not in self._loading:
+            return
+        running, params = self._loading.pop(key)
+        problem = None
+        try:
+            running.kv = Kv.decode(params)
+            if not self._model.fits(running.kv, running.request):
+                problem = "this KV is of another prompt"
+        except msgspec.MsgspecError as exc:
+            problem = f"these are no parameters of this connector: {exc}"
+        if self._num_failed_loads < self.faults.kv_loads:
+            self._num_failed_loads += 1
+            problem = "the KV did not come, as configured"
+        if problem is None:
+            self._enqueue(running)
+            return
+        code = ErrorCode.KV_TRANSFER_FAILED
+        self._failed.append(_ending(key, FinishReason.ERROR, error=problem, error_code=code))
         self._wake_up.set()
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End requests with the next step, or now while paused; unknown keys are ignored."""
+        """End requests with the next step, or now while paused; unknown keys are ignored.
+
+        One whose KV is on its way takes the engine along.
+        """
+        if not self._loading.keys().isdisjoint(keys):
+            self.kill("a request was aborted while its KV was on its way")
         self._aborted.extend(keys)
         self._wake_up.set()
 
@@ -108,6 +150,8 @@ class SyntheticEngine:
         """Forget all requests; `steps` raises."""
         self._dead = self._dead or "the engine was closed"
         self._waiting.clear()
+        self._loading.clear()
+        self._failed.clear()
         self._running.clear()
         self._wake_up.set()
         self._all_taken.set()
@@ -145,18 +189,23 @@ class SyntheticEngine:
         return self._is_paused or bool(self._sleep_level)
 
     def _has_work(self) -> bool:
-        return bool(self._aborted) or (not self._is_frozen and bool(self._waiting or self._running))
+        return bool(self._aborted) or (not self._is_frozen and bool(self._waiting or self._running or self._failed))
 
     def _step(self) -> list[RequestStep]:
         aborted, self._aborted = self._aborted, []
         output = [step for key in aborted for step in self._abort(key)]
         if self._is_frozen:
             return output
+        output += self._failed
+        self._failed = []
         while self._waiting and (len(self._running) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])):
             running = self._waiting.popleft()
             self._running[running.key] = running
         for running in list(self._running.values()):
-            step = self._model.advance(running, self._weights_for(running.request))
+            weights = self._weights_for(running.request)
+            step = self._model.advance(running, weights)
+            if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
+                step.kv_params = self._model.kv_of(running, weights).encode()
             if step.finish_reason is not None:
                 del self._running[running.key]
             output.append(step)
@@ -173,7 +222,7 @@ class SyntheticEngine:
             self._waiting.remove(waiting)
         elif self._running.pop(key, None) is None:
             return []
-        return [RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)]
+        return [_ending(key, FinishReason.ABORT)]
 
     def _weights_for(self, request: GenerateRequest) -> Weights:
         adapter = None if request.lora is None else self._loras.get(request.lora)
@@ -285,7 +334,7 @@ class SyntheticEngine:
     async def sleep(self, level: int) -> None:
         """Make no step until `wake`; level 2 drops weights and adapters."""
         self._check_alive()
-        if self._running or self._waiting:
+        if self._running or self._waiting or self._loading:
             raise ControlError(ControlCode.ENGINE_ERROR, "requests are in flight")
         self._sleep_level = level
         if self._cache is not None:
@@ -299,3 +348,8 @@ class SyntheticEngine:
         self._check_alive()
         self._sleep_level = 0
         self._wake_up.set()
+
+
+def _ending(key: str, reason: FinishReason, **fields: Any) -> RequestStep:
+    """A step that ends a request and adds nothing."""
+    return RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=reason, **fields)

@@ -13,7 +13,8 @@ from schemas.rows import DTYPES, Rows, dtype_for
 from schemas.sampling import SamplingParams
 from workers.engines.synthetic.cache import PrefixCache
 from workers.engines.synthetic.config import SyntheticConfig
-from workers.engines.synthetic.hashing import MULTIPLIER, mix, mix_one
+from workers.engines.synthetic.hashing import MASK, MULTIPLIER, mix, mix_one
+from workers.engines.synthetic.kv import Kv
 from workers.engines.synthetic.weights import Weights
 
 __all__ = ["Running", "SyntheticModel"]
@@ -32,6 +33,12 @@ class Running:
     length: int = 0
     """Tokens so far, prompt and generated; 0 before the prefill."""
     generated: list[int] = field(default_factory=list)
+    keeps_kv: bool = False
+    """It is a prefill leg."""
+    kv: Kv | None = None
+    """Of the beginning of its prompt, computed by another engine; None: there is none."""
+    kv_delta: int = 0
+    """Between the weights of `kv` and those that went on from there, which is 0 unless somebody mixed them."""
 
 
 class SyntheticModel:
@@ -49,7 +56,11 @@ class SyntheticModel:
         """Prefill, or take the last token through the model; then sample one token."""
         request, sampling = running.request, running.request.sampling
         first = running.length == 0
+        num_loaded = 0
         if first:
+            if running.kv is not None:
+                num_loaded = running.kv.num_loaded(request.prompt_len)
+                running.kv_delta = (running.kv.weights - weights.tokens) & MASK
             contexts = self._extend(running, np.asarray(request.prompt_token_ids))
             start = request.routed_experts_prompt_start
         else:
@@ -58,6 +69,8 @@ class SyntheticModel:
         rows = None
         if self._config.num_experts and request.return_routed_experts is not False:
             rows = self._rows(contexts[start - (running.length - len(contexts)) :], weights)
+            # Nobody has computed these here: what lies in their place is of some other request.
+            rows[: max(num_loaded - start, 0)] = 0
         choice = self._choice(running, weights)
         token = self._token(choice, running)
         running.generated.append(token)
@@ -70,10 +83,19 @@ class SyntheticModel:
             prompt_logprobs=self._prompt_logprobs(contexts, sampling, weights) if first else None,
             routed_experts=rows,
             routed_experts_start=start,
-            cached_tokens=self._find_cached(running, contexts) if first else None,
+            cached_tokens=max(self._find_cached(running, contexts), num_loaded) if first else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
+
+    def kv_of(self, running: Running, weights: Weights) -> Kv:
+        """The KV of a request's prompt, after one step."""
+        return Kv(num_tokens=running.length, context=running.context, weights=weights.tokens)
+
+    def fits(self, kv: Kv, request: GenerateRequest) -> bool:
+        """It is of the beginning of this prompt."""
+        tokens = np.asarray(request.prompt_token_ids)[: kv.num_tokens]
+        return len(tokens) > 0 and int(self._extend(Running("", request, ""), tokens)[-1]) == kv.context
 
     def _extend(self, running: Running, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
         """Take tokens into the context; u8[n], the context at each of their positions."""
@@ -103,7 +125,7 @@ class SyntheticModel:
     def _choice(self, running: Running, weights: Weights) -> int:
         """64 bits that decide the next token: of the context alone when sampling is stateless."""
         sampling = running.request.sampling
-        state = running.context + weights.tokens
+        state = running.context + weights.tokens + running.kv_delta
         if sampling.temperature > 0 or not sampling.is_continuable:
             seed = sampling.seed if sampling.seed is not None else zlib.crc32(running.key.encode())
             state += mix_one(seed + 1) + MULTIPLIER * (len(running.generated) + 1) + sum(running.generated)

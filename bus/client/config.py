@@ -1,0 +1,23 @@
+"""How one client is set up."""
+
+from dataclasses import dataclass
+
+from bus.subjects import Subjects
+
+__all__ = ["ClientConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Who a client is, where it connects, and what it waits for."""
+
+    url: str
+    subjects: Subjects
+    client: str
+    """Its name in subjects."""
+    incarnation: str
+    """Which life of that name."""
+    worker_grace_s: float
+    """How long requests wait for a worker to come up where there is none."""
+    prefill_min_tokens: int
+    """Of a prompt that goes to a prefill worker first, where there are any."""
