@@ -195,10 +195,11 @@ class Flow:
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests with ABORT, by their engine names; what was made of them is delivered."""
-        if self._runner.is_frozen:
-            # The engine would say so with its next step, which may be long in coming.
-            meant, kept = set(names), self._kept or []
-            ends = [RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in names]
+        # The engine would say so with the next step that it makes of them, which may be long in coming.
+        meant = {name for name in names if self._runner.is_frozen or self._runner.is_fetching(name)}
+        if meant:
+            kept = self._kept or []
+            ends = [RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in meant]
             self._carry_out(self._links.take([*(step for step in kept if step.key in meant), *ends]))
             if self._kept is not None:
                 self._kept = [step for step in kept if step.key not in meant]
@@ -246,6 +247,17 @@ class Flow:
             logger.warning("flow.given_up requests=%s reason=%s", len(self._links), reason)
         self._carry_out(self._links.fail_all(ErrorCode.WORKER_FENCED, reason))
         self.release_steps()
+
+    def break_legs(self, is_meant: Callable[[str | None], bool], reason: str) -> None:
+        """Have legs without a token made anew: KV of one kind of weights must not meet another's.
+
+        Args:
+            is_meant: called with the name of each one's adapter, None where it has none.
+        """
+        names = self._links.handing_over(is_meant)
+        for name in names:
+            self._links.fail(name, RequestError(code=ErrorCode.KV_TRANSFER_FAILED, message=reason))
+        self._carry_out(Instructions(abort=names))
 
     def give_up_where(self, is_meant: Callable[[str | None], bool], reason: str) -> None:
         """Let other workers go on with requests that use an adapter which this one does not have any more.
