@@ -117,6 +117,8 @@ class Child:
         """Of the current attempt in its queue; None until that has confirmed it, and for a direct try."""
         self.since = time.monotonic()
         """When it entered its state, or when it was last seen in the queue."""
+        self.wanted_since: float | None = None
+        """When it was first handed to NATS after a worker last had it; None while one has it, and before."""
         self._request = request
         self._payload: bytes | None = payload
 
@@ -184,6 +186,8 @@ class Child:
     def sent(self, direct_to: str | None) -> None:
         """The current attempt is being handed to NATS, for one worker alone or for the queue."""
         self.is_sent = True
+        if self.wanted_since is None:
+            self.wanted_since = time.monotonic()
         self.direct_to = direct_to
         self._payload = None
         if self.state is RequestState.WAITING:

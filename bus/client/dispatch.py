@@ -16,6 +16,7 @@ import msgspec
 
 from bus.client.children import Child, LiveCall, Way
 from bus.client.config import ClientConfig
+from bus.client.durations import DurationsByModel
 from bus.client.fleet_watch import FleetWatch
 from bus.client.prefill import Prefill
 from bus.client.sessions import Sessions
@@ -98,6 +99,7 @@ class Dispatch:
         # Since when nobody serves a model for which something waits.
         self._unserved: dict[str, float] = {}
         self.stats = DispatchStats()
+        self.queue_waits = DurationsByModel()
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -130,6 +132,9 @@ class Dispatch:
 
     def admitted(self, child: Child) -> None:
         """A worker has it."""
+        if child.wanted_since is not None:
+            self.queue_waits.add(child.live.model, time.monotonic() - child.wanted_since)
+            child.wanted_since = None
         self._forget(child)
         request = child.live.call.request
         # A prefill worker that a session goes to is found without being remembered.

@@ -13,6 +13,7 @@ from nats.errors import SlowConsumerError
 
 from bus.client.config import ClientConfig
 from bus.client.dispatch import Dispatch
+from bus.client.durations import Durations
 from bus.client.exchange import Exchange
 from bus.client.fleet_watch import FleetWatch
 from bus.client.links import ClientLinks
@@ -73,6 +74,8 @@ class ClientStats:
     """Messages that nats-py dropped unread; frames among them were asked for again."""
     unread_bytes: int
     """Bytes of results that callers have not taken: of now, not since the start."""
+    queue_waits: Mapping[str, Durations]
+    """By model: from the publishing of a request to a worker's offer to run it, again for each attempt."""
 
 
 class Traffic:
@@ -208,6 +211,7 @@ class Traffic:
             republished=self.dispatch.republished,
             dropped_msgs=self.nats.counters().dropped_msgs,
             unread_bytes=unread_bytes,
+            queue_waits=self.dispatch.queue_waits.copy(),
         )
 
 

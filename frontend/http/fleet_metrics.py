@@ -1,16 +1,17 @@
 """The fleet as Prometheus reads it: its workers as they announce themselves, its queues, and this service's link to it.
 
-Nothing is kept between scrapes: a worker that is gone has no series any more.
+Nothing is kept between scrapes: a worker that is gone has no series any more, and the counters of one that was started
+anew begin at 0, which is what Prometheus expects of counters.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Final
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 import bus
@@ -34,15 +35,46 @@ GAUGES: Final = {
     "uptime_s": ("uptime_seconds", "Since it started"),
 }
 """Fields of `WorkerPresence`, their names here, and what they are."""
-CLIENT_HELP: Final = {
+WORKER_COUNTERS: Final = {
+    "requests": "Requests that it has offered to clients: each attempt of each sample is one",
+    "rejected": "Requests that it has refused",
+    "ended": "Requests that its engine has ended",
+    "failed": "Requests that it has ended with an error, those over budget and of lost clients among them",
+    "aborted": "Requests that it has ended because their clients wanted no more of them",
+    "over_budget": "Requests that it has ended because clients had left too much untaken",
+    "returned": "Requests that it has given back to the queue",
+    "given_up": "Requests that it has given up because its lease had run out",
+    "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
+    "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
+    "routing_bytes": "Routed experts that its engine has made, raw",
+    "credit_stalls": "How often what was for a client had to wait because its credit was used up: it does not keep up",
+    "frames": "Frames published, those sent again included",
+    "frames_resent": "Frames sent again because a client missed them",
+    "frames_lost": "Frames that could not be published; on a link they are sent again",
+    "links_broken": "Links given up for new ones, as their clients had lost their place",
+    "clients_lost": "Lives of clients that ended: closed, silent for too long, or followed by another",
+    "requests_of_lost_clients": "Requests that nobody waited for any more",
+    "fences": "How often it has fenced itself: its lease had run out unconfirmed",
+    "dropped_msgs": "Messages that its connection has dropped unread",
+}
+"""Fields of `WorkerCounters`, and what they are."""
+CLIENT_COUNTERS: Final = {
     "requests": "Messages published: one for each attempt of each child of each request",
+    "direct": "Those of them that went straight to the worker of their session",
+    "prefill_legs": "Those of them that went straight to a prefill worker, to be gone on with by a decode worker",
     "republished": "Publishes repeated for want of the queue's answer",
+    "orphans": "Requests that had left the queue without a worker's offer, and were published again",
     "attempts_lost": "Attempts given up because of their worker or of what was under way",
+    "frames": "Frames taken in, heartbeats included",
+    "duplicate_frames": "Frames that were there already",
     "missing_frames": "Frames dropped because one before them was missing; all of them were asked for again",
+    "stale_frames": "Frames of a link, or of a life of either side, that was over",
+    "resends_asked": "How often missing frames were asked for",
     "late_chunks": "Chunks of calls and attempts that had ended",
+    "bad_messages": "Frames that did not decode",
     "dropped_msgs": "Messages that the connection dropped unread; frames among them were asked for again",
 }
-"""Of the counters of `ClientStats` that speak least for themselves."""
+"""Fields of `ClientStats` that only grow, and what they are."""
 
 
 class FleetCollector(Collector):
@@ -71,15 +103,31 @@ class FleetCollector(Collector):
 
     def _client(self) -> Iterator[Metric]:
         try:
-            stats = asdict(self._rb.stats())
+            stats = self._rb.stats()
         except RollbusError:
             return
         yield GaugeMetricFamily(
-            "rollbus_client_unread_bytes", "Results that HTTP clients have not taken yet", stats.pop("unread_bytes")
+            "rollbus_client_unread_bytes", "Results that HTTP clients have not taken yet", stats.unread_bytes
         )
-        for name, value in stats.items():
-            words = name.replace("_", " ").capitalize()
-            yield CounterMetricFamily(f"rollbus_client_{name}", CLIENT_HELP.get(name, words), value)
+        for name, words in CLIENT_COUNTERS.items():
+            yield CounterMetricFamily(f"rollbus_client_{name}", words, getattr(stats, name))
+        fallbacks = CounterMetricFamily(
+            "rollbus_client_prefill_fallbacks",
+            "Attempts that a decode worker served alone although there are prefill workers, by reason",
+            labels=("reason",),
+        )
+        for reason, value in stats.prefill_fallbacks.items():
+            fallbacks.add_metric((reason,), value)
+        yield fallbacks
+        waits = HistogramMetricFamily(
+            "rollbus_client_queue_wait_seconds",
+            "From the publishing of a request to a worker's offer to run it, again for each attempt",
+            labels=("model",),
+        )
+        for model, durations in stats.queue_waits.items():
+            buckets = [("+Inf" if math.isinf(end_s) else str(end_s), count) for end_s, count in durations.cumulative()]
+            waits.add_metric((model,), buckets, durations.total_s)
+        yield waits
 
 
 def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
@@ -91,6 +139,12 @@ def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
             if value is not None:
                 gauge.add_metric((worker.worker, worker.model), value)
         yield gauge
+    for field, words in WORKER_COUNTERS.items():
+        counter = CounterMetricFamily(f"rollbus_worker_{field}", words, labels=labels)
+        for worker in workers:
+            if worker.counters is not None:
+                counter.add_metric((worker.worker, worker.model), getattr(worker.counters, field))
+        yield counter
     states = GaugeMetricFamily("rollbus_worker_state", "1 for the state that it is in", labels=(*labels, "state"))
     for worker in workers:
         states.add_metric((worker.worker, worker.model, str(worker.state)), 1)
