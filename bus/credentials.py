@@ -6,6 +6,7 @@ The key never leaves this module but as a signature, and stands in no log, error
 import enum
 import os
 import stat
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,18 @@ from bus import nkeys
 from schemas.checks import check_subject_token
 from schemas.errors import BusBroken, InvalidRequest
 
-__all__ = ["CLIENT_ROLES", "Credentials", "Role", "User", "is_private", "load_credentials"]
+__all__ = [
+    "CLIENT_ROLES",
+    "Credentials",
+    "Role",
+    "User",
+    "client_identity",
+    "is_private",
+    "load_credentials",
+    "worker_identity",
+]
+
+DEFAULT_FLEET: Final = "default"
 
 MAX_FILE_BYTES: Final = 64 * 1024
 """Of a credentials file; one has some 200 bytes, and what was named by mistake is not read whole."""
@@ -107,6 +119,40 @@ def load_credentials(path: str | os.PathLike[str]) -> Credentials:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest, nkeys.BadKey):
         # What exactly is wrong would quote a part of it.
         raise BusBroken(f"{path} is no credentials file; `rollbus auth init` makes them") from None
+
+
+def client_identity(credentials: Credentials | None, *, fleet: str | None, client: str | None) -> tuple[str, str]:
+    """The fleet and the name of a client that was told these, and else is whom its credentials name.
+
+    Raises:
+        InvalidRequest: a name cannot stand in a subject, or the credentials are somebody else's.
+    """
+    if credentials is None:
+        return fleet or DEFAULT_FLEET, check_subject_token("client", client or f"c-{uuid.uuid4().hex[:12]}")
+    if credentials.role not in CLIENT_ROLES:
+        raise InvalidRequest(
+            field="credentials", problem=f"are those of the {credentials.user}", allowed="those of a client"
+        )
+    return _own("fleet", fleet, credentials.fleet), _own("client", client, credentials.name)
+
+
+def worker_identity(
+    credentials: Credentials | None, *, fleet: str | None, worker: str | None
+) -> tuple[str, str | None]:
+    """Likewise of a worker; without a name where it has none yet."""
+    if credentials is None:
+        return fleet or DEFAULT_FLEET, worker
+    if credentials.role is not Role.WORKER:
+        raise InvalidRequest(
+            field="credentials", problem=f"are those of the {credentials.user}", allowed="those of a worker"
+        )
+    return _own("fleet", fleet, credentials.fleet), _own("worker_id", worker, credentials.name)
+
+
+def _own(field: str, given: str | None, own: str) -> str:
+    if given not in (None, own):
+        raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as the credentials say")
+    return own
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:

@@ -3,7 +3,7 @@
     async with EmbeddedServer() as server:
         async with Connection(server.url, name="trainer") as connection: ...
 
-The server listens on the loopback interface only, without authorization.
+The server listens on the loopback interface only, and lets everybody in unless it is told who may.
 """
 
 import asyncio
@@ -17,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from bus import embedded_guard
+from bus.credentials import User
+from bus.users import accounts
 from schemas.errors import BusBroken, BusClosed
 
 __all__ = ["BINARY_VARIABLE", "EmbeddedServer", "find_binary", "server_config"]
@@ -100,6 +103,7 @@ class EmbeddedServer:
             folder that is removed at the end.
         max_payload_bytes: the largest message.
         start_timeout_s: seconds from the start of the process until it must be ready.
+        users: who may connect; None: everybody, and may do everything.
 
     Raises on entering:
         BusBroken: no binary was found, or the server ended or was not ready in time; the message ends with its log.
@@ -113,12 +117,14 @@ class EmbeddedServer:
         store_dir: Path | None = None,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
+        users: Iterable[User] | None = None,
     ) -> None:
         self._binary = binary
         self._port = port
         self._store_dir = store_dir
         self._max_payload_bytes = max_payload_bytes
         self._start_timeout_s = start_timeout_s
+        self._accounts = None if users is None else accounts(users)
         self._log_lines: deque[str] = deque(maxlen=LOG_LINES)
         self._folder: Path | None = None
         self._process: _Process | None = None
@@ -212,9 +218,10 @@ class EmbeddedServer:
         config = folder / "nats-server.conf"
         store_dir = (self._store_dir or folder / "store").absolute()
         listen = f"127.0.0.1:{self._port}"
-        config.write_text(
-            server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=self._max_payload_bytes)
-        )
+        text = server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=self._max_payload_bytes)
+        if self._accounts is not None:
+            text = json.dumps({**json.loads(text), "accounts": self._accounts}, ensure_ascii=False, indent=2)
+        config.write_text(text)
         process = _Process([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
         problem = "ended at once"
         try:

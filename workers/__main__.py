@@ -13,27 +13,42 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import uvloop
 
-from bus.connection import default_url
-from schemas.errors import InvalidRequest, RollbusError
+from bus.credentials import worker_identity
+from bus.server import Server, default_url
+from schemas.errors import BusBroken, InvalidRequest, RollbusError
+from schemas.presence import Role
 from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_cache_dir, default_worker_id
 from workers.engines import ENGINES, make_engine
 from workers.worker import Worker
 
 __all__ = ["main"]
 
+KV_ARG = "kv_transfer_config"
+"""The engine argument that `--kv-transfer-config` stands for."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a worker."""
     parser = argparse.ArgumentParser(prog="rollbus worker", description="One worker: one engine on the bus.")
     parser.add_argument("--nats", metavar="URL", default=default_url(), help="NATS server")
-    parser.add_argument("--fleet", metavar="NAME", default="default", help="whose requests to serve")
+    parser.add_argument("--creds", metavar="FILE", help="the NATS user that it is (default: $ROLLBUS_CREDS, or none)")
+    parser.add_argument("--fleet", metavar="NAME", help="whose requests to serve (default: as --creds say)")
     parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--engine-args", metavar="JSON", type=_json_object, default={}, help="what the engine takes")
+    parser.add_argument(
+        "--role", choices=get_args(Role), help="prefill: only prompts, whose KV goes to decode workers (default: both)"
+    )
+    parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        type=_json_object,
+        help="vLLM's KV connector; prefill and decode need it",
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
     parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
@@ -73,6 +88,15 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    given: dict[str, Any] = args.engine_args
+    if args.kv_transfer_config is None:
+        return given
+    if KV_ARG in given:
+        raise InvalidRequest(field=KV_ARG, problem="is given twice", allowed="--kv-transfer-config or --engine-args")
+    return {**given, KV_ARG: args.kv_transfer_config}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; returns the exit code."""
     arguments = parser()
@@ -83,10 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args.engine != "synthetic":
         arguments.error(f"--model is needed for the engine {args.engine}")
     try:
+        server = Server.named(args.nats, args.creds)
+        fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
         config = WorkerConfig(
-            nats_url=args.nats,
-            fleet=args.fleet,
-            worker_id=args.worker_id or default_worker_id(),
+            nats_url=server.url,
+            credentials=server.credentials,
+            tls=server.tls,
+            fleet=fleet,
+            worker_id=worker_id or default_worker_id(),
             model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
@@ -96,15 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_dir=args.cache_dir or default_cache_dir(),
             prove_reload=not args.no_prove_reload,
         )
-        engine = make_engine(args.engine, args.model or "", args.engine_args)
+        engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)
     except InvalidRequest as exc:
         arguments.error(exc.message)
+    except BusBroken as exc:
+        return _failed(exc)
     try:
         uvloop.run(_run(Worker(config, engine), args.parent_pipe))
     except RollbusError as exc:
-        sys.stderr.write(f"rollbus worker: {exc}\n")
-        return 1
+        return _failed(exc)
     return 0
+
+
+def _failed(error: RollbusError) -> int:
+    sys.stderr.write(f"rollbus worker: {error}\n")
+    return 1
 
 
 async def _run(worker: Worker, parent_pipe: int | None) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from bus.credentials import Credentials, worker_identity
+from bus.server import Server, Tls
 from schemas.checks import check_float, check_int, check_name, check_subject_token
 from schemas.limits import MAX_WEIGHT_VERSION
 
@@ -37,6 +39,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to know besides its engine; checked on construction (`InvalidRequest`)."""
 
     nats_url: str
+    credentials: Credentials | None = None
+    """Of the NATS user that it is; None: the server lets everybody in."""
+    tls: Tls = Tls()
+    """With which files the connection is protected."""
     model: str
     """Served model name: what requests call it."""
     fleet: str = "default"
@@ -63,8 +69,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check names and range."""
         check_subject_token("fleet", self.fleet)
         check_subject_token("worker_id", self.worker_id)
+        worker_identity(self.credentials, fleet=self.fleet, worker=self.worker_id)
         check_name("model", self.model)
         check_int("weight_version", self.weight_version, 0, MAX_WEIGHT_VERSION)
         check_float("lease_s", self.lease_s, 2 * LEASE_MARGIN_S, 60)
         check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
         check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)
+
+    @property
+    def server(self) -> Server:
+        """Where it connects, and as whom."""
+        return Server(self.nats_url, self.credentials, self.tls)

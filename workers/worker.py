@@ -17,7 +17,7 @@ from functools import partial
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, close_connection, open_connection, subscribe
+from bus.connection import Connection, check_permitted, close_connection, open_connection, subscribe
 from bus.protocol.states import WorkerEvent
 from bus.queue.puller import QueuePuller
 from bus.queue.streams import ensure_queue
@@ -97,11 +97,11 @@ class Worker:
         """Serve until `stop` is called.
 
         Raises:
-            BusBroken: no NATS server answers.
+            BusBroken: no NATS server answers, or it does not let this user be a worker.
             EngineDead: the engine could not be started or died; every open request was told.
         """
         self._nats = await open_connection(
-            self._config.nats_url,
+            self._config.server,
             name=f"rollbus worker {self._config.worker_id}",
             on_reconnect=self._on_reconnect,
             on_error=self._on_error,
@@ -112,6 +112,7 @@ class Worker:
             await subscribe(self._nats, self._subjects.ping, self._on_ping)
             await subscribe(self._nats, self._subjects.clients, self._on_client_presence)
             await self._control.listen()
+            await check_permitted(self._nats)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=f"worker.{name}") for name, work in self._work().items()]
                 await self._stopping.wait()
@@ -129,8 +130,8 @@ class Worker:
                 await close_connection(self._nats)
         if self._death is not None:
             raise self._death
-        if self._nats.lost is not None:
-            raise self._nats.lost
+        if (broken := self._nats.lost or self._nats.denials.first) is not None:
+            raise broken
 
     def _assemble(self) -> None:
         config, nats = self._config, self._nats

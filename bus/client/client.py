@@ -1,6 +1,7 @@
 """The client that trainers use: requests in, chunks or finished generations out."""
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
@@ -13,9 +14,10 @@ from bus.client.fleet import Fleet
 from bus.client.generation import Generation, join_samples
 from bus.client.prefill import DEFAULT_PREFILL_MIN_TOKENS
 from bus.client.traffic import ClientStats
-from bus.connection import default_url
+from bus.credentials import Credentials, client_identity
+from bus.server import Server
 from bus.subjects import Subjects
-from schemas.checks import check_float, check_int, check_subject_token
+from schemas.checks import check_float, check_int
 from schemas.chunk import Chunk
 from schemas.errors import BusClosed, NoWorkers, RequestError
 from schemas.limits import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_UNREAD_BYTES, MAX_PROMPT_TOKENS, MAX_TIMEOUT_S
@@ -27,11 +29,12 @@ DEFAULT_WORKER_GRACE_S = 15.0
 """Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
 
 
-def connect(
-    url: str | None = None,
+def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
+    url: str | Server | None = None,
     *,
-    fleet: str = "default",
+    fleet: str | None = None,
     client: str | None = None,
+    credentials: Credentials | str | os.PathLike[str] | None = None,
     worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
     max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
@@ -39,18 +42,23 @@ def connect(
     """A client of a fleet, to be entered with `async with`.
 
     Args:
-        url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
-        fleet: whose workers serve the requests.
-        client: this client's name in subjects, unique among live clients; None: drawn at random.
+        url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`. A `Server` says everything that
+            `credentials` and the environment would.
+        fleet: whose workers serve the requests; None: that of the credentials, else `default`.
+        client: this client's name in subjects, unique among live clients; None: that of the credentials, else drawn at
+            random.
+        credentials: of the NATS user to connect as, or their file; None: the file in `$ROLLBUS_CREDS`, else no user.
         worker_grace_s: seconds that requests may wait for a worker to come up when the last one of their model is gone.
         max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
         prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
 
     Raises:
-        InvalidRequest: a name that cannot stand in a subject, or a number out of range.
+        InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, or a number out of
+            range.
+        BusBroken: the credentials cannot be read.
     """
     return Client(
-        url or default_url(),
+        Server.named(url, credentials),
         fleet=fleet,
         client=client,
         worker_grace_s=worker_grace_s,
@@ -70,20 +78,20 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        server: Server,
         *,
-        fleet: str,
+        fleet: str | None,
         client: str | None,
         worker_grace_s: float,
         max_unread_bytes: int,
         prefill_min_tokens: int,
     ) -> None:
-        self._url = url
+        self._server = server
         self._worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
         self._prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
+        fleet, self._client = client_identity(server.credentials, fleet=fleet, client=client)
         self._subjects = Subjects(fleet)
-        self._client = check_subject_token("client", client or f"c-{uuid.uuid4().hex[:12]}")
         # Set while connected.
         self._connected: Desk | None = None
 
@@ -122,7 +130,7 @@ class Client:
             raise BusClosed("this client is entered already")
         desk = Desk(
             ClientConfig(
-                url=self._url,
+                server=self._server,
                 subjects=self._subjects,
                 client=self._client,
                 incarnation=uuid.uuid4().hex[:12],

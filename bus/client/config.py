@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bus.server import Server
 from bus.subjects import Subjects
 
 __all__ = ["ClientConfig"]
@@ -11,7 +12,7 @@ __all__ = ["ClientConfig"]
 class ClientConfig:
     """Who a client is, where it connects, and what it waits for."""
 
-    url: str
+    server: Server
     subjects: Subjects
     client: str
     """Its name in subjects."""

@@ -17,12 +17,20 @@ from bus.client.durations import Durations
 from bus.client.exchange import Exchange
 from bus.client.fleet_watch import FleetWatch
 from bus.client.links import ClientLinks
-from bus.connection import CLOSE_TIMEOUT_S, Connection, close_connection, open_connection, publish, subscribe
+from bus.connection import (
+    CLOSE_TIMEOUT_S,
+    Connection,
+    check_permitted,
+    close_connection,
+    open_connection,
+    publish,
+    subscribe,
+)
 from bus.control.commander import Commander
 from bus.control.updates import Updates
 from bus.control.uploads import Uploads
 from bus.protocol.fleet_view import Gone
-from schemas.errors import BusBroken, ErrorCode, RemoteProtocolError
+from schemas.errors import BusBroken, ErrorCode, PermissionDenied, RemoteProtocolError
 from schemas.messages import decode_client_presence, encode_json
 from schemas.presence import ClientPresence, ClientState
 
@@ -89,7 +97,7 @@ class Traffic:
         self.exchange = Exchange()
         self.watch = FleetWatch(nats, config.subjects, self._worker_gone, self._fleet_changed)
         self.commander = Commander(nats, config.subjects, config.client, self.watch)
-        self.updates = Updates(self.commander, Uploads(config.url, config.subjects))
+        self.updates = Updates(self.commander, Uploads(config.server, config.subjects))
         self.links = ClientLinks(nats, config.subjects, identity, self.exchange)
         self.dispatch = Dispatch(nats, config, self.watch, self.exchange)
         self.exchange.connect(self.dispatch, self.links)
@@ -120,6 +128,7 @@ class Traffic:
         await subscribe(self.nats, self._config.subjects.client(self._config.client), self._hear_namesake)
         await self.commander.start()
         await self.dispatch.start()
+        await check_permitted(self.nats)
         # In order on one connection: the server knows the subscriptions before any request can cause an answer.
         await self._announce(ClientState.LIVE)
         await self.watch.listen_anew()
@@ -173,7 +182,9 @@ class Traffic:
 
     def take_error(self, error: Exception) -> None:
         """Act on what the connection reports."""
-        if isinstance(error, BusBroken):
+        if isinstance(error, PermissionDenied):
+            self.exchange.fail_all(ErrorCode.PERMISSION_DENIED, str(error))
+        elif isinstance(error, BusBroken):
             self.exchange.fail_all(ErrorCode.FRAMES_LOST, str(error))
         elif not isinstance(error, SlowConsumerError):
             # Dropped frames are asked for again. One that a handler tripped over would trip it again.
@@ -222,7 +233,7 @@ async def open_traffic(config: ClientConfig) -> AsyncIterator[Traffic]:
     Cancellation, also by a failure of one of the tasks: says goodbye all the same, which is bounded.
 
     Raises:
-        BusBroken: no server answers at `config.url`.
+        BusBroken: no server answers, or it does not let this user be a client.
     """
     traffic: Traffic | None = None
 
@@ -235,7 +246,7 @@ async def open_traffic(config: ClientConfig) -> AsyncIterator[Traffic]:
             traffic.take_error(error)
 
     name = f"rollbus client {config.client}"
-    nats = await open_connection(config.url, name=name, on_reconnect=on_reconnect, on_error=on_error)
+    nats = await open_connection(config.server, name=name, on_reconnect=on_reconnect, on_error=on_error)
     try:
         traffic = Traffic(config, nats)
         await traffic.start()

@@ -16,12 +16,12 @@ from typing import Final
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish, subscribe
+from bus.connection import Connection, publish_permitted, subscribe
 from bus.protocol.fleet_view import Gone
 from bus.protocol.ledger import Roll
 from bus.subjects import Subjects
 from schemas.control import Ack, AnyCommand
-from schemas.errors import BusBroken, InvalidRequest, RemoteProtocolError
+from schemas.errors import BusBroken, InvalidRequest, PermissionDenied, RemoteProtocolError
 from schemas.messages import decode_ack, encode_json
 
 __all__ = ["Collector", "Nudge", "OnAck"]
@@ -128,6 +128,7 @@ class Collector:
         """Publish, and wait until nobody owes an answer or `timeout_s` and a margin are over; inside `expecting`.
 
         Raises:
+            PermissionDenied: this user may not command.
             BusBroken: the connection was lost for good.
             LocalProtocolError: the command is over the server's `max_payload`.
         """
@@ -157,7 +158,9 @@ class Collector:
     async def _publish(self, commands: Iterator[AnyCommand]) -> None:
         for command in commands:
             try:
-                await publish(self._nats, self._subjects.control(self._controller), encode_json(command))
+                await publish_permitted(self._nats, self._subjects.control(self._controller), encode_json(command))
+            except PermissionDenied:
+                raise
             except BusBroken as exc:
                 if self._nats.lost is not None:
                     raise

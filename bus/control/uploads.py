@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bus.connection import Connection, close_connection, open_connection
 from bus.objects import delete_prefix, list_objects, put_folder
+from bus.server import Server
 from bus.subjects import Subjects, encode_token
 from schemas.control import LoadLora, UpdateWeights
 from schemas.desired import DesiredState
@@ -24,12 +25,12 @@ class Uploads:
     Each upload has a prefix of its own, so that what workers have begun to read never changes.
 
     Args:
-        url: of the NATS server. Uploads go through connections of their own, past which everything else moves.
+        server: where they go, through connections of their own, past which everything else moves.
         subjects: of the fleet.
     """
 
-    def __init__(self, url: str, subjects: Subjects) -> None:
-        self._url = url
+    def __init__(self, server: str | Server, subjects: Subjects) -> None:
+        self._server = server
         self._bucket = f"rollbus-{subjects.fleet}"
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class Uploads:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Connection]:
-        nats = await open_connection(self._url, name=f"rollbus uploads {self._bucket}")
+        nats = await open_connection(self._server, name=f"rollbus uploads {self._bucket}")
         try:
             yield nats
         finally:

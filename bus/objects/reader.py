@@ -16,6 +16,7 @@ from bus.connection import Connection, close_connection, open_connection
 from bus.objects.catalog import list_prefix
 from bus.objects.layout import ObjectInfo, check_path, decode_digest, split_objects
 from bus.objects.parts import read_parts
+from bus.server import Server
 from schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, LocalProtocolError
 
 __all__ = ["FOLDER_PREFIX", "PARTIAL_PREFIX", "ObjectReader"]
@@ -32,12 +33,12 @@ class ObjectReader:
     """Fetches folders, on a connection of its own for each, so that megabytes do not hold up tokens.
 
     Args:
-        url: of the NATS server.
+        server: where the objects are.
         name: of whoever fetches, for the server's monitoring.
     """
 
-    def __init__(self, url: str, *, name: str) -> None:
-        self._url = url
+    def __init__(self, server: str | Server, *, name: str) -> None:
+        self._server = server
         self._name = name
 
     def __repr__(self) -> str:
@@ -63,7 +64,7 @@ class ObjectReader:
         """
         bucket, prefix = split_objects(objects)
         try:
-            async with _connection(self._url, f"{self._name}-objects") as nats:
+            async with _connection(self._server, f"{self._name}-objects") as nats:
                 infos = await list_prefix(nats, objects)
                 files = {info.name.removeprefix(f"{prefix}/"): info for info in infos}
                 for path in files:
@@ -148,8 +149,8 @@ class _NewFile:
 
 
 @contextlib.asynccontextmanager
-async def _connection(url: str, name: str) -> AsyncIterator[Connection]:
-    nats = await open_connection(url, name=name)
+async def _connection(server: str | Server, name: str) -> AsyncIterator[Connection]:
+    nats = await open_connection(server, name=name)
     try:
         yield nats
     finally:

@@ -97,7 +97,7 @@ async def test_a_trainer_without_the_right_cannot_command(monkeypatch: pytest.Mo
     async with guarded_server(monkeypatch) as url, start(as_user(url, "W"), FLEET, "W", one):
         async with bus.connect(as_user(url, "C"), fleet=FLEET, client="C") as rb:
             await rb.fleet.wait_for_workers()
-            with pytest.raises(bus.BusBroken, match=r"\$KV\.rollbus\.F\.m .* this user may not publish there"):
+            with pytest.raises(bus.BusBroken, match=r"this user may not publish on \$KV\.rollbus\.F\.m"):
                 await rb.fleet.pause()
         async with bus.connect(as_user(url, "admin"), fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers()

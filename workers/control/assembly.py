@@ -21,7 +21,7 @@ def make_sources(config: WorkerConfig) -> Sources:
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),
         cache=Path(config.cache_dir) / config.fleet / config.worker_id,
-        objects=ObjectReader(config.nats_url, name=f"rollbus worker {config.worker_id}"),
+        objects=ObjectReader(config.server, name=f"rollbus worker {config.worker_id}"),
     )
 
 
