@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from frontend.tokenization import Tokenizer
 
-__all__ = ["Detokenizer"]
+__all__ = ["LONGEST_CHARACTER", "Detokenizer"]
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8: no more tokens than these can be parts of it."""

@@ -111,9 +111,10 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
     return HttpError(502, str(error), code="bad_gateway")
 
 
-def unsupported(field: str, reason: str) -> HttpError:
+def unsupported(field: str, reason: str, *, allowed: str = "null") -> HttpError:
     """A field that is known and not served, and why."""
-    return HttpError(400, f"{field} is not supported: {reason}; allowed: null", code=ErrorCode.UNSUPPORTED, param=field)
+    message = f"{field} is not supported: {reason}; allowed: {allowed}"
+    return HttpError(400, message, code=ErrorCode.UNSUPPORTED, param=field)
 
 
 def error_body(error: HttpError) -> bytes:

@@ -1,6 +1,6 @@
 """`POST /inference/v1/generate`: tokens in, tokens out, as vLLM 0.30 serves it."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -9,12 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
+from frontend.http.answers import Choice, take_whole, updates, usage_of
 from frontend.http.body import decode_body, read_body
-from frontend.http.generate_answer import Tokens, answer_json, event_json, usage_of
+from frontend.http.errors import HttpError, unsupported
+from frontend.http.generate_answer import answer_json, event_json
 from frontend.http.generate_body import NAMES, GenerateBody, StreamOptions, check_supported, request_fields
 from frontend.http.routing_json import JsonPieces
 from frontend.http.service import RouteTable, Service
-from frontend.http.wanted import find_target, id_headers, make_wanted, named_errors
+from frontend.http.stops import stop_strings, text_of
+from frontend.http.wanted import Target, find_target, id_headers, make_wanted, named_errors
 
 __all__ = ["BODIES", "ROUTES"]
 
@@ -27,32 +30,69 @@ async def generate(service: Service, request: Request) -> Response:
     target = find_target(service, body.model)
     sampling, fields = request_fields(body)
     wanted = make_wanted(service, request, target, sampling=sampling, fields=fields, names=NAMES)
+    choices = await _choices(service, target, wanted, body)
     with_prompt = bool(body.return_token_ids)
     if body.stream:
-        events = _events(service, wanted, body.stream_options or StreamOptions(), with_prompt=with_prompt)
+        events = _events(service, wanted, choices, body.stream_options or StreamOptions(), with_prompt=with_prompt)
         return await service.stream(request, events, id_headers(wanted))
     with named_errors(NAMES, wanted):
-        result = await service.complete(request, wanted)
-        return JsonPieces(answer_json(wanted, target, result, with_prompt=with_prompt), id_headers(wanted))
+        await take_whole(service, request, [wanted], choices, may_stop=bool(body.sampling_params.stop))
+        return JsonPieces(answer_json(wanted, target, choices, with_prompt=with_prompt), id_headers(wanted))
+
+
+async def _choices(service: Service, target: Target, wanted: bus.GenerateRequest, body: GenerateBody) -> list[Choice]:
+    """The answers, with their text where strings in it end them.
+
+    Raises:
+        HttpError: 400, there is no tokenizer to make text with.
+    """
+    params = body.sampling_params
+    stops, tokenizer = stop_strings(params.stop), None
+    if stops:
+        try:
+            tokenizer = await service.tokenizer(target.worker)
+        except HttpError as error:
+            raise unsupported("sampling_params.stop", error.message) from error
+    return [
+        Choice(
+            child,
+            wanted,
+            None
+            if tokenizer is None
+            else text_of(
+                wanted,
+                tokenizer,
+                stops,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            ),
+            keep=not body.stream,
+        )
+        for child in range(wanted.sampling.n)
+    ]
 
 
 async def _events(
-    service: Service, wanted: bus.GenerateRequest, options: StreamOptions, *, with_prompt: bool
+    service: Service,
+    wanted: bus.GenerateRequest,
+    choices: Sequence[Choice],
+    options: StreamOptions,
+    *,
+    with_prompt: bool,
 ) -> AsyncGenerator[bytes, None]:
     """One event for each chunk, with its routing, and at last the usage if it is asked for."""
-    num_tokens = [0] * wanted.sampling.n
     prompt: list[int] | None = np.asarray(wanted.prompt_token_ids).tolist() if with_prompt else None
     with named_errors(NAMES, wanted):
-        async with aclosing(service.chunks(wanted)) as chunks:
-            async for chunk in chunks:
-                num_tokens[chunk.child] += chunk.num_tokens
+        async with aclosing(updates(service, [wanted], choices)) as found:
+            async for choice, update in found:
                 usage: dict[str, Any] | None = None
                 if options.include_usage and options.continuous_usage_stats:
-                    usage = usage_of(wanted.prompt_len, num_tokens[chunk.child])
-                yield event_json(wanted, Tokens.of_chunk(chunk), usage=usage, prompt_token_ids=prompt)
+                    usage = usage_of(wanted.prompt_len, choice.num_tokens)
+                yield event_json(wanted, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
                 prompt = None
         if options.include_usage:
-            yield event_json(wanted, None, usage=usage_of(wanted.prompt_len, sum(num_tokens)))
+            num_tokens = sum(choice.num_tokens for choice in choices)
+            yield event_json(wanted, None, usage=usage_of(wanted.prompt_len, num_tokens))
 
 
 ROUTES: RouteTable = {("POST", "/inference/v1/generate"): generate}

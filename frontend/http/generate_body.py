@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from frontend.http.errors import unsupported
+from frontend.http.stops import StopStrings
 
 __all__ = ["NAMES", "GenerateBody", "SamplingBody", "StreamOptions", "check_supported", "request_fields"]
 
@@ -49,6 +50,12 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    stop: StopStrings = None
+    """Looked for in the text, which is not in the answer: the token that completes one of them is the last."""
+    skip_special_tokens: bool = True
+    """They have no text in which to look."""
+    include_stop_str_in_output: bool = False
+    """Without effect on tokens."""
     routed_experts_prompt_start: int = 0
     """Leading prompt positions whose routing is not wanted."""
 
@@ -63,16 +70,13 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
     # Of text, which this route does not make, and of the form in which an engine hands over results: without effect.
     detokenize: bool = True
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     output_kind: int = 0
     flat_logprobs: bool = False
     skip_clone: bool = False
     stream_interval: int | None = None
 
     # Of text, and refused, as something else would come out without them.
-    stop: str | list[str] | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
 
@@ -128,8 +132,7 @@ NOT_SERVED: Final = {
     "ec_transfer_params": "caches are not handed from engine to engine by clients",
 }
 NOT_SAMPLED: Final = {
-    "stop": "this route makes no text to look into: use stop_token_ids, or /v1/completions",
-    "bad_words": "this route makes no text to look into: use logit_bias",
+    "bad_words": "this route takes token ids: use logit_bias",
     "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
 }
 """Fields that are known and not served, and why."""
@@ -145,6 +148,8 @@ def check_supported(body: GenerateBody) -> None:
         for name, reason in reasons.items():
             if getattr(owner, name) not in (None, []):
                 raise unsupported(f"{prefix}{name}", reason)
+    if body.sampling_params.stop and not body.sampling_params.detokenize:
+        raise unsupported("sampling_params.detokenize", "stop is looked for in text", allowed="true")
     if body.stream and body.sampling_params.prompt_logprobs is not None:
         raise unsupported("sampling_params.prompt_logprobs", "streams do not carry them")
 

@@ -2,10 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Final, TypeAlias
 
-from frontend.http.detokenizer import Detokenizer
+from msgspec import Meta
 
-__all__ = ["AnswerText", "StopMatcher", "TextDelta"]
+import bus
+from frontend.http.detokenizer import LONGEST_CHARACTER, Detokenizer
+from frontend.tokenization import Tokenizer
+
+__all__ = ["AnswerText", "StopMatcher", "StopString", "StopStrings", "TextDelta", "stop_strings", "text_of"]
+
+MAX_STOPS: Final = 64
+"""Every one is looked for in every piece of text."""
+MAX_STOP_CHARS: Final = 4096
+
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
+"""As bodies have them."""
+
+
+def stop_strings(given: StopStrings) -> Sequence[str]:
+    """As a list."""
+    return () if given is None else (given,) if isinstance(given, str) else given
 
 
 class StopMatcher:
@@ -127,3 +145,20 @@ class AnswerText:
 
     def _stopped(self, text: str) -> str:
         return self._stops.add(text, may_stop=self.tokens > self._min_tokens)
+
+
+def text_of(
+    wanted: bus.GenerateRequest,
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    *,
+    include_stop: bool,
+    skip_special_tokens: bool,
+) -> AnswerText:
+    """The text of an answer that has not begun."""
+    prompt_end = [int(token_id) for token_id in wanted.prompt_token_ids[-LONGEST_CHARACTER:]]
+    return AnswerText(
+        Detokenizer(tokenizer, prompt_end, skip_special_tokens=skip_special_tokens),
+        StopMatcher(stops, include_stop),
+        min_tokens=wanted.sampling.min_tokens,
+    )

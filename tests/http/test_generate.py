@@ -167,6 +167,8 @@ SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
     ({"logit_bias": {"32000": 1}}, "logit_bias"),
     ({"stop": "."}, "stop"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": ".", "detokenize": False}, "detokenize"),
     ({"bad_words": ["no"]}, "bad_words"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -12,28 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bus
+from frontend.http.answers import Choice
 from frontend.http.errors import HttpError
-from frontend.http.generate_answer import Tokens, answer_json, event_json
+from frontend.http.generate_answer import answer_json
 from frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
+from frontend.http.tokens import Tokens
 from frontend.http.wanted import Target
-from schemas.presence import WorkerPresence, WorkerState
+from tests.support.presences import presence
 from workers.engines.synthetic import SyntheticConfig
 
-TARGET = Target(
-    worker=WorkerPresence(
-        worker="w",
-        incarnation="i",
-        model="m",
-        state=WorkerState.SERVING,
-        weight_version=0,
-        in_flight=0,
-        free_slots=1,
-        uptime_s=0,
-        lease_s=1,
-    ),
-    capabilities=SyntheticConfig().capabilities,
-    lora=None,
-)
+MODEL = SyntheticConfig().capabilities
+TARGET = Target(worker=presence(capabilities=MODEL), capabilities=MODEL, lora=None)
 WANTED = bus.GenerateRequest(
     prompt_token_ids=[1, 2, 3], sampling=bus.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1)
 )
@@ -57,7 +46,9 @@ RESULT = bus.Generation(
 
 def answer(**changes: Any) -> Any:
     """The answer of the result with some fields changed."""
-    return json.loads(b"".join(answer_json(WANTED, TARGET, dataclasses.replace(RESULT, **changes), with_prompt=False)))
+    choice = Choice(0, WANTED, None, keep=True)
+    choice.add(Tokens.of_generation(dataclasses.replace(RESULT, **changes), WANTED))
+    return json.loads(b"".join(answer_json(WANTED, TARGET, [choice], with_prompt=False)))
 
 
 def test_logprobs_stand_beside_their_tokens() -> None:
@@ -86,17 +77,17 @@ def test_logprobs_stand_beside_their_tokens() -> None:
         {"logprobs": np.array([-0.5, np.nan], np.float32)},
         {"top_logprobs": RESULT.top_logprobs[:1]},  # type: ignore[index]
         {"prompt_logprobs": RESULT.prompt_logprobs[:1]},  # type: ignore[index]
+        {"prompt_logprobs": None},
         {"prompt_logprobs": np.array([-0.5, np.inf], np.float32)},
+        {"routed_experts": None},
+        {"routed_experts": np.zeros((3, 4, 4), np.uint8)},
     ],
 )
-def test_logprobs_that_are_not_those_of_the_tokens_are_an_error(changes: dict[str, Any]) -> None:
-    """502 before the first byte, and the same for an event of a stream."""
+def test_what_does_not_belong_to_the_tokens_is_an_error(changes: dict[str, Any]) -> None:
+    """502 before the first byte."""
     with pytest.raises(HttpError) as error:
-        answer_json(WANTED, TARGET, dataclasses.replace(RESULT, **changes), with_prompt=False)
+        answer(**changes)
     assert (error.value.status, error.value.code) == (502, "protocol_error")
-    if "prompt_logprobs" not in changes:
-        with pytest.raises(HttpError):
-            event_json(WANTED, Tokens.of_generation(dataclasses.replace(RESULT, **changes), TARGET))
 
 
 def test_no_tokens_are_an_answer() -> None:
@@ -115,6 +106,7 @@ def test_long_answers_are_joined_from_blocks() -> None:
     count = 2500
     body = answer(
         token_ids=np.arange(count, dtype=np.int32),
+        routed_experts=np.zeros((count + 2, 4, 4), np.uint8),
         logprobs=-np.arange(count, dtype=np.float32),
         top_token_ids=np.arange(count, dtype=np.int32)[:, None] + 1,
         top_logprobs=-np.arange(count, dtype=np.float32)[:, None],

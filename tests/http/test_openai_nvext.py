@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import bus
+from frontend.http.answers import Choice
 from frontend.http.errors import HttpError
-from frontend.http.openai.body import CompletionBody
 from frontend.http.openai.nvext import Clock, nvext_json
-from frontend.http.openai.options import read_options
-from frontend.http.openai.pieces import Choice, Piece
+from frontend.http.stops import text_of
+from frontend.http.tokens import Scores, Tokens
 from frontend.http.wanted import Target
-from schemas.presence import WorkerPresence, WorkerState
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, by_bus, rows_of, talking
 from tests.http.small_tokenizers import byte_level
 from tests.http.support import Http, http_service
+from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]
 PLACEHOLDER = [{"role": "user", "content": "(token-in mode)"}]
@@ -187,44 +187,35 @@ async def test_no_tokenizer(nats_url: str, fleet: str) -> None:
 
 def target() -> Target:
     """A synthetic worker's model."""
-    presence = WorkerPresence(
-        worker="w",
-        incarnation="1",
-        model="synthetic",
-        state=WorkerState.SERVING,
-        weight_version=0,
-        in_flight=0,
-        free_slots=1,
-        uptime_s=1,
-        lease_s=10,
-        capabilities=CONFIG.capabilities,
-    )
-    return Target(worker=presence, capabilities=CONFIG.capabilities, lora=None)
+    model = CONFIG.capabilities
+    return Target(worker=presence(capabilities=model), capabilities=model, lora=None)
 
 
-def choice(**body: Any) -> tuple[bus.GenerateRequest, Choice, Piece]:
+def choice(*stops: str) -> tuple[bus.GenerateRequest, Choice, Tokens]:
     """An answer that has not begun, and three tokens for it."""
     wanted = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(logprobs=0))
-    options = read_options(CompletionBody(**body), target())
-    piece = Piece(
-        ids=np.array([1, 2, 3], "i4"),
-        logprobs=np.array([-1, -2, -np.inf], "f4"),
-        top_ids=None,
-        top_logprobs=None,
+    text = text_of(wanted, byte_level(), stops, include_stop=False, skip_special_tokens=True)
+    tokens = Tokens(
+        scores=Scores(np.array([1, 2, 3], "i4"), np.array([-1, -2, -np.inf], "f4")),
         weight_versions=np.array([4, 4, 5], "i4"),
         rows=np.ones((7, 4, 4), "u1"),
         finish_reason=bus.FinishReason.LENGTH,
     )
-    return wanted, Choice(0, wanted, options, byte_level(), keep=True), piece
+    return wanted, Choice(0, wanted, text, keep=True), tokens
+
+
+def nvext(wanted: bus.GenerateRequest, tokens: Tokens) -> Any:
+    """All of it."""
+    return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
 
 
 def test_an_answer_without_tokens_has_empty_lists() -> None:
     """Present and empty, rows included: clients take an absent list for a failure."""
-    wanted, answer, piece = choice()
-    answer.add(replace(piece.cut(0), rows=None, finish_reason=bus.FinishReason.ABORT))
-    text, tokens = answer.taken()
-    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
-    assert (text, answer.finish_reason, answer.num_tokens) == ("", "abort", 0)
+    wanted, answer, tokens = choice()
+    answer.add(replace(tokens.cut(0, 0), rows=None, finish_reason=bus.FinishReason.ABORT))
+    whole = answer.taken()
+    found = nvext(wanted, whole.tokens)
+    assert (whole.text, answer.finish_reason, answer.num_tokens) == ("", "abort", 0)
     assert (found["completion_token_ids"], found["weight_version"]) == ([], None)
     engine = found["engine_data"]
     assert engine["completion_token_ids"] == engine["completion_logprobs"] == []
@@ -233,27 +224,31 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
 
 def test_what_does_not_belong_together_is_an_error() -> None:
     """Tokens without logprobs, or with those of others, or with rows missing: never filled up, 502."""
-    for logprobs in (None, np.array([-1], "f4")):
-        _, answer, piece = choice()
-        with pytest.raises(HttpError, match="3 tokens came with") as failed:
-            answer.add(replace(piece, logprobs=logprobs))
+    wrong: list[tuple[list[float] | None, str]] = [
+        (None, "3 tokens came with 0"),
+        ([-1], "3 tokens came with 1"),
+        ([0, 1, np.nan], "no number"),
+    ]
+    for logprobs, problem in wrong:
+        _, answer, tokens = choice()
+        values = None if logprobs is None else np.array(logprobs, "f4")
+        with pytest.raises(HttpError, match=problem) as failed:
+            answer.add(replace(tokens, scores=replace(tokens.scores, logprobs=values)))
         assert failed.value.status == 502
-    wanted, answer, piece = choice()
-    answer.add(replace(piece, rows=np.ones((6, 4, 4), "u1")))
+    wanted, answer, tokens = choice()
+    answer.add(replace(tokens, rows=np.ones((6, 4, 4), "u1")))
     with pytest.raises(HttpError, match="6 rows of routing, not 7"):
-        nvext_json(frozenset(ALL), wanted, target(), answer.taken()[1], Clock())
-    with pytest.raises(bus.RollbusError, match="NaN"):
-        nvext_json(frozenset(ALL), wanted, target(), replace(piece, logprobs=np.array([0, 1, np.nan], "f4")), Clock())
+        nvext(wanted, answer.taken().tokens)
 
 
 def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
     """A worker may hand over many tokens at once: of those behind the stop string nothing is left, rows included."""
-    wanted, answer, piece = choice(stop=byte_level().token_bytes(2).decode())
-    text = answer.add(piece).text
-    _, tokens = answer.taken()
-    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
-    assert (text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
-    engine = found["engine_data"]
+    wanted, answer, tokens = choice(byte_level().token_bytes(2).decode())
+    update = answer.add(tokens)
+    engine = nvext(wanted, answer.taken().tokens)["engine_data"]
+    assert (update.text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
+    assert update.tokens.rows is not None
+    assert len(update.tokens.rows) == 6
     assert (engine["completion_token_ids"], engine["completion_logprobs"]) == ([1, 2], [-1, -2])
     assert engine["completion_weight_versions"] == [4, 4]
     assert rows_of(engine["routed_experts"]).shape == (6, 4, 4)
@@ -261,7 +256,7 @@ def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
 
 def test_minus_infinity_is_a_number() -> None:
     """JSON has none: it is written as other servers write it."""
-    wanted, _, piece = choice()
-    found = json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), piece, Clock())))
+    wanted, _, tokens = choice()
+    found = nvext(wanted, tokens)
     assert found["engine_data"]["completion_logprobs"] == [-1, -2, -9999]
     assert found["weight_version"] == 5

@@ -6,17 +6,14 @@ import msgspec
 from msgspec import Meta
 
 from frontend.http.errors import unsupported
+from frontend.http.stops import StopString, StopStrings
 from schemas import limits
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
 
-MAX_STOPS: Final = 64
-"""Every one is looked for in every piece of text."""
-MAX_STOP_CHARS: Final = 4096
 MAX_BAD_WORDS_STRINGS: Final = 1024
 
 TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 
 
@@ -72,7 +69,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopStrings = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
@@ -103,6 +100,8 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    """Of the prompt's tokens, with so many alternatives of each; not in streams."""
     vllm_xargs: dict[str, Any] | None = None
 
     # Dynamo's.
@@ -124,7 +123,6 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     watermarking: bool | None = None
 
     # Known and not served; `check_served` says why.
-    prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -180,7 +178,6 @@ class CompletionBody(CommonBody, kw_only=True, frozen=True):
 
 
 NOT_SERVED: Final = {
-    "prompt_logprobs": "use /inference/v1/generate",
     "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
     "use_beam_search": "answers are sampled",
     "truncate_prompt_tokens": "prompts are used as they are",

@@ -1,10 +1,10 @@
 """Carrying out what a body asks for: whole answers and streams."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -13,21 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
-from frontend.http.calls import until_disconnect
-from frontend.http.openai.merge import first_error, merged
+from frontend.http.answers import Choice, Update, take_whole, updates, usage_of
+from frontend.http.logprobs_json import prompt_logprobs_json
 from frontend.http.openai.nvext import Clock, nvext_json
 from frontend.http.openai.options import Options
-from frontend.http.openai.pieces import Choice, Piece, Update
-from frontend.http.openai.shapes import Shape, choice_json
+from frontend.http.openai.shapes import Namer, Shape
 from frontend.http.routing_json import JsonPieces
 from frontend.http.service import Service
+from frontend.http.stops import text_of
+from frontend.http.tokens import Scores, Tokens, prompt_scores
 from frontend.http.wanted import Target, id_headers, named_errors
 from frontend.tokenization import Tokenizer
 
 __all__ = ["Job"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One HTTP request for answers."""
 
@@ -52,10 +53,7 @@ class Job:
         """
         with named_errors(self.names, self.wanted[0]):
             choices = self._choices(keep=True)
-            if self.options.stops:
-                await until_disconnect(self.request.receive, self._take_all(choices))
-            else:
-                await self._complete(choices)
+            await take_whole(self.service, self.request, self.wanted, choices, may_stop=bool(self.options.stops))
             return JsonPieces(self._answer_json(choices), id_headers(self.wanted[0]))
 
     async def stream(self) -> Response:
@@ -68,90 +66,111 @@ class Job:
 
     def _choices(self, *, keep: bool) -> list[Choice]:
         """By prompt and then by child."""
+        options = self.options
         return [
-            Choice(at * wanted.sampling.n + child, wanted, self.options, self.tokenizer, keep=keep)
+            Choice(
+                at * wanted.sampling.n + child,
+                wanted,
+                text_of(
+                    wanted,
+                    self.tokenizer,
+                    options.stops,
+                    include_stop=options.include_stop,
+                    skip_special_tokens=options.skip_special_tokens,
+                ),
+                keep=keep,
+            )
             for at, wanted in enumerate(self.wanted)
             for child in range(wanted.sampling.n)
         ]
 
-    async def _complete(self, choices: Sequence[Choice]) -> None:
-        results: Sequence[bus.Generation]
-        if len(self.wanted) == 1:
-            results = [await self.service.complete(self.request, self.wanted[0])]
-        else:
-            with first_error():
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self.service.complete(self.request, wanted)) for wanted in self.wanted]
-            results = [task.result() for task in running]
-        generations = [each for result in results for each in (result, *result.siblings)]
-        for choice, generation in zip(choices, generations, strict=True):
-            choice.add(Piece.of_generation(generation))
-
-    async def _take_all(self, choices: Sequence[Choice]) -> None:
-        async with aclosing(self._updates(choices)) as updates:
-            async for _ in updates:
-                pass
-
-    async def _updates(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Update], None]:
-        """What chunks add to the answers, until all have ended; closing aborts the others."""
-        open_choices = len(choices)
-        n = self.wanted[0].sampling.n
-        async with aclosing(merged([self.service.chunks(wanted) for wanted in self.wanted])) as chunks:
-            async for at, chunk in chunks:
-                choice = choices[at * n + chunk.child]
-                if choice.finish_reason is not None:
-                    # A stop string has ended it; the fleet goes on for the sake of the others.
-                    continue
-                if chunk.num_tokens:
-                    self.clock.token()
-                yield choice, choice.add(Piece.of_chunk(chunk))
-                open_choices -= choice.finish_reason is not None
-                if not open_choices:
-                    return
-
     def _answer_json(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer in pieces; what can be wrong with it is found before the first of them."""
-        shown = []
-        tokens: Piece | None = None
-        for choice in choices:
-            text, tokens = choice.taken()
-            found = choice_json(self.shape, choice, Update(text, tokens), self.options, self.tokenizer, delta=False)
-            shown.append({**found, **self._prompt_of_choice(choice)})
+        whole = [choice.taken() for choice in choices]
+        n = self.wanted[0].sampling.n
+        # Of several answers to a prompt, the first has its logprobs.
+        of_prompts = [prompt_scores(choice.wanted, whole[choice.index - choice.index % n].tokens) for choice in choices]
+        nvext = self._nvext(whole[0].tokens) if self.options.extra else None
         head = {
             "id": self._id,
             "object": self.shape.object,
             "created": self.created,
             "model": self.target.name,
-            "choices": shown,
             "usage": self._usage(choices),
             **self._prompt_of_answer(),
         }
-        return self._with_nvext(msgspec.json.encode(head), tokens)
 
-    def _with_nvext(self, head: bytes, tokens: Piece | None) -> Iterator[bytes]:
-        """An object with the field `nvext` added, if it is asked for."""
-        if not self.options.extra or tokens is None:
-            return iter([head])
-        return _spliced(head, nvext_json(self.options.extra, self.wanted[0], self.target, tokens, self.clock))
+        def pieces() -> Iterator[bytes]:
+            yield msgspec.json.encode(head)[:-1] + b',"choices":['
+            for choice, update, of_prompt in zip(choices, whole, of_prompts, strict=True):
+                yield b"," if choice.index else b""
+                more = self._prompt_of_choice(choice)
+                yield from self._choice_json(choice, update, more, of_prompt)
+            yield b"]"
+            if self.shape.prompt_is_common:
+                yield b',"prompt_logprobs":'
+                yield from prompt_logprobs_json(of_prompts[0], self._namer.name)
+            if nvext is not None:
+                yield b',"nvext":'
+                yield from nvext
+            yield b"}"
+
+        return pieces()
+
+    def _choice_json(
+        self,
+        choice: Choice,
+        update: Update,
+        more: dict[str, Any],
+        of_prompt: Scores | None = None,
+        *,
+        delta: bool = False,
+    ) -> Iterator[bytes]:
+        """One answer, or what a stream tells of it, in pieces."""
+        found = {
+            "index": choice.index,
+            **self.shape.text(update.text, delta=delta),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **more,
+        }
+        if self.options.token_ids:
+            found["token_ids"] = update.tokens.ids.tolist()
+        yield msgspec.json.encode(found)[:-1] + b',"logprobs":'
+        width = self.options.top_logprobs
+        if width is None or (delta and not len(update.tokens.ids)):
+            yield b"null"
+        else:
+            yield from self.shape.logprobs(choice, update.tokens.scores, self._namer, width)
+        if not (delta or self.shape.prompt_is_common):
+            yield b',"prompt_logprobs":'
+            yield from prompt_logprobs_json(of_prompt, self._namer.name)
+        yield b"}"
+
+    def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
+        return nvext_json(self.options.extra, self.wanted[0], self.target, tokens, self.clock)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         with named_errors(self.names, self.wanted[0]):
             choices = self._choices(keep=bool(self.options.extra))
             has_begun = [False] * len(choices)
-            async with aclosing(self._updates(choices)) as updates:
-                async for choice, update in updates:
+            async with aclosing(updates(self.service, self.wanted, choices)) as found:
+                async for choice, update in found:
+                    if len(update.tokens.ids):
+                        self.clock.token()
                     is_first = not has_begun[choice.index]
                     opening = self.shape.opening(choice) if is_first else None
                     if opening is not None:
-                        yield self._event(opening, choices, prompt=not any(has_begun))
+                        yield self._event(msgspec.json.encode(opening), choices, prompt=not any(has_begun))
                     has_begun[choice.index] = True
                     if not self._is_news(choice, update):
                         continue
-                    shown = choice_json(self.shape, choice, update, self.options, self.tokenizer, delta=True)
-                    if is_first:
-                        shown |= self._prompt_of_choice(choice)
-                    tokens = choice.taken()[1] if choice.finish_reason and self.options.extra else None
-                    yield b"".join(self._with_nvext(self._event(shown, choices), tokens))
+                    more = self._prompt_of_choice(choice) if is_first else {}
+                    shown = b"".join(self._choice_json(choice, update, more, delta=True))
+                    nvext = b""
+                    if choice.finish_reason and self.options.extra:
+                        nvext = b"".join(self._nvext(choice.taken().tokens))
+                    yield self._event(shown, choices, nvext=nvext)
             if self.options.usage:
                 yield self._event(None, choices)
 
@@ -160,38 +179,42 @@ class Job:
         shows_tokens = self.options.token_ids or self.options.top_logprobs is not None
         return bool(update.text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
 
-    def _event(self, shown: dict[str, Any] | None, choices: Sequence[Choice], *, prompt: bool = False) -> bytes:
+    def _event(
+        self, shown: bytes | None, choices: Sequence[Choice], *, prompt: bool = False, nvext: bytes = b""
+    ) -> bytes:
         """One event of a stream; without an answer to tell of, that with the usage."""
         event: dict[str, Any] = {
             "id": self._id,
             "object": self.shape.event_object,
             "created": self.created,
             "model": self.target.name,
-            "choices": [] if shown is None else [shown],
+            "choices": [] if shown is None else [msgspec.Raw(shown)],
         }
         if self.options.usage:
             is_due = shown is None or self.options.continuous_usage
             event["usage"] = self._usage(choices) if is_due else None
         if prompt:
             event |= self._prompt_of_answer()
+        if nvext:
+            event["nvext"] = msgspec.Raw(nvext)
         return msgspec.json.encode(event)
+
+    @cached_property
+    def _namer(self) -> Namer:
+        return Namer(self.tokenizer, as_token_ids=self.options.as_token_ids)
 
     @property
     def _id(self) -> str:
         return f"{self.shape.id_prefix}{self.wanted[0].request_id}"
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        prompt_tokens = sum(wanted.prompt_len for wanted in self.wanted)
-        completion_tokens = sum(choice.num_tokens for choice in choices)
-        n = self.wanted[0].sampling.n
         # Of several answers to a prompt, one has read it; the others may have found it.
-        cached = [choice.cached_tokens for choice in choices[::n] if choice.cached_tokens is not None]
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
-        }
+        firsts = choices[:: self.wanted[0].sampling.n]
+        return usage_of(
+            sum(wanted.prompt_len for wanted in self.wanted),
+            sum(choice.num_tokens for choice in choices),
+            [choice.cached_tokens for choice in firsts],
+        )
 
     def _prompt_of_answer(self) -> dict[str, Any]:
         if not self.options.token_ids or not self.shape.prompt_is_common:
@@ -202,9 +225,3 @@ class Job:
         if not self.options.token_ids or self.shape.prompt_is_common:
             return {}
         return {"prompt_token_ids": np.asarray(choice.wanted.prompt_token_ids).tolist()}
-
-
-def _spliced(head: bytes, nvext: Iterator[bytes]) -> Iterator[bytes]:
-    yield head[:-1] + b',"nvext":'
-    yield from nvext
-    yield b"}"

@@ -8,13 +8,10 @@ import msgspec
 import numpy as np
 
 import bus
-from frontend.http.errors import HttpError
-from frontend.http.openai.pieces import Piece
 from frontend.http.routing_json import routed_experts_json
+from frontend.http.tokens import Tokens, json_logprobs, whole_rows
 from frontend.http.wanted import Target
-from schemas.chunk import json_logprobs
-from schemas.errors import ErrorCode
-from schemas.rows import Rows, expected_rows, no_rows
+from schemas.rows import Rows
 
 __all__ = ["Clock", "nvext_json"]
 
@@ -43,7 +40,7 @@ class Clock:
 
 
 def nvext_json(
-    extra: frozenset[str], wanted: bus.GenerateRequest, target: Target, tokens: Piece, clock: Clock
+    extra: frozenset[str], wanted: bus.GenerateRequest, target: Target, tokens: Tokens, clock: Clock
 ) -> Iterator[bytes]:
     """The object in pieces; what can be wrong is found before the first of them.
 
@@ -54,7 +51,6 @@ def nvext_json(
 
     Raises:
         HttpError: 502, rows of routing are missing.
-        LocalProtocolError: a logprob is no number.
     """
     prompt_ids = np.asarray(wanted.prompt_token_ids).tolist()
     completion_ids = tokens.ids.tolist()
@@ -73,9 +69,9 @@ def nvext_json(
     engine: dict[str, Any] | None = None
     if "engine_data" in extra:
         engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
-        engine["completion_logprobs"] = [] if tokens.logprobs is None else json_logprobs(tokens.logprobs)
+        engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
         engine["completion_weight_versions"] = tokens.weight_versions.tolist()
-    rows = _rows(wanted, target, tokens) if extra & {"engine_data", "routed_experts"} else None
+    rows = whole_rows(wanted, target, tokens) if extra & {"engine_data", "routed_experts"} else None
     in_engine = engine is not None and "routed_experts" not in extra
     return _joined(fields, engine, rows, wanted.routed_experts_prompt_start, in_engine=in_engine)
 
@@ -94,20 +90,3 @@ def _joined(
     yield b'"routed_experts":'
     yield from routed_experts_json(rows, start)
     yield b"}}" if in_engine else b"}"
-
-
-def _rows(wanted: bus.GenerateRequest, target: Target, tokens: Piece) -> Rows | None:
-    """The rows of an answer that may end before the engine did; None without routing."""
-    routing, rows = target.capabilities.routed_experts, tokens.rows
-    if rows is None:
-        if routing is None:
-            return None
-        rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
-    expected = expected_rows(wanted.prompt_len, wanted.routed_experts_prompt_start, len(tokens.ids))
-    if len(rows) < expected:
-        raise HttpError(
-            502,
-            f"{len(tokens.ids)} tokens came with {len(rows)} rows of routing, not {expected}",
-            code=ErrorCode.PROTOCOL_ERROR,
-        )
-    return rows[:expected]

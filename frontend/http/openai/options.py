@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody, NvExt
 from frontend.http.openai.prompts import invalid, one_of
+from frontend.http.stops import stop_strings
 from frontend.http.wanted import Target
 from frontend.tokenization import Tokenizer
 
@@ -26,6 +27,7 @@ EXTRA_FIELDS: Final = frozenset(
 SAME_NAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("n", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
+    "prompt_logprobs",
 )
 """Fields of `bus.SamplingParams` with the same names, meanings and defaults."""
 EXTRA: Final = ("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking")
@@ -74,11 +76,13 @@ def read_options(body: ChatBody | CompletionBody, target: Target) -> Options:
         top_logprobs = body.logprobs
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "is given with stream", "null, as streams do not carry them")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
-    stop, stream = body.stop, body.stream_options
+    stream = body.stream_options
     return Options(
-        stops=() if stop is None else (stop,) if isinstance(stop, str) else stop,
+        stops=stop_strings(body.stop),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         top_logprobs=top_logprobs,

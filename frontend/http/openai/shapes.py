@@ -1,15 +1,15 @@
 """How the two routes write answers: a chat's messages, or plain text."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-import numpy as np
-
-from frontend.http.openai.options import Options
-from frontend.http.openai.pieces import Choice, Piece, Update
+from frontend.http.answers import Choice
+from frontend.http.logprobs_json import list_json
+from frontend.http.tokens import Scored, Scores
 from frontend.tokenization import Tokenizer, token_text
-from schemas.chunk import json_logprobs
 
-__all__ = ["CHAT", "COMPLETION", "Shape", "choice_json"]
+__all__ = ["CHAT", "COMPLETION", "Namer", "Shape"]
 
 
 class Shape(Protocol):
@@ -19,7 +19,7 @@ class Shape(Protocol):
     object: str
     event_object: str
     prompt_is_common: bool
-    """All answers are to one prompt, whose token ids stand beside them."""
+    """All answers are to one prompt, whose token ids and logprobs stand beside them."""
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """What stands in a stream before the first text of an answer."""
@@ -27,54 +27,29 @@ class Shape(Protocol):
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         """The text of an answer, or a part of it."""
 
-    def logprobs(self, choice: Choice, tokens: Piece, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The logprobs of the answer's next tokens.
-
-        Raises:
-            LocalProtocolError: one is no number.
-        """
+    def logprobs(self, choice: Choice, scores: Scores, namer: "Namer", width: int) -> Iterator[bytes]:
+        """The logprobs of the answer's next tokens, with `width` alternatives of each, in pieces."""
 
 
-def choice_json(
-    shape: Shape, choice: Choice, update: Update, options: Options, tokenizer: Tokenizer, *, delta: bool
-) -> dict[str, Any]:
-    """One answer, or what a stream tells of it."""
-    logprobs = None
-    if options.top_logprobs is not None and (len(update.tokens.ids) or not delta):
-        logprobs = shape.logprobs(choice, update.tokens, options, tokenizer)
-    found = {
-        "index": choice.index,
-        **shape.text(update.text, delta=delta),
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
-    if options.token_ids:
-        found["token_ids"] = update.tokens.ids.tolist()
-    return found
-
-
-class _Namer:
+class Namer:
     """What tokens are called in logprobs."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
-    def token(self, token_id: int) -> tuple[str, bytes]:
-        data = self._tokenizer.token_bytes(token_id)
-        return (f"token_id:{token_id}" if self._as_token_ids else token_text(data)), data
+    def name(self, token_id: int) -> str:
+        """Its text, or `token_id:N`."""
+        return f"token_id:{token_id}" if self._as_token_ids else token_text(self.bytes(token_id))
+
+    def bytes(self, token_id: int) -> bytes:
+        """Its bytes, which may be a part of a character."""
+        return self._tokenizer.token_bytes(token_id)
 
 
-def _alternatives(tokens: Piece, at: int, width: int) -> list[tuple[int, float]]:
-    if tokens.top_ids is None or tokens.top_logprobs is None:
-        return []
-    return list(zip(tokens.top_ids[at, :width].tolist(), json_logprobs(tokens.top_logprobs[at, :width]), strict=True))
-
-
-def _sampled(tokens: Piece) -> list[tuple[int, float]]:
-    logprobs = np.empty(0, "f4") if tokens.logprobs is None else tokens.logprobs
-    return list(zip(tokens.ids.tolist(), json_logprobs(logprobs), strict=True))
+def _tops(position: list[Scored], width: int) -> list[Scored]:
+    """The most likely tokens, best first."""
+    return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
 class _Chat:
@@ -96,26 +71,20 @@ class _Chat:
             return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, choice: Choice, tokens: Piece, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
-        namer = _Namer(tokenizer, as_token_ids=options.as_token_ids)
-        return {
-            "content": [
-                {
-                    **_entry(namer, token_id, logprob),
-                    "top_logprobs": [
-                        _entry(namer, *alternative)
-                        for alternative in _alternatives(tokens, at, options.top_logprobs or 0)
-                    ],
-                }
-                for at, (token_id, logprob) in enumerate(_sampled(tokens))
-            ],
-            "refusal": None,
-        }
+    def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
+        def entry(each: Scored) -> dict[str, Any]:
+            data = namer.bytes(each.token_id)
+            return {"token": namer.name(each.token_id), "logprob": each.logprob, "bytes": list(data)}
 
-
-def _entry(namer: _Namer, token_id: int, logprob: float) -> dict[str, Any]:
-    name, data = namer.token(token_id)
-    return {"token": name, "logprob": logprob, "bytes": list(data)}
+        yield b'{"content":'
+        yield from list_json(
+            [
+                {**entry(position[0]), "top_logprobs": [entry(each) for each in _tops(position, width)]}
+                for position in block
+            ]
+            for block in scores.blocks()
+        )
+        yield b',"refusal":null}'
 
 
 class _Completion:
@@ -130,19 +99,28 @@ class _Completion:
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, choice: Choice, tokens: Piece, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
-        namer = _Namer(tokenizer, as_token_ids=options.as_token_ids)
-        names, logprobs, tops, offsets = [], [], [], []
-        for at, (token_id, logprob) in enumerate(_sampled(tokens)):
-            name, _ = namer.token(token_id)
-            names.append(name)
-            logprobs.append(logprob)
-            others = _alternatives(tokens, at, options.top_logprobs or 0)
+    def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
+        def names() -> Iterator[list[str]]:
+            return ([namer.name(position[0].token_id) for position in block] for block in scores.blocks())
+
+        def offsets() -> Iterator[list[int]]:
+            for block in names():
+                *places, choice.text_offset = itertools.accumulate(map(len, block), initial=choice.text_offset)
+                yield places
+
+        def top(position: list[Scored]) -> dict[str, float]:
             # The sampled token is among them, also where it is none of the most likely.
-            tops.append({namer.token(other)[0]: value for other, value in [*others, (token_id, logprob)]})
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(name)
-        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+            return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
+
+        yield b'{"tokens":'
+        yield from list_json(names())
+        yield b',"token_logprobs":'
+        yield from list_json([position[0].logprob for position in block] for block in scores.blocks())
+        yield b',"top_logprobs":'
+        yield from list_json([top(position) for position in block] for block in scores.blocks())
+        yield b',"text_offset":'
+        yield from list_json(offsets())
+        yield b"}"
 
 
 CHAT: Final[Shape] = _Chat()

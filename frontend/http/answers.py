@@ -1,0 +1,158 @@
+"""The answers to one HTTP request, as they grow of chunks, and end where a stop string is found."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+import bus
+from frontend.http.calls import until_disconnect
+from frontend.http.merge import first_error, merged
+from frontend.http.service import Service
+from frontend.http.stops import AnswerText
+from frontend.http.tokens import Tokens
+
+__all__ = ["Choice", "Update", "take_whole", "updates", "usage_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What some more tokens add to an answer."""
+
+    text: str
+    tokens: Tokens
+    """Those of them that belong to the answer."""
+
+
+class Choice:
+    """One answer, as it grows.
+
+    Args:
+        index: among the answers to one HTTP request.
+        wanted: what it answers.
+        text: of it, where stop strings are found; None: nobody asks for text.
+        keep: all of it is asked for at the end.
+
+    Attributes:
+        num_tokens: so far.
+        finish_reason: OpenAI's word for why it has ended; None while it grows.
+        stop_reason: the stop string or the id of the stop token that ended it.
+        cached_tokens: prompt tokens that were found in the engine's prefix cache; None while that is not known.
+    """
+
+    def __init__(self, index: int, wanted: bus.GenerateRequest, text: AnswerText | None, *, keep: bool) -> None:
+        self.index = index
+        self.wanted = wanted
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.cached_tokens: int | None = None
+        self.text_offset = 0
+        """Of the next token, in the text of all tokens; counted by who shows them."""
+        self._text = text
+        self._keep = keep
+        self._updates: list[Update] = []
+
+    def add(self, tokens: Tokens) -> Update:
+        """Take the next tokens of an answer that has not ended.
+
+        Raises:
+            HttpError: 502, their logprobs are not those of the tokens.
+        """
+        sampling = self.wanted.sampling
+        if sampling.logprobs is not None and len(tokens.ids):
+            tokens.scores.check(sampling.logprobs, "tokens")
+        text, kept, stop = "", len(tokens.ids), None
+        if self._text is not None:
+            delta = self._text.add(
+                tokens.ids.tolist(),
+                final=tokens.finish_reason is not None,
+                by_stop_token=tokens.finish_reason is bus.FinishReason.STOP,
+            )
+            text, kept, stop = delta.text, delta.kept, delta.stop
+        self.num_tokens += kept
+        # The last token has not been through the model: it has no row.
+        update = Update(text, tokens.cut(kept, self.wanted.prompt_len + self.num_tokens - 1))
+        self.cached_tokens = tokens.cached_tokens
+        if stop is not None:
+            self.finish_reason, self.stop_reason = bus.FinishReason.STOP, stop
+        elif tokens.finish_reason is not None:
+            self.finish_reason, self.stop_reason = tokens.finish_reason, tokens.stop_token
+        if self._keep:
+            self._updates.append(update)
+        return update
+
+    def taken(self) -> Update:
+        """All of it, which is not kept here any more."""
+        parts, self._updates = self._updates, []
+        return Update("".join(part.text for part in parts), Tokens.joined([part.tokens for part in parts]))
+
+
+async def updates(
+    service: Service, wanted: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[Choice, Update], None]:
+    """What chunks add to the answers, until all have ended; closing aborts the others.
+
+    Args:
+        choices: by request, and then by child.
+    """
+    open_choices = len(choices)
+    n = wanted[0].sampling.n
+    async with aclosing(merged([service.chunks(each) for each in wanted])) as chunks:
+        async for at, chunk in chunks:
+            choice = choices[at * n + chunk.child]
+            if choice.finish_reason is not None:
+                # A stop string has ended it; the fleet goes on for the sake of the others.
+                continue
+            yield choice, choice.add(Tokens.of_chunk(chunk, choice.wanted))
+            open_choices -= choice.finish_reason is not None
+            if not open_choices:
+                return
+
+
+async def take_whole(
+    service: Service,
+    request: Request,
+    wanted: Sequence[bus.GenerateRequest],
+    choices: Sequence[Choice],
+    *,
+    may_stop: bool,
+) -> None:
+    """Bring the answers to their ends; a client that leaves aborts them.
+
+    Args:
+        may_stop: there are stop strings: looked for as chunks come, or tokens would be made for nobody.
+    """
+    if may_stop:
+        await until_disconnect(request.receive, _take_updates(service, wanted, choices))
+        return
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(service.complete(request, each)) for each in wanted]
+    generations = [each for task in running for each in (task.result(), *task.result().siblings)]
+    for choice, generation in zip(choices, generations, strict=True):
+        choice.add(Tokens.of_generation(generation, choice.wanted))
+
+
+async def _take_updates(service: Service, wanted: Sequence[bus.GenerateRequest], choices: Sequence[Choice]) -> None:
+    async with aclosing(updates(service, wanted, choices)) as found:
+        async for _ in found:
+            pass
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None] = ()) -> dict[str, Any]:
+    """The usage, in OpenAI's shape.
+
+    Args:
+        cached: tokens of each prompt that were found in a prefix cache, where that is known.
+    """
+    known = [each for each in cached if each is not None]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(known)} if known else None,
+    }

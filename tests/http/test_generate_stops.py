@@ -1,0 +1,129 @@
+"""Strings to stop at on `POST /inference/v1/generate`, which has no text, and logprobs of prompts on all routes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.http.openai_support import CHAT, COMPLETIONS, by_bus, rows_of, talking
+from tests.http.small_tokenizers import byte_level
+from tests.http.support import Http
+from tests.support.fleet import until_idle
+from workers.engines.synthetic import SyntheticConfig
+
+PATH = "/inference/v1/generate"
+PROMPT = [5, 6, 7, 8]
+ENDLESS = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
+"""Every token is text, and none ends an answer."""
+
+
+async def ask(http: Http, **sampling: Any) -> httpx.Response:
+    """Ask for tokens, as a stream if `stream` is among them."""
+    stream = sampling.pop("stream", False)
+    return await http.client.post(PATH, json={"token_ids": PROMPT, "sampling_params": sampling, "stream": stream})
+
+
+def one(answer: httpx.Response) -> dict[str, Any]:
+    """The one choice, or what the events of a stream make of it."""
+    assert answer.status_code == 200, answer.text
+    if "event-stream" not in answer.headers["content-type"]:
+        (choice,) = answer.json()["choices"]
+        return {**choice, "rows": rows_of(choice["routed_experts"])}
+    *events, done, _ = answer.text.split("\n\n")
+    assert done == "data: [DONE]"
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+    return {
+        "token_ids": [token_id for part in parts for token_id in part["token_ids"]],
+        "logprobs": {"content": [entry for part in parts for entry in part["logprobs"]["content"]]},
+        "rows": np.concatenate([rows_of(part["routed_experts"]) for part in parts if part["routed_experts"]]),
+        "finish_reason": parts[-1]["finish_reason"],
+    }
+
+
+def a_stop(ids: list[int]) -> tuple[str, int]:
+    """Two characters of the text that were not there before, and how many tokens there are with them."""
+    texts = [byte_level().token_bytes(token_id) for token_id in ids]
+    for at in range(8, len(ids) - 1):
+        stop = texts[at] + texts[at + 1]
+        if stop.isascii() and b"".join(texts).find(stop) == len(b"".join(texts[:at])):
+            return stop.decode(), at + 2
+    raise AssertionError("no such text")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
+    nats_url: str, fleet: str, tmp_path: Path, stream: bool
+) -> None:
+    """Ids, logprobs and rows are those of the whole up to there, and the engine makes no more of them."""
+    async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
+        whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, logprobs=0)
+        stop, kept = a_stop(whole.token_ids.tolist())
+        asked: dict[str, Any] = {"seed": 1, "logprobs": 0, "max_tokens": 60_000, "stream": stream}
+        found = one(await ask(http, **asked, stop=["nowhere", stop]))
+        included = one(await ask(http, **asked, stop=stop, include_stop_str_in_output=True))
+        late = one(await ask(http, **{**asked, "max_tokens": 40}, stop=stop, min_tokens=kept))
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+
+    assert (found["finish_reason"], found["token_ids"]) == ("stop", whole.token_ids[:kept].tolist())
+    assert whole.logprobs is not None
+    assert [entry["logprob"] for entry in found["logprobs"]["content"]] == whole.logprobs[:kept].tolist()
+    assert whole.routed_experts is not None
+    assert np.array_equal(found["rows"], whole.routed_experts[: len(PROMPT) + kept - 1])
+    assert included["token_ids"] == found["token_ids"]
+    assert len(late["token_ids"]) > kept
+
+
+async def test_each_sample_ends_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A stop string in one of several leaves the others as they are; the usage counts what is left."""
+    async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
+        whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, n=2, logprobs=0, prompt_logprobs=1)
+        stop, kept = a_stop(whole.token_ids.tolist())
+        asked = {"seed": 1, "logprobs": 0, "max_tokens": 40, "n": 2, "prompt_logprobs": 1}
+        answer = (await ask(http, **asked, stop=stop)).json()
+        plain = (await ask(http, **asked)).json()
+
+    first, second = answer["choices"]
+    assert (first["finish_reason"], len(first["token_ids"])) == ("stop", kept)
+    other = whole.siblings[0].token_ids.tolist()
+    assert second["token_ids"] == other[: len(second["token_ids"])]
+    assert answer["usage"]["completion_tokens"] == kept + len(second["token_ids"])
+    # Chunks bring them in parts.
+    assert answer["prompt_logprobs"] == plain["prompt_logprobs"]
+    assert len(answer["prompt_logprobs"]) == len(PROMPT)
+
+
+async def test_logprobs_of_the_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Beside a chat's answers, and in each of a completion's, as with vLLM; with the tokens' texts."""
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        for path, body in (
+            (CHAT, {"nvext": {"token_data": PROMPT}, "n": 2}),
+            (CHAT, {"messages": [{"role": "user", "content": "the"}], "stop": "nowhere"}),
+            (COMPLETIONS, {"prompt": [PROMPT, [9, 10]], "n": 2}),
+        ):
+            asked = {**body, "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True}
+            answer = (await http.client.post(path, json=asked)).json()
+            for shown in [answer] if path == CHAT else answer["choices"]:
+                ids = shown["prompt_token_ids"]
+                direct = await by_bus(http.rb, ids, max_tokens=1, prompt_logprobs=1)
+                nothing, *positions = shown["prompt_logprobs"]
+                assert nothing is None
+                assert direct.prompt_logprobs is not None
+                assert [position[str(i)]["logprob"] for i, position in zip(ids[1:], positions, strict=True)] == (
+                    direct.prompt_logprobs.tolist()
+                )
+                assert all(
+                    entry["decoded_token"].encode() == byte_level().token_bytes(int(token_id))
+                    for position in positions
+                    for token_id, entry in position.items()
+                    if not entry["decoded_token"].startswith("bytes:")
+                )
+                tops = [{i: entry["rank"] for i, entry in position.items() if entry["rank"]} for position in positions]
+                assert direct.prompt_top_token_ids is not None
+                assert tops == [{str(i): 1} for (i,) in direct.prompt_top_token_ids.tolist()]
+        none = (await http.client.post(CHAT, json={"nvext": {"token_data": PROMPT}, "max_tokens": 1})).json()
+    assert none["prompt_logprobs"] is None

@@ -1,0 +1,37 @@
+"""What workers say of themselves, made by hand where no worker runs."""
+
+from typing import Any
+
+from schemas.presence import Capabilities, WorkerPresence, WorkerState
+
+__all__ = ["capabilities", "presence"]
+
+
+def presence(**fields: Any) -> WorkerPresence:
+    """An idle worker that serves, but for `fields`."""
+    idle: dict[str, Any] = {
+        "worker": "w",
+        "incarnation": "1",
+        "model": "m",
+        "state": WorkerState.SERVING,
+        "weight_version": 0,
+        "in_flight": 0,
+        "free_slots": 1,
+        "uptime_s": 1.0,
+        "lease_s": 10.0,
+    }
+    return WorkerPresence(**{**idle, **fields})
+
+
+def capabilities(**fields: Any) -> Capabilities:
+    """A small dense model, but for `fields`."""
+    small: dict[str, Any] = {
+        "engine": "e",
+        "engine_version": "1",
+        "max_model_len": 64,
+        "vocab_size": 100,
+        "max_num_seqs": 4,
+        "max_logprobs": 5,
+        "dtype": "float32",
+    }
+    return Capabilities(**{**small, **fields})
