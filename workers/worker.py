@@ -290,8 +290,7 @@ class Worker:
         self._puller.wake()
 
     def _on_changed(self) -> None:
-        if not self._control.reader.is_fresh:
-            self._control.reader.look()
+        self._control.look_again()
         self._sending.wake()
         self._puller.wake()
 

@@ -1,5 +1,6 @@
 """What a worker makes of a desired state that cannot be read, is gone, or names what is not there any more."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.hand_controller import HandController, hand_controller
 from tests.workers.control_requests import SLOW, request_for, until_state
+from workers.control import reading
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +73,38 @@ async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, flee
             assert worker.stats().puller.handed_over == 0
             await boss.store.reset(MODEL)
             await ask(client, "r")
+
+
+async def test_a_worker_comes_back_whatever_is_answered_first(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fenced, it reads what is desired before its announcement is confirmed: with that it serves, and reads no more."""
+    gate = asyncio.Event()
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _),
+    ):
+        await client.until_serving("w")
+        confirm = worker._nats.confirm
+
+        async def late(*, timeout_s: float) -> bool:
+            await gate.wait()
+            return await confirm(timeout_s=timeout_s)
+
+        monkeypatch.setattr(reading, "READ_S", 3600.0)
+        monkeypatch.setattr(worker._nats, "confirm", late)
+        worker._life.fence("for the test")
+        reader = worker._control.reader
+        while not reader.is_fresh:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.001)
+        assert worker.presence().state is WorkerState.FENCED
+        num_read = reader.num_read
+        client.presences.clear()
+        gate.set()
+        async with asyncio.timeout(60):
+            await client.until_serving("w")
+
+        assert reader.num_read == num_read
 
 
 async def test_a_deleted_key_undoes_what_was_desired(nats_url: str, fleet: str) -> None:

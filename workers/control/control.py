@@ -238,6 +238,12 @@ class Control:
             if outcome is not None:
                 self._answers.end(heard, outcome)
 
+    def look_again(self) -> None:
+        """The worker's state has changed: what was to wait for that need not wait any more."""
+        if not self.reader.is_fresh:
+            self.reader.look()
+        self.reconciler.look()
+
     def fence(self) -> None:
         """This worker has given up what it had: another life of it answers nothing of what it was asked before."""
         self._log.drop()

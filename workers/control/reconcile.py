@@ -86,6 +86,10 @@ class Reconciler:
         """The engine runs."""
         self._has_started.set()
 
+    def look(self) -> None:
+        """There may be something to do, or it may be possible now."""
+        self._is_due.set()
+
     def on_read(self) -> None:
         """Look at what was read."""
         if self._is_lost():
