@@ -30,6 +30,7 @@ from bus.protocol.link_receiver import LinkReceiver, Verdict
 from bus.protocol.link_sender import LinkSender
 from bus.protocol.step import RequestStep
 from schemas.chunk import FinishReason
+from schemas.errors import RequestError
 from schemas.messages import WIRE_VERSION, LinkMessage, RequestKey, decode_frame
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
@@ -104,7 +105,7 @@ class _Nowhere:
     def admitted(self, child: Child) -> None:
         pass
 
-    def remove(self, child: Child) -> None:
+    def remove(self, child: Child, refusal: RequestError | None = None) -> None:
         pass
 
     def hindrance(self, child: Child) -> str:

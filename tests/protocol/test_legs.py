@@ -1,0 +1,251 @@
+"""A stream that is served in two legs, wherever it is cut and whatever is lost, ends as an undisturbed one does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.protocol.chunking import ChunkWriter
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk, FinishReason
+from schemas.errors import ErrorCode
+from schemas.messages import KvHandover, RequestKey
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.protocol.test_resume import assert_same, requests
+from tests.support.scenarios import drain
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+pytestmark = pytest.mark.slow
+
+WIDE, NARROW = 300, 16
+"""Experts whose ids take two bytes, and one."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one attempt goes."""
+
+    is_cut: bool = False
+    """It begins with a prefill leg."""
+    lost_after: int | None = None
+    """Chunks of either leg after which it is lost; None: it is not."""
+    keeps_kv: bool = True
+    """The prefill leg leaves its KV."""
+
+
+def config(num_experts: int, role: str = "both") -> SyntheticConfig:
+    """Of engines that give the same, in any role."""
+    return SyntheticConfig.from_args(
+        {"vocab_size": 50, "num_layers": 2, "top_k": 2, "num_experts": num_experts, "role": role}
+    )
+
+
+async def leg_chunks(
+    request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvHandover | None, part_bytes: int
+) -> AsyncIterator[Chunk]:
+    """The chunks that come of one message."""
+    await engine.add("k", request, kv)
+    writer = ChunkWriter(
+        RequestKey(request.request_id, attempt, 0),
+        prompt_len=request.prompt_len,
+        routing=engine.capabilities.routed_experts,
+        start=request.routed_experts_prompt_start,
+        part_bytes=part_bytes,
+    )
+    async for steps in engine.steps():
+        for step in steps:
+            assert step.error is None
+            writer.take(step, 0)
+            for chunk in drain(writer):
+                yield chunk
+            if step.finish_reason is not None:
+                return
+
+
+async def serve(
+    request: GenerateRequest,
+    attempts: list[Attempt],
+    *,
+    num_experts: int = WIDE,
+    keep: bool = True,
+    part_bytes: int = 64,
+) -> tuple[Stream, list[Chunk]]:
+    """Run a request to its end: by `attempts`, and then whole."""
+    stream = Stream(request, child=0, attempt=0, keep=keep)
+    delivered: list[Chunk] = []
+    plans = iter(attempts)
+    asked: GenerateRequest | Chunk = request
+    while stream.end is None and isinstance(asked, GenerateRequest):
+        plan = next(plans, Attempt())
+        left = plan.lost_after
+
+        async def leg(asked: GenerateRequest, role: str, kv: KvHandover | None) -> None:
+            nonlocal left
+            engine = SyntheticEngine(config(num_experts, role))
+            async for chunk in leg_chunks(asked, stream.attempt, engine, kv, part_bytes):
+                if left == 0:
+                    return
+                delivered.extend(stream.add(chunk))
+                left = None if left is None else left - 1
+
+        if plan.is_cut:
+            await leg(stream.cut("synthetic"), "prefill", KvHandover() if plan.keeps_kv else None)
+        if stream.is_prefilled:
+            await leg(stream.next_leg(), "decode", stream.handover)
+        elif not plan.is_cut:
+            await leg(asked, "both", None)
+        if stream.end is None:
+            asked = stream.next_attempt()
+            if isinstance(asked, Chunk):
+                delivered.append(asked)
+    return stream, delivered
+
+
+attempts = st.lists(
+    st.builds(
+        Attempt,
+        is_cut=st.booleans(),
+        lost_after=st.none() | st.integers(0, 14),
+        keeps_kv=st.booleans(),
+    ),
+    max_size=4,
+)
+
+
+@given(requests(continuable=True), attempts, st.sampled_from([WIDE, NARROW]), st.sampled_from([30, 64, 4096]))
+@settings(max_examples=300)
+def test_legs_and_losses_leave_no_trace(
+    request: GenerateRequest, plans: list[Attempt], num_experts: int, part_bytes: int
+) -> None:
+    """Tokens, logprobs, rows, prompt logprobs and the end equal those of one worker; chunks are one stream."""
+    expected, _ = asyncio.run(serve(request, [], num_experts=num_experts))
+    stream, delivered = asyncio.run(serve(request, plans, num_experts=num_experts, part_bytes=part_bytes))
+
+    assert_same(stream, expected)
+    assert stream.is_exact
+    assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
+    assert [chunk.is_terminal for chunk in delivered] == [False] * (len(delivered) - 1) + [True]
+    assert delivered[-1].end is stream.end
+    assert stream.end is not None
+    assert stream.end.num_tokens == sum(chunk.num_tokens for chunk in delivered)
+    assert stream.end.kv_params is None
+    num_lost = sum(1 for plan in plans if plan.lost_after is not None)
+    assert stream.num_attempts <= 1 + num_lost
+
+
+def greedy(prompt_len: int, max_tokens: int, **fields: int) -> GenerateRequest:
+    """A request that ends after exactly `max_tokens`."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=range(prompt_len), sampling=sampling, **fields)
+
+
+async def test_two_legs_are_one_attempt() -> None:
+    """The first token comes without the prefill leg's end, and what was transferred counts as cached."""
+    stream, delivered = await serve(greedy(40, 5), [Attempt(is_cut=True)], part_bytes=4096)
+
+    assert [(chunk.attempt, chunk.num_tokens, chunk.is_terminal) for chunk in delivered][:2] == [
+        (0, 1, False),
+        (1, 1, False),
+    ]
+    assert stream.num_attempts == 1
+    assert stream.end is not None
+    assert stream.end.cached_tokens == 32
+
+
+async def test_a_prefill_leg_may_be_all() -> None:
+    """A stop token as the first one ends the whole, and nothing of the KV is told."""
+    first, _ = await serve(greedy(40, 1), [])
+    token = int(first.arrays()["token_ids"][0])
+    sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, stop_token_ids=[token])
+    request = GenerateRequest(prompt_token_ids=range(40), sampling=sampling)
+    stream, delivered = await serve(request, [Attempt(is_cut=True)], part_bytes=4096)
+
+    assert not stream.is_prefilled
+    assert stream.end is not None
+    assert (stream.end.finish_reason, stream.end.stop_reason) == (FinishReason.STOP, token)
+    assert delivered[-1].end == stream.end
+
+
+async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None:
+    """A stop token before `min_tokens` ends the leg, which has no more tokens to go, and not the whole."""
+    first, _ = await serve(greedy(40, 1), [])
+    token = int(first.arrays()["token_ids"][0])
+    sampling = SamplingParams(max_tokens=5, min_tokens=3, temperature=0, ignore_eos=True, stop_token_ids=[token])
+    request = GenerateRequest(prompt_token_ids=range(40), sampling=sampling)
+    stream, _ = await serve(request, [Attempt(is_cut=True)])
+    expected, _ = await serve(request, [])
+
+    assert stream.attempt == 1
+    assert_same(stream, expected)
+
+
+async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
+    """They come in a chunk of their own, of which the caller sees nothing."""
+    engine = SyntheticEngine(config(WIDE, "prefill"))
+    chunks = [chunk async for chunk in leg_chunks(greedy(40, 1), 0, engine, KvHandover(), 30)]
+    assert [(chunk.num_tokens, chunk.routed_experts, chunk.is_terminal) for chunk in chunks][-1] == (0, None, True)
+
+    stream, delivered = await serve(greedy(40, 3), [Attempt(is_cut=True)], part_bytes=30)
+    expected, _ = await serve(greedy(40, 3), [])
+
+    assert_same(stream, expected)
+    assert stream.handover is not None
+    assert all(chunk.num_tokens or chunk.routed_experts is not None for chunk in delivered)
+
+
+async def test_a_withdrawn_leg_leaves_the_whole() -> None:
+    """Nobody took the prefill leg: under the next number the request is whole again, and it was no attempt."""
+    request = greedy(40, 5)
+    stream = Stream(request, child=0, attempt=3, keep=True)
+
+    assert stream.cut("synthetic").sampling.max_tokens == 1
+    assert stream.withdraw() is request
+    assert (stream.attempt, stream.num_attempts, stream.has_begun) == (4, 1, False)
+
+
+async def test_kv_of_other_weights_gives_other_tokens() -> None:
+    """Were it used all the same, it would show: the tests of what keeps it from that can fail."""
+    request = greedy(40, 5)
+    prefill = SyntheticEngine(SyntheticConfig(role="prefill", seed=1))
+    stream = Stream(request, child=0, attempt=0, keep=True)
+    async for chunk in leg_chunks(stream.cut("synthetic"), 0, prefill, KvHandover(), 4096):
+        stream.add(chunk)
+    second = stream.next_leg()
+    tokens = []
+    for kv in (stream.handover, None):
+        decode = SyntheticEngine(SyntheticConfig(role="decode"))
+        tokens.append([chunk.token_ids.tolist() async for chunk in leg_chunks(second, 1, decode, kv, 4096)])
+
+    assert tokens[0] != tokens[1]
+
+
+async def test_kv_of_another_prompt_is_no_kv() -> None:
+    """The engine says so, and ends the request alone."""
+    decode = SyntheticEngine(SyntheticConfig(role="decode"))
+    for params in (b"\xc1", b"\x83\xaanum_tokens\x02\xa7context\x03\xa7weights\x04"):
+        await decode.add("k", greedy(40, 5), KvHandover(params=params, connector="synthetic", weight_version=0))
+        [step] = await anext(aiter(decode.steps()))
+        assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, ErrorCode.KV_TRANSFER_FAILED)
+
+
+async def test_stale_rows_would_show() -> None:
+    """Rows of a prompt whose KV was fetched are not those of the prompt: only who asks from its end on is right."""
+    request = greedy(40, 2)
+    whole, _ = await serve(request, [])
+    stream = Stream(request, child=0, attempt=0, keep=True)
+    prefill = SyntheticEngine(config(WIDE, "prefill"))
+    async for chunk in leg_chunks(stream.cut("synthetic"), 0, prefill, KvHandover(), 4096):
+        stream.add(chunk)
+    decode = SyntheticEngine(config(WIDE, "decode"))
+    await decode.add("k", request, stream.handover)
+    [step] = await anext(aiter(decode.steps()))
+    rows = whole.arrays()["routed_experts"]
+
+    assert step.routed_experts is not None
+    assert not step.routed_experts[:32].any()
+    np.testing.assert_array_equal(step.routed_experts[32:], rows[32:40])

@@ -1,0 +1,219 @@
+"""Who gets a prefill worker, who waits and who goes without."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from bus.protocol.prefill import FULL_S, SILENT_S, Alone, Decision, PrefillLine, Seat, Wish
+
+
+def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[str, ...] = ()) -> Seat:
+    """A prefill worker."""
+    return Seat(worker, num_slots, 1000, weight_version, frozenset(loras))
+
+
+def wish(affinity: str = "r", **fields: object) -> Wish:
+    """What a request needs."""
+    return Wish(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})  # type: ignore[arg-type]
+
+
+def line_of(*keys: str, until: float = 2.0) -> PrefillLine[str]:
+    """A line of requests that came in this order at 0."""
+    line = PrefillLine[str]()
+    for key in keys:
+        line.add(key, wish(key), until=until)
+    return line
+
+
+def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
+    """Two workers, one of which has twice the slots, fill evenly, and no further than their slots."""
+    line = line_of(*(f"r{i}" for i in range(10)))
+    decisions = line.decide([seat("a", 2), seat("b", 4)], 0)
+
+    assert Counter(decision.worker for decision in decisions) == {"a": 2, "b": 4}
+    assert Counter(decision.worker for decision in decisions[:3]) == {"a": 1, "b": 2}
+    assert len(line) == 4
+
+
+def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
+    """In order of priority, then of arrival."""
+    line = PrefillLine[str]()
+    for key, priority in (("x", 0), ("low", 1), ("y", 0), ("high", -1)):
+        line.add(key, wish(priority=priority), until=2)
+    order = []
+    for _ in range(4):
+        [decision] = line.decide([seat("a", 1)], 0)
+        order.append(decision.key)
+        line.remove(decision.key)
+
+    assert order == ["high", "x", "y", "low"]
+
+
+def test_a_session_stays_with_its_worker_while_that_has_room() -> None:
+    """Its legs go to one worker, however many that has; where it is full, to another."""
+    line = PrefillLine[int]()
+    for turn in range(5):
+        line.add(turn, wish("s", is_session=True), until=2)
+    workers = [decision.worker for decision in line.decide([seat("a", 4), seat("b", 4)], 0)]
+
+    assert len(set(workers[:4])) == 1
+    assert workers[4] != workers[0]
+
+
+def test_what_waited_for_long_enough_goes_alone() -> None:
+    """Until its time it waits for room; then it goes without, and what came later still waits."""
+    line = line_of("a", "b")
+    line.decide([seat("w", 1)], 0)
+    line.add("c", wish(), until=3)
+
+    assert line.decide([seat("w", 1)], 1.9) == []
+    assert line.next_look() == 2.0
+    assert line.decide([seat("w", 1)], 2.0) == [Decision("b", None, Alone.BUSY)]
+    assert line.next_look() == 3.0
+
+
+def test_without_a_worker_nobody_waits() -> None:
+    """When the last prefill worker is gone, all that wait go alone at once."""
+    line = line_of("a", "b")
+    line.decide([seat("w", 1)], 0)
+
+    assert line.decide([], 0.1) == [Decision("b", None, Alone.NO_WORKER)]
+
+
+@pytest.mark.parametrize(
+    ("needed", "fitting"),
+    [
+        ({"min_weight_version": 3}, {"weight_version": 3}),
+        ({"lora": "style"}, {"loras": ("style",)}),
+    ],
+)
+def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, object], fitting: dict[str, object]) -> None:
+    """Where none has the weights or the adapter, it goes alone at once; where one has, to that one."""
+    for seats, expected in (
+        ([seat("a")], Decision("r", None, Alone.UNSUITABLE)),
+        ([seat("a"), seat("b", **fitting)], Decision("r", "b", None)),  # type: ignore[arg-type]
+    ):
+        line = PrefillLine[str]()
+        line.add("r", wish(**needed), until=2)
+        assert line.decide(seats, 0) == [expected]
+
+
+@pytest.mark.parametrize(("prompt_len", "worker"), [(998, "a"), (999, None)])
+def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: int, worker: str | None) -> None:
+    """The whole ends with its first token there, which a prefill leg cannot tell from its own end."""
+    line = PrefillLine[str]()
+    line.add("r", wish(prompt_len=prompt_len), until=2)
+
+    assert line.decide([seat("a")], 0)[0].worker == worker
+
+
+def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
+    """For a moment where it was full; for a lease where it said nothing. What it refused keeps its time."""
+    for is_full, pause_s in ((True, FULL_S), (False, SILENT_S)):
+        line = line_of("r", until=100)
+        line.decide([seat("a")], 0)
+        line.refused("r", 0, is_full=is_full)
+        line.add("r", wish(), until=100)
+
+        assert line.decide([seat("a")], pause_s - 0.01) == []
+        assert line.next_look() == pause_s
+        assert line.decide([seat("a")], pause_s) == [Decision("r", "a", None)]
+
+
+def test_another_worker_takes_what_one_refused() -> None:
+    """At once."""
+    line = line_of("r")
+    [first] = line.decide([seat("a"), seat("b")], 0)
+    line.refused("r", 0, is_full=False)
+    line.add("r", wish(), until=2)
+    [second] = line.decide([seat("a"), seat("b")], 0)
+
+    assert {first.worker, second.worker} == {"a", "b"}
+
+
+class Lines(RuleBasedStateMachine):
+    """Anything in any order, against what must always hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = PrefillLine[int]()
+        self.now = 0.0
+        self.serial = 0
+        self.waiting: dict[int, float] = {}
+        self.legs: dict[int, str] = {}
+        self.slots = {"a": 1, "b": 3}
+
+    @rule(wait_s=st.floats(0, 2), priority=st.integers(-1, 1), wanted=st.integers(0, 1))
+    def add(self, wait_s: float, priority: int, wanted: int) -> None:
+        """A request comes."""
+        until = self.now + wait_s
+        self.line.add(self.serial, wish(str(self.serial), priority=priority, min_weight_version=wanted), until=until)
+        self.waiting[self.serial] = until
+        self.serial += 1
+
+    @rule(at=st.integers(0, 30))
+    def remove(self, at: int) -> None:
+        """One leaves, wherever it is."""
+        self.line.remove(at)
+        self.waiting.pop(at, None)
+        self.legs.pop(at, None)
+
+    @rule(at=st.integers(0, 30), is_full=st.booleans())
+    def refuse(self, at: int, is_full: bool) -> None:
+        """A worker does not take one."""
+        if self.legs.pop(at, None) is not None:
+            self.line.refused(at, self.now, is_full=is_full)
+
+    @rule(seconds=st.floats(0, 1))
+    def pass_time(self, seconds: float) -> None:
+        """Time goes on."""
+        self.now += seconds
+
+    @rule(num_workers=st.integers(0, 2))
+    def decide(self, num_workers: int) -> None:
+        """Each that is decided was waiting; what is late is decided; what stays has nowhere to go."""
+        seats = [seat(worker, self.slots[worker], weight_version=worker == "a") for worker in "ab"[:num_workers]]
+        for key, worker, reason in self.line.decide(seats, self.now):
+            until = self.waiting.pop(key)
+            assert (worker is None) == (reason is not None)
+            assert reason is not Alone.BUSY or until <= self.now
+            assert (reason is Alone.NO_WORKER) == (not seats and worker is None)
+            if worker is not None:
+                self.legs[key] = worker
+        assert all(until > self.now for until in self.waiting.values())
+        assert not self.waiting or seats
+
+    @invariant()
+    def no_worker_has_too_many(self) -> None:
+        """Nor does the line count other than what was decided."""
+        assert all(count <= self.slots[worker] for worker, count in Counter(self.legs.values()).items())
+        assert (len(self.line), self.line.num_legs) == (len(self.waiting), len(self.legs))
+
+    @invariant()
+    def it_looks_again_in_time(self) -> None:
+        """As long as something waits it says when to decide again, and by then nothing is overdue."""
+        look = self.line.next_look()
+        assert (look is None) == (not self.waiting)
+        assert look is None or look <= min(self.waiting.values())
+
+
+Lines.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLines = Lines.TestCase
+
+
+@given(st.integers(1, 40), st.integers(1, 5))
+def test_all_are_served_in_the_end(count: int, num_slots: int) -> None:
+    """As legs end, each request gets its turn, once."""
+    line = line_of(*(f"r{i}" for i in range(count)), until=1e9)
+    served: list[str] = []
+    while len(line):
+        decisions = line.decide([seat("a", num_slots)], 0)
+        assert decisions
+        for decision in decisions:
+            served.append(decision.key)
+            line.remove(decision.key)
+
+    assert served == [f"r{i}" for i in range(count)]
