@@ -39,7 +39,7 @@ WORKER_COUNTERS: Final = {
     "requests": "Requests that it has offered to clients: each attempt of each sample is one",
     "rejected": "Requests that it has refused",
     "ended": "Requests that its engine has ended",
-    "failed": "Requests that it has ended with an error, those over budget and of lost clients among them",
+    "failed": "Requests that it has ended with an error; those over budget, and some of lost clients, among them",
     "aborted": "Requests that it has ended because their clients wanted no more of them",
     "over_budget": "Requests that it has ended because clients had left too much untaken",
     "returned": "Requests that it has given back to the queue",
@@ -47,7 +47,7 @@ WORKER_COUNTERS: Final = {
     "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
     "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
     "routing_bytes": "Routed experts that its engine has made, raw",
-    "credit_stalls": "How often what was for a client had to wait because its credit was used up: it does not keep up",
+    "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",
     "frames": "Frames published, those sent again included",
     "frames_resent": "Frames sent again because a client missed them",
     "frames_lost": "Frames that could not be published; on a link they are sent again",
@@ -59,9 +59,9 @@ WORKER_COUNTERS: Final = {
 }
 """Fields of `WorkerCounters`, and what they are."""
 CLIENT_COUNTERS: Final = {
-    "requests": "Messages published: one for each attempt of each child of each request",
-    "direct": "Those of them that went straight to the worker of their session",
-    "prefill_legs": "Those of them that went straight to a prefill worker, to be gone on with by a decode worker",
+    "requests": "Requests published: one for each attempt, or leg of an attempt, of each sample",
+    "direct": "Requests that went straight to a worker, for their session or their weights",
+    "prefill_legs": "Requests that went to a prefill worker first, to be gone on with by a decode worker",
     "republished": "Publishes repeated for want of the queue's answer",
     "orphans": "Requests that had left the queue without a worker's offer, and were published again",
     "attempts_lost": "Attempts given up because of their worker or of what was under way",
@@ -113,7 +113,7 @@ class FleetCollector(Collector):
             yield CounterMetricFamily(f"rollbus_client_{name}", words, getattr(stats, name))
         fallbacks = CounterMetricFamily(
             "rollbus_client_prefill_fallbacks",
-            "Attempts that a decode worker served alone although there are prefill workers, by reason",
+            "Attempts that a decode worker served alone in a fleet with prefill workers",
             labels=("reason",),
         )
         for reason, value in stats.prefill_fallbacks.items():

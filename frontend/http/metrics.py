@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from starlette.requests import ClientDisconnect
 
 import bus
@@ -46,6 +54,8 @@ class Metrics:
     """The counters of one service, in a registry of their own."""
 
     def __init__(self, rb: bus.Client) -> None:
+        # When each series began is of use to few, and would double their number.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._fleet = FleetCollector(rb)
         registry.register(self._fleet)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,9 +16,15 @@ from frontend.http.fleet_metrics import FleetCollector
 from frontend.http.metrics import MAX_VERSIONS, Metrics
 from frontend.http.service import Service
 from frontend.http.settings import Settings
+from schemas.presence import ClientState
+from tests.http.metrics_doc import DOC, rows, with_table
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import hand_client
+from workers.engines.synthetic import SyntheticConfig
 
+TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
+W = frozenset({("worker", "w"), ("model", "synthetic")})
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -53,13 +60,10 @@ def a_request() -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-def wanted(max_tokens: int, **fields: object) -> bus.GenerateRequest:
+def wanted(max_tokens: int, n: int = 1, **fields: object) -> bus.GenerateRequest:
     """A request for so many tokens."""
-    return bus.GenerateRequest(
-        prompt_token_ids=[1, 2, 3],
-        model="synthetic",
-        sampling=bus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields),  # type: ignore[arg-type]
-    )
+    sampling = bus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
+    return bus.GenerateRequest(prompt_token_ids=[1, 2, 3], model="synthetic", sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
@@ -81,6 +85,54 @@ async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
     assert value(found, requests, method="GET", route="/v1/models", status="200", model="") == 1
     assert value(found, requests, method="any", route="none", status="404", model="") == 1
     assert value(found, "rollbus_client_missing_frames_total") == 0
+
+
+async def test_the_page_lists_what_is_exported(nats_url: str, fleet: str) -> None:
+    """docs/metrics.md names each metric with its kind, labels, unit and meaning, and no other."""
+    async with http_service(nats_url, fleet) as http:
+        text = (await http.client.get("/metrics")).text
+    page = DOC.read_text()
+    listed = {name: (kind, meaning) for name, kind, _, _, meaning in rows()}
+
+    assert with_table(page) == page
+    assert {name: kind for name, (kind, _) in listed.items()} == dict(TYPE.findall(text))
+    assert not [name for name, (_, meaning) in listed.items() if not meaning]
+
+
+async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str) -> None:
+    """Workers count what is done for any client; a client that grants no more credit is seen."""
+    async with (
+        http_service(nats_url, fleet, worker_id="w", config=SyntheticConfig(num_layers=64)) as http,
+        hand_client(nats_url, fleet, answers=False) as slow,
+    ):
+        await http.rb.complete(wanted(4))
+        await slow.announce(lease_s=60.0)
+        await slow.enqueue(wanted(20_000))
+        found: Samples = {}
+        while not found.get(("rollbus_worker_credit_stalls_total", W)):
+            found = parse((await http.client.get("/metrics")).text)
+        await slow.announce(ClientState.CLOSED)
+
+    assert found["rollbus_worker_credit_stalls_total", W] == 1
+    assert found["rollbus_worker_requests_total", W] == 2
+    assert found["rollbus_worker_ended_total", W] >= 1
+    assert found["rollbus_worker_prompt_tokens_total", W] == 6
+    assert found["rollbus_worker_generated_tokens_total", W] > 4
+    assert found["rollbus_worker_routing_bytes_total", W] > 0
+    assert found["rollbus_worker_held_bytes", W] > 0
+    assert not [name for name, _ in found if name.startswith(("rollbus_http_generat", "rollbus_client_queue_wait"))]
+
+
+async def test_the_time_in_the_queue_has_a_histogram(nats_url: str, fleet: str) -> None:
+    """Of this service's requests, by model."""
+    name, model = "rollbus_client_queue_wait_seconds", frozenset({("model", "synthetic")})
+    async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
+        await service.complete(a_request(), wanted(1, n=3))
+        found = parse((await service.metrics.text()).decode())
+
+    assert found[f"{name}_count", model] == 3
+    assert found[f"{name}_sum", model] > 0
+    assert found[f"{name}_bucket", model | {("le", "+Inf")}] == found[f"{name}_bucket", model | {("le", "1800.0")}] == 3
 
 
 async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: str) -> None:

@@ -1,0 +1,58 @@
+"""Write the table of docs/metrics.md from what the service exports: `python -m tests.http.metrics_doc`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import bus
+from frontend.http.metrics import Metrics
+
+__all__ = ["DOC", "rows", "with_table"]
+
+DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+TABLE = re.compile(r"<!-- table -->\n.*?<!-- end -->", re.DOTALL)
+EXPORTED = {"counter": "_total"}
+"""What Prometheus's format appends to the names of a kind."""
+
+
+class NoClient:
+    """A client that has done nothing."""
+
+    def stats(self) -> bus.ClientStats:
+        """All zero, and nothing by name."""
+        empty: dict[str, Any] = {field.name: 0 if field.type is int else {} for field in fields(bus.ClientStats)}
+        return bus.ClientStats(**empty)
+
+
+def rows() -> Iterator[tuple[str, str, str, str, str]]:
+    """Name, kind, labels, unit and meaning of each metric."""
+    registry = Metrics(NoClient())._registry  # type: ignore[arg-type]
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            labels: tuple[str, ...] = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
+            name = family.name + EXPORTED.get(family.type, "")
+            yield (
+                name,
+                family.type,
+                ", ".join(f"`{label}`" for label in labels),
+                _unit(family.name),
+                family.documentation,
+            )
+
+
+def _unit(name: str) -> str:
+    return next((unit for unit in ("seconds", "bytes", "tokens") if unit in name.split("_")), "")
+
+
+def with_table(text: str) -> str:
+    """The page with the table as the code has it now."""
+    lines = ["| metric | kind | labels | unit | meaning |\n", "| --- | --- | --- | --- | --- |\n"]
+    lines += [f"| `{name}` | {' | '.join(rest)} |\n" for name, *rest in sorted(rows())]
+    table = "<!-- table -->\n" + "".join(lines) + "<!-- end -->"
+    return TABLE.sub(lambda _: table, text)
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_table(DOC.read_text()))
