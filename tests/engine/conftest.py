@@ -9,6 +9,10 @@ from tests.support.vllm_engine import RunningEngine, running_engines
 from workers.engines.vllm import VllmEngine
 from workers.engines.vllm.tiny_moe import make_tiny_moe
 
+OWN_PROCESS = {"distributed_executor_backend": "mp"}
+"""The model in a process of its own, as where it is spread over several; else it is in the engine core's."""
+SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 28}
+"""Room for 131,072 tokens; it is written with zeros when an engine starts."""
 TIGHT = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -18,10 +22,18 @@ TIGHT = {
     "max_num_batched_tokens": 256,
     # So that the engine core tells of preemptions.
     "disable_log_stats": False,
+    **OWN_PROCESS,
 }
-
-
-LORAS = {"dtype": "float32", "block_size": 32, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+LORAS = {
+    "dtype": "float32",
+    "block_size": 32,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    **OWN_PROCESS,
+    **SMALL_CACHE,
+}
+FALLBACK = {"dtype": "float32", **SMALL_CACHE}
 RELOADED = {
     "dtype": "float32",
     "block_size": 32,
@@ -29,6 +41,7 @@ RELOADED = {
     "max_num_seqs": 4,
     "weight_transfer_config": {"backend": "from-file"},
     "worker_extension_cls": "tests.support.transfer_engine.UserExtension",
+    **SMALL_CACHE,
 }
 
 
@@ -52,7 +65,7 @@ def engines(models: dict[str, Path]) -> Iterator[list[RunningEngine]]:
         return [
             VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
             VllmEngine(models["dense"], engine_args=LORAS, read="core"),
-            VllmEngine(models["moe"], engine_args={"dtype": "float32"}, read="generate"),
+            VllmEngine(models["moe"], engine_args=FALLBACK, read="generate"),
             VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
         ]
 

@@ -90,7 +90,7 @@ async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkey
     is_coming_up = asyncio.Event()
 
     class Told(OwnedExecutor):
-        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, int]]:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             loop.call_soon_threadsafe(is_coming_up.set)
             return super().__reduce__()
 
