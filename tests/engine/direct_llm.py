@@ -1,23 +1,28 @@
-"""Run one request on vLLM's AsyncLLM without the adapter: `python -m tests.engine.direct_llm MODEL TASK`."""
+"""Run one request on vLLM's AsyncLLM without the adapter."""
 
-import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from workers.engines.vllm.launch import set_environment
 
+__all__ = ["generate"]
 
-async def generate(model: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Generate what `task` says."""
-    set_environment(model, None)
+
+async def generate(
+    model: Path, prompt: list[int], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Return what vLLM generates."""
+    set_environment(str(model), None)
+    # So that it starts one process, not two.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = AsyncEngineArgs(
-        model=model,
+        model=str(model),
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
@@ -27,22 +32,16 @@ async def generate(model: str, task: dict[str, Any]) -> dict[str, Any]:
     )
     llm = AsyncLLM.from_engine_args(args)
     try:
-        params = SamplingParams(**task["sampling"], detokenize=False)
+        params = SamplingParams(**sampling, detokenize=False)
         final = None
-        async for output in llm.generate({"prompt_token_ids": task["prompt"]}, params, "direct"):
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, "direct"):
             final = output.outputs[0]
     finally:
         llm.shutdown()
-    if final is None:
-        raise SystemExit("no output")
+    assert final is not None
     tokens = list(final.token_ids)
     return {
         "token_ids": tokens,
         "logprobs": [position[token].logprob for position, token in zip(final.logprobs, tokens, strict=True)],
         "routed_experts": final.routed_experts.tolist(),
     }
-
-
-if __name__ == "__main__":
-    task = json.loads(sys.argv[2])
-    Path(task["output"]).write_text(json.dumps(asyncio.run(generate(sys.argv[1], task))))

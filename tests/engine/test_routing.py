@@ -1,8 +1,5 @@
 """Tokens, log probabilities and routing are those of the model, whatever else the engine is doing."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from schemas.chunk import FinishReason
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 from schemas.sampling import SamplingParams
+from tests.engine import direct_llm
 from tests.engine.support import expert_sets, prompt, same_as_alone
 from tests.support.vllm_engine import Result, RunningEngine
 from workers.engines.vllm import feeds
@@ -49,14 +47,11 @@ def test_routing_and_logprobs_equal_hugging_face(oracle: Result, models: dict[st
     assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
 
 
-def test_tokens_equal_a_direct_asyncllm(oracle: Result, models: dict[str, Path], tmp_path: Path) -> None:
+async def test_tokens_equal_a_direct_asyncllm(
+    oracle: Result, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same seed gives the same tokens, logprobs and routing as vLLM's own AsyncLLM without this adapter."""
-    output = tmp_path / "direct.json"
-    task = {"prompt": ORACLE_PROMPT, "sampling": ORACLE_SAMPLING, "output": str(output)}
-    subprocess.run(
-        [sys.executable, "-m", "tests.engine.direct_llm", str(models["moe"]), json.dumps(task)], check=True, timeout=200
-    )
-    direct = json.loads(output.read_text())
+    direct = await direct_llm.generate(models["moe"], ORACLE_PROMPT, ORACLE_SAMPLING, monkeypatch)
 
     assert oracle.token_ids == direct["token_ids"]
     assert np.abs(oracle.logprobs - direct["logprobs"]).max() < 1e-5

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.real_fleet import RealWorkers
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +47,41 @@ async def _delete_queues(url: str, fleet: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_moe_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a tiny MoE in float32, in which different kernels agree to 1e-4."""
-    path = tmp_path_factory.mktemp("models") / "tiny-moe"
-    make = [sys.executable, "-m", "workers.engines.vllm.tiny_moe", "--output", str(path), "--dtype", "float32"]
-    subprocess.run(make, check=True)
-    return path
+def tiny_moes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Make two tiny MoEs in float32, in which different kernels agree to 1e-4, with different weights."""
+    from workers.engines.vllm.tiny_moe import make_tiny_moe
+
+    folder = tmp_path_factory.mktemp("models")
+    first, second = (make_tiny_moe(folder / f"tiny-moe-{seed}", dtype="float32", seed=seed) for seed in (0, 1))
+    return first, second
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_float32(tiny_moes: tuple[Path, Path]) -> Path:
+    """The first of them."""
+    return tiny_moes[0]
 
 
 @pytest.fixture(scope="session")
 def real_fleet(nats_url: str, tiny_moe_float32: Path) -> Iterator[str]:
     """One vLLM worker process for all tests that only send it requests; gives its fleet."""
-    from tests.support.real_fleet import running_fleet
+    from tests.support.real_fleet import RealWorkers
 
-    with running_fleet(nats_url, tiny_moe_float32) as fleet:
-        yield fleet
+    workers = RealWorkers(nats_url, tiny_moe_float32)
+    try:
+        asyncio.run(workers.have(1))
+        yield workers.fleet
+    finally:
+        workers.stop()
+
+
+@pytest.fixture(scope="session")
+def real_workers(nats_url: str, tiny_moes: tuple[Path, Path]) -> Iterator["RealWorkers"]:
+    """Give a fleet whose workers tests start, update and kill. They start with the second tiny MoE, as version 1."""
+    from tests.support.real_fleet import RealWorkers
+
+    workers = RealWorkers(nats_url, tiny_moes[1], version=1)
+    try:
+        yield workers
+    finally:
+        workers.stop()
