@@ -1,0 +1,117 @@
+"""Users of a NATS server: who may connect, as what, and what each may do.
+
+`rollbus auth init --dir DIR --trainer alice --worker w0` makes a key for each user, in a file of its own that only its
+owner can read, and a configuration for nats-server that lets these in and nobody else. Run it again to add users: keys
+that are there stay. `rollbus auth remove` takes one out. Both take effect when the server reads its configuration
+again: `nats-server --signal reload`.
+
+A program connects as a user with `--creds FILE`, or $ROLLBUS_CREDS. Trainers, workers and frontends need one each, as
+their names stand in subjects.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frontend.cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from bus.users import Entry, Wanted
+
+__all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
+
+HELP = "make the users of a NATS server, with keys and permissions"
+READS_NO_CREDENTIALS = True
+
+SINGLE = ("admin", "frontend", "viewer")
+"""Roles of which `init` makes one user without being asked, called like the role."""
+ROLES = ("trainer", "worker", *SINGLE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("action", choices=("init", "remove"), help="make or add users; take some out")
+    parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="folder of the users")
+    group = parser.add_argument_group("which users; each may be given several times")
+    for role in ROLES:
+        default = f" (init: always one called {role})" if role in SINGLE else ""
+        group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=f"a {role}{default}")
+    group = parser.add_argument_group("the server's configuration, when init makes it")
+    group.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="its address (default: %(default)s)"
+    )
+    group.add_argument("--server-cert", metavar="FILE", default="", help="certificate for TLS (default: no TLS)")
+    group.add_argument("--server-key", metavar="FILE", default="", help="its key")
+    group.add_argument("--client-ca", metavar="FILE", default="", help="clients must show certificates that it signed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Change the folder, and say what became of it."""
+    wanted = tuple(_wanted(args))
+    return _init(args, wanted) if args.action == "init" else _remove(args, wanted)
+
+
+def _wanted(args: argparse.Namespace) -> Iterator["Wanted"]:
+    from bus.credentials import DEFAULT_FLEET, Role
+
+    fleet = args.fleet or DEFAULT_FLEET
+    for role in ROLES:
+        names = getattr(args, role)
+        if role in SINGLE and args.action == "init":
+            names = [role, *names]
+        yield from ((fleet, Role(role), name) for name in names)
+
+
+def _init(args: argparse.Namespace, wanted: "tuple[Wanted, ...]") -> int:
+    from bus.server import Tls
+    from bus.users import SERVER_FILE, ensure_users, write_server_config
+    from frontend.cli.console import note, print_json
+
+    if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
+        raise CommandFailed("TLS takes --server-cert and --server-key, and then --client-ca too", ExitCode.USAGE)
+    entries = ensure_users(args.dir, wanted)
+    tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
+    server = args.dir / SERVER_FILE
+    if not write_server_config(args.dir, args.listen, tls) and args.server_cert:
+        note(f"{server} was there and stays as it is: TLS is for you to add")
+    if args.json:
+        print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
+    else:
+        _show(server, entries)
+    return ExitCode.OK
+
+
+def _remove(args: argparse.Namespace, wanted: "tuple[Wanted, ...]") -> int:
+    from bus.users import remove_user
+    from frontend.cli.console import print_json, say
+
+    if not wanted:
+        raise CommandFailed("which users? as in --trainer NAME", ExitCode.USAGE)
+    removed = [one for one in wanted if remove_user(args.dir, one)]
+    if args.json:
+        print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
+    for fleet, role, name in wanted:
+        if (fleet, role, name) not in removed:
+            raise CommandFailed(f"there is no {role} {name} of fleet {fleet} in {args.dir}")
+        if not args.json:
+            say(f"removed {role} {name} of fleet {fleet}; once the server has reloaded, it is let in no more")
+    return ExitCode.OK
+
+
+def _as_json(entry: "Entry") -> dict[str, object]:
+    user = entry.user
+    return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
+
+
+def _show(server: Path, entries: "tuple[Entry, ...]") -> None:
+    from frontend.cli.console import print_table, program, say
+
+    rows = [
+        (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))
+        for entry in entries
+    ]
+    print_table(("role", "name", "fleet", "key", "credentials"), rows)
+    admin = next(entry for entry in entries if entry.user.role == "admin")
+    say(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP.")
+    say(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")
