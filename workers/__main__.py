@@ -13,18 +13,22 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import uvloop
 
 from bus.credentials import worker_identity
 from bus.server import Server, default_url
 from schemas.errors import BusBroken, InvalidRequest, RollbusError
+from schemas.presence import Role
 from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_cache_dir, default_worker_id
 from workers.engines import ENGINES, make_engine
 from workers.worker import Worker
 
 __all__ = ["main"]
+
+KV_ARG = "kv_transfer_config"
+"""The engine argument that `--kv-transfer-config` stands for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +40,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")
     parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
     parser.add_argument("--engine-args", metavar="JSON", type=_json_object, default={}, help="what the engine takes")
+    parser.add_argument(
+        "--role", choices=get_args(Role), help="prefill: only prompts, whose KV goes to decode workers (default: both)"
+    )
+    parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        type=_json_object,
+        help="vLLM's KV connector; prefill and decode need it",
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
     parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
@@ -75,6 +88,15 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    given: dict[str, Any] = args.engine_args
+    if args.kv_transfer_config is None:
+        return given
+    if KV_ARG in given:
+        raise InvalidRequest(field=KV_ARG, problem="is given twice", allowed="--kv-transfer-config or --engine-args")
+    return {**given, KV_ARG: args.kv_transfer_config}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; returns the exit code."""
     arguments = parser()
@@ -102,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_dir=args.cache_dir or default_cache_dir(),
             prove_reload=not args.no_prove_reload,
         )
-        engine = make_engine(args.engine, args.model or "", args.engine_args)
+        engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)
     except InvalidRequest as exc:
         arguments.error(exc.message)
     except BusBroken as exc:

@@ -24,6 +24,12 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         "--engine-args", metavar="JSON", type=json_object, help='what the engine takes, such as {"dtype": "bfloat16"}'
     )
     parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        type=json_object,
+        help="vLLM's KV connector, through which prefill and decode workers share KV",
+    )
+    parser.add_argument(
         "--weight-version", metavar="N", type=non_negative_int, default=0, help="version of the weights in --model"
     )
     parser.add_argument(
@@ -54,6 +60,8 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
         flags += ["--served-model-name", args.served_model_name]
     if args.engine_args is not None:
         flags += ["--engine-args", args.engine_args]
+    if args.kv_transfer_config is not None:
+        flags += ["--kv-transfer-config", args.kv_transfer_config]
     if args.engine_timeout_s is not None:
         flags += ["--engine-timeout-s", str(args.engine_timeout_s)]
     for root in args.weight_roots:

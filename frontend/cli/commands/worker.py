@@ -5,8 +5,10 @@ This process becomes the worker: signals and the exit code are the worker's. It 
 
 import argparse
 import os
+from typing import get_args
 
 from frontend.cli.worker_options import add_worker_options, python_env, python_module, worker_flags
+from schemas.presence import Role
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -18,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint; needed for the engine vllm")
     add_worker_options(parser)
     parser.add_argument(
+        "--role",
+        choices=get_args(Role),
+        help="prefill: computes prompts for decode workers; both needs no other (default: both)",
+    )
+    parser.add_argument(
         "--worker-id", metavar="ID", help="its name, unique in the fleet (default: host, process id and some letters)"
     )
 
@@ -25,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
     flags = ["--nats", args.nats, "--fleet", args.fleet, *worker_flags(args)]
-    for name in ("model", "worker_id"):
+    for name in ("model", "role", "worker_id"):
         value = getattr(args, name)
         if value is not None:
             flags += [f"--{name.replace('_', '-')}", value]

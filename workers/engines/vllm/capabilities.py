@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.limits import MAX_LOGPROBS
-from schemas.presence import Capabilities, RoutedExpertsInfo
+from schemas.presence import Capabilities, Role, RoutedExpertsInfo
 from schemas.rows import dtype_for
+from workers.engines.vllm.kv.config import describe_connector
 from workers.engines.vllm.launch import CPU_UNUSED_LORAS, OWN_SLOTS
 from workers.engines.vllm.params import extra_names
 
@@ -28,7 +29,7 @@ class Refusals:
     sleep: str | None
 
 
-def describe_engine(config: "VllmConfig") -> Capabilities:
+def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
     """The capabilities of an engine with this configuration, as it stands after the engine has started."""
     import vllm
 
@@ -56,6 +57,8 @@ def describe_engine(config: "VllmConfig") -> Capabilities:
         max_loras=0 if refusals.loras is not None else _max_loras(config.lora_config),
         sleep=refusals.sleep is None,
         data_parallel_size=data_parallel_size,
+        role=role,
+        kv_connector=describe_connector(config),
     )
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from schemas.messages import KvHandover
-from schemas.presence import Capabilities
+from schemas.presence import Capabilities, Role
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from workers.engine import RequestStep
@@ -23,6 +23,9 @@ from workers.engines.vllm.calls import Calls
 from workers.engines.vllm.capabilities import describe_engine, find_refusals
 from workers.engines.vllm.feeds import CoreFeed, Feed, RequestMaker
 from workers.engines.vllm.generate_feed import GenerateFeed
+from workers.engines.vllm.kv.config import FIELD as KV_FIELD
+from workers.engines.vllm.kv.config import connector_config
+from workers.engines.vllm.kv.params import unpacked
 from workers.engines.vllm.launch import Launch
 from workers.engines.vllm.loaded import Loaded
 from workers.engines.vllm.outputs import OpenRequests
@@ -65,6 +68,10 @@ class VllmEngine:
         read: `core` reads the engine core's step outputs, `generate` goes through `AsyncLLM.generate`; `auto` takes
             the first where this release of vLLM allows it.
         log_level: of vLLM's own logs, which go to stderr; None: the environment's `VLLM_LOGGING_LEVEL`, else warnings.
+        role: other than `both` it needs `kv_transfer_config` among the `engine_args`.
+
+    Raises:
+        InvalidRequest: the KV connector does not fit the role.
     """
 
     def __init__(
@@ -74,8 +81,14 @@ class VllmEngine:
         engine_args: Mapping[str, Any] | None = None,
         read: Reading = "auto",
         log_level: str | None = None,
+        role: Role = "both",
     ) -> None:
-        self._launch = Launch(str(model), dict(engine_args or {}), log_level)
+        chosen = dict(engine_args or {})
+        connector = connector_config(role, chosen.pop(KV_FIELD, None))
+        if connector is not None:
+            chosen[KV_FIELD] = connector
+        self._launch = Launch(str(model), chosen, log_level)
+        self._role: Role = role
         self._read: Reading = read
         self._feed: Feed | None = None
         self._feeds = AsyncExitStack()
@@ -107,7 +120,7 @@ class VllmEngine:
         """
         try:
             await _to_the_end(self._launch.run, on_cancel=self._launch.cancel)
-            self._capabilities = describe_engine(self._launch.llm.vllm_config)
+            self._capabilities = describe_engine(self._launch.llm.vllm_config, self._role)
             self._controls = _Controls(self._launch.llm, self._loaded, self._capabilities)
             await self._open(self._launch.llm)
         except BaseException:
@@ -116,7 +129,7 @@ class VllmEngine:
         logger.info("engine.started engine=%r capabilities=%s", self, self._capabilities)
 
     async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
-        """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`.
+        """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`; see `Engine.add`.
 
         Cancellation: the request may have been submitted; abort it.
 
@@ -130,8 +143,9 @@ class VllmEngine:
         if refusal is not None and request.sampling.prompt_logprobs is not None:
             raise InvalidRequest(field="sampling.prompt_logprobs", problem=refusal, allowed="null")
         returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
-        params = to_vllm(request, max_model_len=capabilities.max_model_len, returns_rows=returns_rows)
-        engine_id = self._requests.add(key, request)
+        transfer = unpacked(kv, request, self._launch.llm.vllm_config.kv_transfer_config)
+        params = to_vllm(request, max_model_len=capabilities.max_model_len, returns_rows=returns_rows, kv=transfer)
+        engine_id = self._requests.add(key, request, None if transfer is None else kv)
         try:
             await feed.submit(engine_id, request, params)
         except Exception:

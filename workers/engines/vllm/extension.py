@@ -11,7 +11,7 @@ from schemas.errors import ControlCode
 from workers.engines.vllm.answers import done, failed
 from workers.engines.vllm.reloading import Reload, clear_nan
 
-__all__ = ["WorkerExtension", "extension_name"]
+__all__ = ["WorkerExtension", "extension_name", "is_ours"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,21 @@ class WorkerExtension:
         return reload
 
 
+OWN = f"{__name__}.{WorkerExtension.__name__}"
+
+
 def extension_name(other: str | None) -> str:
     """What to give vLLM as `worker_extension_cls`.
 
     Args:
         other: the dotted name of the user's own class.
     """
-    own = f"{__name__}.{WorkerExtension.__name__}"
-    return own if not other else f"{own}{AND}{other.replace('.', DOT)}"
+    return OWN if not other else f"{OWN}{AND}{other.replace('.', DOT)}"
+
+
+def is_ours(worker_extension_cls: str | None) -> bool:
+    """A vLLM with this `worker_extension_cls` is the engine of a rollbus worker; the name goes to all its processes."""
+    return worker_extension_cls is not None and worker_extension_cls.partition(AND)[0] == OWN
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from schemas.chunk import FinishReason
 from schemas.errors import EngineDead, InvalidRequest
 from schemas.request import GenerateRequest
+from workers.engines.vllm.kv.params import is_decode_leg
 from workers.engines.vllm.loaded import Loaded
 from workers.engines.vllm.outputs import LogprobTable, Output
 from workers.engines.vllm.params import refusal
@@ -103,18 +104,19 @@ class RequestMaker:
 
         try:
             return self._llm.input_processor.process_inputs(
-                engine_id, self.prompt(request), params, self._supported_tasks, **self.options(request)
+                engine_id, self.prompt(request, params), params, self._supported_tasks, **self.options(request)
             )
         except InvalidRequest:
             raise
         except (VLLMClientError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
 
-    def prompt(self, request: GenerateRequest) -> Any:
+    def prompt(self, request: GenerateRequest, params: "VllmSamplingParams") -> Any:
         """The prompt as vLLM takes it: token ids, and the salt of its prefix-cache entries."""
         from vllm.inputs.engine import tokens_input
 
-        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=self._loaded.salt_of(request))
+        salt = self._loaded.salt_of(request, takes_kv=is_decode_leg(params))
+        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
         """What else goes with a request.
@@ -207,13 +209,16 @@ class CoreFeed:
 
 def _output(output: "EngineCoreOutput") -> Output:
     prompt = output.new_prompt_logprobs_tensors
+    prefill = output.prefill_stats
     return Output(
         engine_id=output.request_id,
         token_ids=output.new_token_ids,
         logprobs=None if output.new_logprobs is None else LogprobTable(*output.new_logprobs[:2]),
         prompt_logprobs=None if prompt is None else LogprobTable(prompt[0].numpy(), prompt[1].numpy()),
         routed_experts=output.routed_experts,
-        cached_tokens=None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens,
+        cached_tokens=None if prefill is None else prefill.num_cached_tokens,
+        num_external=0 if prefill is None else getattr(prefill, "num_external_cached_tokens", 0),
+        kv_params=getattr(output, "kv_transfer_params", None),
         finish_reason=None if output.finish_reason is None else FinishReason(str(output.finish_reason)),
         stop_reason=output.stop_reason,
     )

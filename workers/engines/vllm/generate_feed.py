@@ -74,7 +74,7 @@ class GenerateFeed:
 
         params.output_kind = RequestOutputKind.CUMULATIVE
         params.flat_logprobs = True
-        prompt, options = self._maker.prompt(request), self._maker.options(request)
+        prompt, options = self._maker.prompt(request, params), self._maker.options(request)
         try:
             collector = await self._llm.add_request(engine_id, prompt, params, **options)
         except (EngineDeadError, zmq.ZMQError) as exc:
@@ -207,6 +207,7 @@ class _Cursor:
             else _table(request_output.prompt_logprobs, 1, len(request_output.prompt_logprobs)),
             routed_experts=completion.routed_experts,
             cached_tokens=request_output.num_cached_tokens,
+            kv_params=getattr(request_output, "kv_transfer_params", None),
             finish_reason=None if completion.finish_reason is None else FinishReason(completion.finish_reason),
             stop_reason=completion.stop_reason,
         )

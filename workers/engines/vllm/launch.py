@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import EngineDead
-from workers.engines.vllm.cores import compute_in_core
 from workers.engines.vllm.extension import extension_name
+from workers.engines.vllm.kv import plugin
+from workers.engines.vllm.kv.config import FIELD as KV_FIELD
+from workers.engines.vllm.kv.config import routing_refusal
 from workers.engines.vllm.ownership import OwnedExecutor, kill
 
 if TYPE_CHECKING:
@@ -68,12 +70,13 @@ class Launch:
             from vllm.v1.executor import Executor
 
             self._check_wanted()
+            # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
+            plugin.install()
             args = engine_arguments(self._model, self._engine_args)
             config = args.create_engine_config()
             config.scheduler_config.max_num_seqs += OWN_SLOTS
             self._check_wanted()
-            cores = compute_in_core(args, config)
-            executor = OwnedExecutor(Executor.get_class(config), cores)
+            executor = OwnedExecutor(Executor.get_class(config))
             self._other_children = frozenset(multiprocessing.active_children())
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
         except EngineDead:
@@ -158,12 +161,16 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     chosen = {"model": model} | {name: value for name, value in defaults.items() if name in known} | dict(given)
     if given.get("worker_extension_cls"):
         chosen["worker_extension_cls"] = extension_name(given["worker_extension_cls"])
+    if given.get(KV_FIELD) is not None:
+        chosen[KV_FIELD] = _kv_transfer_config(given[KV_FIELD])
     args = AsyncEngineArgs(**chosen)
     # The model's configuration alone, before any weights are loaded.
     model_config = args.create_model_config()
     has_experts = bool(model_config.get_num_experts())
     if "enable_return_routed_experts" not in given:
         args.enable_return_routed_experts = has_experts
+    if args.enable_return_routed_experts:
+        _check_kv_with_routing(args)
     if current_platform.is_cpu() and args.enable_lora:
         if has_experts:
             # vLLM starts, and dies of the first request.
@@ -175,6 +182,35 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     if current_platform.is_cpu() and isinstance(block_size, int) and block_size % 32 and not model_config.use_mla:
         raise EngineDead(f"engine argument 'block_size' is {block_size}; allowed on a CPU: multiples of 32")
     return args
+
+
+def _kv_transfer_config(given: Mapping[str, Any]) -> Any:
+    from pydantic import ValidationError
+    from vllm.config import KVTransferConfig
+
+    known = {field.name for field in dataclasses.fields(KVTransferConfig)}
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise EngineDead(f"engine argument '{KV_FIELD}.{name}' is unknown to vLLM{hint}")
+    try:
+        return KVTransferConfig(**given)
+    except ValidationError as exc:
+        problems = [f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in exc.errors()]
+        raise EngineDead(f"engine argument '{KV_FIELD}' was refused by vLLM: {'; '.join(problems)}") from exc
+
+
+def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
+    if getattr(args, "kv_offloading_size", None) is not None:
+        # vLLM makes an offloading connector of it, but only after it has looked for one.
+        raise EngineDead(
+            "engine argument 'kv_offloading_size': brings back KV of prompt tokens whose experts are unknown then; "
+            "allowed with routed experts: none, or the engine argument 'enable_return_routed_experts': false"
+        )
+    refusal = routing_refusal(args.kv_transfer_config)
+    if refusal is not None:
+        raise EngineDead(f"engine argument '{KV_FIELD}': {refusal}")
 
 
 def _check_names(given: Mapping[str, Any], known: set[str]) -> None:

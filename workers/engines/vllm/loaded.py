@@ -62,8 +62,15 @@ class Loaded:
             )
         return adapter
 
-    def salt_of(self, request: GenerateRequest) -> str:
-        """The salt of its entries in the prefix cache: what is loaded, then the user's own."""
+    def salt_of(self, request: GenerateRequest, *, takes_kv: bool = False) -> str:
+        """The salt of its entries in the prefix cache: what is loaded, then the user's own.
+
+        Args:
+            takes_kv: its KV may come from elsewhere. What it leaves in the cache is for others like it only: of tokens
+                that were not computed here the experts are unknown, and they do not ask for them.
+        """
         adapter = self.adapter_of(request)
         serial = str(self._weights_serial) if adapter is None else f"{self._weights_serial}.{adapter.serial}"
+        if takes_kv:
+            serial += ".kv"
         return f"{serial}:{request.cache_salt or ''}"

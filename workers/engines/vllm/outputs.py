@@ -1,6 +1,6 @@
 """From what the engine reports to `RequestStep`s: one place that counts tokens and rows and lets nothing odd pass."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,12 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from schemas.errors import ErrorCode
+from schemas.messages import KvHandover
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
 from schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from workers.engine import RequestStep
+from workers.engines.vllm.kv.params import packed
 
 __all__ = ["LogprobTable", "OpenRequests", "Output"]
+
+KV_NOT_LOADED = "the KV of its prompt could not be loaded; the engine's log says why"
 
 
 class LogprobTable(NamedTuple):
@@ -40,6 +45,10 @@ class Output:
     """Positions 1 to Lp - 1."""
     routed_experts: npt.NDArray[Any] | None = None
     cached_tokens: int | None = None
+    num_external: int = 0
+    """Of the `cached_tokens`, those that a KV connector brought; where the engine says so."""
+    kv_params: Mapping[str, Any] | None = None
+    """With `finish_reason`: what the KV connector says to whoever goes on with the request."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str = "the engine failed this request; its log says why"
@@ -65,6 +74,7 @@ class _Open:
     num_logprobs: int | None
     num_prompt_logprobs: int | None
     stop_token_ids: frozenset[int]
+    kv: KvHandover | None
     num_tokens: int = 0
     num_rows: int = 0
     has_begun: bool = False
@@ -93,7 +103,7 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, key: str, request: GenerateRequest) -> str:
+    def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> str:
         """Open a request; returns the id under which the engine knows it, which no other request ever has.
 
         A key may come again while late outputs of its aborted predecessor are still on their way, and the engine
@@ -110,6 +120,7 @@ class OpenRequests:
             num_logprobs=request.sampling.logprobs,
             num_prompt_logprobs=request.sampling.prompt_logprobs,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            kv=kv,
         )
         return engine_id
 
@@ -149,6 +160,8 @@ class OpenRequests:
 
     def _step(self, request: _Open, output: Output) -> RequestStep:
         if output.finish_reason is FinishReason.ERROR:
+            if request.kv is not None and not request.kv.is_prefill and not request.has_begun:
+                return _failed(request, KV_NOT_LOADED, ErrorCode.KV_TRANSFER_FAILED)
             return _failed(request, output.error)
         token_ids = np.array(output.token_ids, np.int32)
         logprobs, top = _logprobs(request.num_logprobs, output.logprobs, len(token_ids))
@@ -156,6 +169,10 @@ class OpenRequests:
         if not request.has_begun and len(token_ids) and request.num_prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, output.prompt_logprobs)
         rows_start = request.start + request.num_rows
+        if output.num_external and request.returns_rows and request.start < (output.cached_tokens or 0):
+            raise _UnusableOutput(
+                f"a KV connector brought {output.num_external} prompt tokens unasked, of which the experts are unknown"
+            )
         rows = self._rows(request, output) if request.returns_rows else None
         step = RequestStep(
             key=request.key,
@@ -169,6 +186,7 @@ class OpenRequests:
             finish_reason=output.finish_reason,
             # vLLM names the stop token also when it is one of the model's own end-of-sequence tokens.
             stop_reason=output.stop_reason if output.stop_reason in request.stop_token_ids else None,
+            kv_params=None if request.kv is None or not request.kv.is_prefill else packed(output.kv_params),
         )
         request.has_begun = True
         request.num_tokens += len(token_ids)
@@ -200,7 +218,7 @@ class OpenRequests:
         return rows
 
 
-def _failed(request: _Open, error: str) -> RequestStep:
+def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR) -> RequestStep:
     return RequestStep(
         key=request.key,
         token_ids=np.empty(0, np.int32),
@@ -208,6 +226,7 @@ def _failed(request: _Open, error: str) -> RequestStep:
         routed_experts_start=request.start + request.num_rows,
         finish_reason=FinishReason.ERROR,
         error=error,
+        error_code=code,
     )
 
 

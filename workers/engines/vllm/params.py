@@ -7,6 +7,7 @@ import msgspec
 from schemas.errors import InvalidRequest
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from workers.engines.vllm.kv.params import EXTRA_ARG
 
 if TYPE_CHECKING:
     import vllm
@@ -52,8 +53,13 @@ def extra_names(model_config: Any) -> tuple[str, ...]:
     return tuple(sorted(set(VllmSamplingParams.__struct_fields__) - refused))
 
 
-def to_vllm(request: GenerateRequest, *, max_model_len: int, returns_rows: bool) -> "vllm.SamplingParams":
+def to_vllm(
+    request: GenerateRequest, *, max_model_len: int, returns_rows: bool, kv: dict[str, Any] | None = None
+) -> "vllm.SamplingParams":
     """Translate how to sample.
+
+    Args:
+        kv: the request's `kv_transfer_params`.
 
     Raises:
         InvalidRequest: a value that vLLM refuses, or accepts and replaces by another.
@@ -90,6 +96,9 @@ def to_vllm(request: GenerateRequest, *, max_model_len: int, returns_rows: bool)
         fields["_bad_words_token_ids"] = [list(word) for word in sampling.bad_words_token_ids]
     for name, value in (sampling.extra or {}).items():
         fields[name] = _converted(VllmSamplingParams, name, value)
+    _check_extra_args(fields.get("extra_args"))
+    if kv is not None:
+        fields["extra_args"] = {**(fields.get("extra_args") or {}), EXTRA_ARG: kv}
     try:
         return VllmSamplingParams(**fields)
     except (_validation_error(), ValueError, TypeError) as exc:
@@ -110,6 +119,15 @@ def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
     # str() of vLLM's error repeats the value, which may be a long list of token ids; its first argument does not.
     problem = str(exc.args[0]) if exc.args else type(exc).__name__
     return InvalidRequest(field=field, problem=f"was refused by vLLM: {problem}", allowed="what vLLM's message says")
+
+
+def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
+    for name in (EXTRA_ARG, "ec_transfer_params"):
+        if name in (extra_args or {}):
+            # They name other requests' KV, and machines that the engine connects to.
+            raise InvalidRequest(
+                field=f"sampling.extra.extra_args.{name}", problem="is the bus's", allowed="other names"
+            )
 
 
 def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:

@@ -1,0 +1,245 @@
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from schemas.errors import EngineDead, InvalidRequest
+from schemas.messages import KvHandover
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engines.vllm import VllmEngine
+from workers.engines.vllm.extension import WorkerExtension, extension_name, is_ours
+from workers.engines.vllm.kv import plugin
+from workers.engines.vllm.kv.config import connector_config
+from workers.engines.vllm.kv.params import PREFILL_LEG, packed, unpacked
+from workers.engines.vllm.launch import engine_arguments, set_environment
+from workers.engines.vllm.params import to_vllm
+
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
+NIXL = {"kv_connector": "NixlConnector"}
+SMALL = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 26}
+
+
+class Transfer:
+    """As much of vLLM's `KVTransferConfig` as is asked for."""
+
+    def __init__(self, *, is_kv_producer: bool = True, is_kv_consumer: bool = True) -> None:
+        self.is_kv_producer = is_kv_producer
+        self.is_kv_consumer = is_kv_consumer
+
+
+def test_no_connector() -> None:
+    """A worker of whole requests needs none."""
+    assert connector_config("both", None) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "kv_role"),
+    [
+        ("both", NIXL, "kv_both"),
+        ("prefill", NIXL, "kv_producer"),
+        ("decode", NIXL, "kv_consumer"),
+        ("decode", {**NIXL, "kv_role": "kv_both", "kv_ip": "10.0.0.1"}, "kv_both"),
+    ],
+)
+def test_the_role_implies_vllms(role: Any, given: dict[str, Any], kv_role: str) -> None:
+    """The role in vLLM follows from the worker's, unless it is given; all else is passed on as it is."""
+    assert connector_config(role, given) == {**given, "kv_role": kv_role}
+
+
+def test_the_example_connector_is_replaced() -> None:
+    """The one of vLLM would take KV of other weights; ours uses the same folder."""
+    config = connector_config("prefill", EXAMPLE)
+
+    assert config is not None
+    assert config["kv_connector"] == "SharedFolderConnector"
+    assert config["kv_connector_module_path"] == "workers.engines.vllm.kv.connector"
+    assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv", "abandoned_after_s": 480}
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "message"),
+    [
+        ("prefill", None, "kv_transfer_config is missing for the role prefill; allowed: vLLM's KVTransferConfig"),
+        ("middle", NIXL, "role is 'middle'; allowed: both, prefill, decode"),
+        ("both", {}, "kv_transfer_config.kv_connector is None"),
+        (
+            "prefill",
+            {**NIXL, "kv_role": "kv_consumer"},
+            "kv_role is 'kv_consumer' for the role prefill; allowed: kv_pr",
+        ),
+        ("decode", {**NIXL, "kv_role": "kv_producer"}, "allowed: kv_consumer or kv_both"),
+        ("both", {**NIXL, "kv_role": "kv_producer"}, "for the role both; allowed: kv_both"),
+        ("decode", {**NIXL, "kv_connector_extra_config": 1}, "kv_connector_extra_config is no map"),
+        ("decode", {"kv_connector": "ExampleConnector"}, "shared_storage_path is None; allowed: the absolute path"),
+        (
+            "decode",
+            {**EXAMPLE, "kv_connector_extra_config": {"shared_storage_path": "kv"}},
+            "shared_storage_path is 'kv'; allowed: the absolute path",
+        ),
+        (
+            "decode",
+            {**EXAMPLE, "kv_connector_extra_config": {"shared_storage_path": "/kv", "abandoned_after_s": 0}},
+            "abandoned_after_s is 0; allowed: 1 to 86400 seconds",
+        ),
+    ],
+)
+def test_what_does_not_fit(role: Any, given: dict[str, Any] | None, message: str) -> None:
+    """A role and a connector that contradict each other are refused before anything is started, by name."""
+    with pytest.raises(InvalidRequest) as refused:
+        VllmEngine("/model", engine_args={} if given is None else {"kv_transfer_config": given}, role=role)
+    assert message in str(refused.value)
+
+
+def request(prompt_len: int, start: int = 0, **fields: Any) -> GenerateRequest:
+    """A request with a prompt of so many tokens."""
+    return GenerateRequest(prompt_token_ids=[5] * prompt_len, routed_experts_prompt_start=start, **fields)
+
+
+def test_a_handover_becomes_vllms_parameters() -> None:
+    """A prefill leg gets the words of vLLM's proxies, a decode leg what the connector has said; both ways the same."""
+    said = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
+
+    assert unpacked(None, request(40), Transfer()) is None
+    assert unpacked(KvHandover(), request(40), Transfer()) == PREFILL_LEG
+    data = packed(said)
+    assert data is not None
+    assert unpacked(KvHandover(params=data), request(41, 40), Transfer()) == said
+
+
+def test_who_can_do_nothing_with_it_computes_anew() -> None:
+    """An engine without a connector, or with one for the other direction, treats the legs as whole requests."""
+    leg = KvHandover(params=msgspec.msgpack.encode({}))
+
+    assert unpacked(KvHandover(), request(40), None) is None
+    assert unpacked(leg, request(41, 40), None) is None
+    assert unpacked(KvHandover(), request(40), Transfer(is_kv_producer=False)) is None
+    assert unpacked(leg, request(41, 40), Transfer(is_kv_consumer=False)) is None
+
+
+def test_rows_that_nobody_here_knows_are_not_promised() -> None:
+    """A decode leg cannot have rows of tokens that were computed elsewhere."""
+    leg = KvHandover(params=msgspec.msgpack.encode({}))
+
+    with pytest.raises(InvalidRequest, match=r"routed_experts_prompt_start is 39 .*; allowed: 40 or more"):
+        unpacked(leg, request(41, 39), Transfer())
+    assert unpacked(leg, request(41, 0, return_routed_experts=False), Transfer()) == {}
+
+
+def test_handovers_that_cannot_be_read() -> None:
+    """Bytes that are no map are refused, and parameters that are no map of plain values are not handed on."""
+    with pytest.raises(InvalidRequest, match=r"kv\.params cannot be read"):
+        unpacked(KvHandover(params=b"\x01"), request(41, 40), Transfer())
+    assert packed(None) is None
+    assert packed({"remote_block_ids": object()}) is None
+    assert packed({"remote_block_ids": [2**31] * 100_000}) is None
+
+
+def test_ours_are_told_from_others() -> None:
+    """The name of the extension tells a rollbus worker's engine, also beside the user's own extension."""
+    assert is_ours(extension_name(None))
+    assert is_ours(extension_name("some.where.Else"))
+    assert not is_ours("some.where.Else")
+    assert not is_ours(f"{WorkerExtension.__module__}.Other")
+    assert not is_ours(None)
+
+
+@pytest.fixture
+def vllm_here() -> None:
+    """Let vLLM be imported into this process."""
+    set_environment("", None)
+    plugin.install()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("vllm_here")
+class TestWithVllm:
+    """What needs vLLM's own configuration, and no engine."""
+
+    def config(self, model: Path, **given: Any) -> Any:
+        """The configuration with which an engine would start."""
+        return engine_arguments(str(model), {**SMALL, **given}).create_engine_config()
+
+    def test_routing_with_a_connector(self, tiny_moe_float32: Path) -> None:
+        """Routing goes together with a connector, also when the engine core checks its configuration once more."""
+        config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
+        config.__post_init__()
+
+        assert config.model_config.enable_return_routed_experts
+        assert config.kv_transfer_config.is_kv_producer
+
+    def test_other_vllms_are_left_alone(self, tiny_moe_float32: Path) -> None:
+        """Who runs vLLM by himself in the same environment gets its refusal: nobody there would drop stale rows."""
+        config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
+        config.parallel_config.worker_extension_cls = ""
+
+        with pytest.raises(ValueError, match="incompatible with KV connectors"):
+            config.__post_init__()
+        assert config.model_config.enable_return_routed_experts
+
+    def test_other_refusals_stand(self, tiny_moe_float32: Path) -> None:
+        """Only the one refusal is lifted: pipelines, and offloading that comes in later, are refused as before."""
+        config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
+        config.parallel_config.pipeline_parallel_size = 2
+        with pytest.raises(ValueError, match="incompatible with pipeline parallelism"):
+            config.__post_init__()
+        config.parallel_config.pipeline_parallel_size = 1
+        config.kv_transfer_config.kv_connector = "OffloadingConnector"
+        config.kv_transfer_config.kv_connector_module_path = None
+        with pytest.raises(ValueError, match="incompatible with KV connectors"):
+            config.__post_init__()
+
+    def test_a_release_of_another_shape(self, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the flag would be hidden from more than the one check, the engine does not start."""
+        given = engine_arguments(
+            str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("prefill", EXAMPLE)}
+        )
+        monkeypatch.setattr(plugin, "FLAG", "self.model_config")
+        with pytest.raises(Exception, match=r"does not read self\.model_config exactly once"):
+            given.create_engine_config()
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (
+                {"kv_connector": "OffloadingConnector"},
+                "OffloadingConnector brings back KV on its own account, .* the experts are unknown; allowed with",
+            ),
+            ({"kv_connector": "SimpleCPUOffloadConnector"}, "SimpleCPUOffloadConnector brings back KV"),
+            ({"kv_connector": "LMCacheConnectorV1"}, "LMCacheConnectorV1 brings back KV"),
+            (
+                {
+                    "kv_connector": "MultiConnector",
+                    "kv_connector_extra_config": {"connectors": [NIXL, {"kv_connector": "OffloadingConnector"}]},
+                },
+                "OffloadingConnector brings back KV",
+            ),
+            ({**NIXL, "kv_conector": 1}, r"'kv_transfer_config.kv_conector' is unknown to vLLM; did you mean 'kv_conn"),
+            (
+                {**NIXL, "kv_load_failure_policy": "hope"},
+                "'kv_transfer_config' was refused by vLLM: kv_load_failure_policy: .*recompute",
+            ),
+        ],
+    )
+    def test_connectors_that_do_not_start(self, tiny_moe_float32: Path, given: dict[str, Any], message: str) -> None:
+        """A connector that offloads is refused together with routing, and what vLLM does not know by its name."""
+        with pytest.raises(EngineDead, match=message):
+            engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("both", given)})
+
+    def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
+        """What becomes a connector only behind vLLM's own check is refused; without routing nothing is."""
+        with pytest.raises(EngineDead, match="'kv_offloading_size': brings back KV"):
+            engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_offloading_size": 1.0})
+        offload = connector_config("both", {"kv_connector": "OffloadingConnector"})
+        without = {"enable_return_routed_experts": False, "kv_transfer_config": offload}
+        assert engine_arguments(str(tiny_moe_float32), {**SMALL, **without}).kv_transfer_config is not None
+
+    def test_requests_cannot_name_kv_themselves(self) -> None:
+        """The parameters of a transfer come from the bus alone; the user's other arguments are kept beside them."""
+        own = SamplingParams(extra={"extra_args": {"kv_transfer_params": {"remote_host": "elsewhere"}}})
+        with pytest.raises(InvalidRequest, match=r"sampling\.extra\.extra_args\.kv_transfer_params is the bus's"):
+            to_vllm(request(40, sampling=own), max_model_len=128, returns_rows=True)
+        other = SamplingParams(extra={"extra_args": {"note": 1}})
+        params = to_vllm(request(40, sampling=other), max_model_len=128, returns_rows=True, kv=dict(PREFILL_LEG))
+        assert params.extra_args == {"note": 1, "kv_transfer_params": PREFILL_LEG}

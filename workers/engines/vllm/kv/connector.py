@@ -1,0 +1,119 @@
+"""vLLM's `ExampleConnector` made fit for use: KV goes from prefill to decode workers through a shared folder.
+
+vLLM's own finds KV by prompt tokens alone, so that it takes what older weights or other adapters have computed; stores
+a prompt that is computed in parts before it is complete; stores every prompt and deletes none; and its engine dies of a
+missing file (kv_transfer/kv_connector/v1/example_connector.py). Here each prefill leg has an id of its own; see `legs`.
+
+Loads are part of a step, so that no request is ever between two of them, and one that is aborted leaves nothing behind.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from workers.engines.vllm.kv.blocks import Blocks
+from workers.engines.vllm.kv.config import STORAGE, TTL
+from workers.engines.vllm.kv.folder import KvFolder, Sweeper
+from workers.engines.vllm.kv.legs import Job, Legs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SharedFolderConnector"]
+
+
+@dataclass
+class Jobs(KVConnectorMetadata):  # type: ignore[misc]
+    """What one step stores and loads; from the scheduler to each of the engine's processes."""
+
+    stores: list[Job] = field(default_factory=list)
+    loads: list[Job] = field(default_factory=list)
+
+
+class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """The connector; vLLM makes one for its scheduler, and one in each process that holds KV."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._folder = KvFolder(Path(extra[STORAGE]), ttl_s=extra[TTL])
+        self._folder.make()
+        self._num_blocks: int = kv_cache_config.num_blocks
+        self._legs: Legs | None = None
+        self._sweeper: Sweeper | None = None
+        self._blocks: Blocks | None = None
+        self._lost_block_ids: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self._legs = Legs(self._folder, vllm_config.cache_config.block_size)
+            self._sweeper = Sweeper(self._folder)
+
+    # In vLLM's scheduler.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many prompt tokens are to be loaded; never between steps."""
+        return self._scheduling.num_to_load(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request is scheduled, in these blocks."""
+        self._scheduling.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+        """What this step stores and loads."""
+        return Jobs(*self._scheduling.next_jobs(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; its blocks are free at once."""
+        from vllm.v1.request import RequestStatus
+
+        is_length = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        return False, self._scheduling.finish(request, is_length=is_length)
+
+    @property
+    def _scheduling(self) -> Legs:
+        if self._legs is None:
+            raise TypeError("this connector is not the scheduler's")
+        return self._legs
+
+    # In each process that holds KV.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Take the KV cache."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        shard = f"pp{get_pp_group().rank_in_group}-tp{get_tp_group().rank_in_group}"
+        self._blocks = Blocks(self._folder, kv_caches, self._num_blocks, shard)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load what this step needs, before it is computed; blocks until it is there."""
+        if self._blocks is not None:
+            for job in self._get_connector_metadata().loads:
+                if not self._blocks.load(job):
+                    self._lost_block_ids.update(job.block_ids)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is there already."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: all layers are stored together, when the step is over."""
+
+    def wait_for_save(self) -> None:
+        """Store what this step has completed; the KV is still where it was computed."""
+        if self._blocks is not None:
+            for job in self._get_connector_metadata().stores:
+                self._blocks.store(job)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks whose load has failed, told once; `kv_load_failure_policy` says what becomes of their requests."""
+        lost, self._lost_block_ids = self._lost_block_ids, set()
+        return lost
+
+    def shutdown(self) -> None:
+        """Sweep no more."""
+        if self._sweeper is not None:
+            self._sweeper.close()

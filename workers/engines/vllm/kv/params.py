@@ -1,0 +1,77 @@
+"""From a `KvHandover` to the `kv_transfer_params` of vLLM's connectors, and back."""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from schemas.errors import InvalidRequest
+from schemas.limits import MAX_KV_PARAMS_BYTES
+from schemas.messages import KvHandover
+from schemas.request import GenerateRequest
+from workers.engines.vllm.kv.config import gives_kv, takes_kv
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+
+__all__ = ["EXTRA_ARG", "PREFILL_LEG", "is_decode_leg", "packed", "unpacked"]
+
+logger = logging.getLogger(__name__)
+
+EXTRA_ARG = "kv_transfer_params"
+"""Where vLLM looks for them among a request's `extra_args` (v1/request.py: Request.__init__)."""
+PREFILL_LEG = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a prefill leg gets, with every connector: the words of vLLM's own proxies."""
+
+
+def unpacked(kv: KvHandover | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:
+    """The parameters for an engine with this `KVTransferConfig`; None: a whole request, or KV of no use to it.
+
+    Raises:
+        InvalidRequest: the handover cannot be read, or the request wants rows that nobody here knows.
+    """
+    if kv is None:
+        return None
+    if kv.is_prefill:
+        return dict(PREFILL_LEG) if gives_kv(config) else None
+    if not takes_kv(config):
+        return None
+    if request.routed_experts_prompt_start < request.prompt_len - 1 and request.return_routed_experts is not False:
+        raise InvalidRequest(
+            field="routed_experts_prompt_start",
+            problem=f"is {request.routed_experts_prompt_start} with KV that was computed elsewhere",
+            allowed=f"{request.prompt_len - 1} or more: the rows before are where the KV comes from",
+        )
+    try:
+        return msgspec.msgpack.decode(kv.params, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest(field="kv.params", problem=f"cannot be read: {exc}", allowed="a msgpack map") from exc
+
+
+def packed(params: Mapping[str, Any] | None) -> bytes | None:
+    """What a prefill leg's end says; None: nothing that can be said, so that the prompt is computed once more."""
+    if params is None:
+        return None
+    try:
+        data = msgspec.msgpack.encode(dict(params))
+    except (TypeError, ValueError):
+        logger.exception("kv.params_not_encoded names=%s", sorted(params))
+        return None
+    if len(data) > MAX_KV_PARAMS_BYTES:
+        logger.error("kv.params_too_large bytes=%d allowed=%d", len(data), MAX_KV_PARAMS_BYTES)
+        return None
+    return data
+
+
+def is_decode_leg(params: "VllmSamplingParams") -> bool:
+    """A request with these parameters may take its prompt's KV from elsewhere."""
+    handover = (getattr(params, "extra_args", None) or {}).get(EXTRA_ARG) or {}
+    return bool(handover.get("do_remote_prefill"))
