@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import EngineDead
+from workers.engines.vllm.cores import compute_in_core
 from workers.engines.vllm.extension import extension_name
 from workers.engines.vllm.kv import plugin
 from workers.engines.vllm.kv.config import FIELD as KV_FIELD
@@ -76,7 +77,8 @@ class Launch:
             config = args.create_engine_config()
             config.scheduler_config.max_num_seqs += OWN_SLOTS
             self._check_wanted()
-            executor = OwnedExecutor(Executor.get_class(config))
+            cores = compute_in_core(args, config)
+            executor = OwnedExecutor(Executor.get_class(config), cores)
             self._other_children = frozenset(multiprocessing.active_children())
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
         except EngineDead:

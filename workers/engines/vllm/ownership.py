@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from workers.engines.vllm.cores import Cores
 from workers.engines.vllm.kv import plugin
 
 __all__ = ["OwnedExecutor", "kill"]
@@ -22,21 +23,25 @@ class OwnedExecutor:
     vLLM has no hook that runs in the engine core before it loads, and an engine core does not notice that its
     parent was killed (v1/engine/core.py: run_busy_loop). But the executor class travels there: by pickle where
     processes are spawned, by memory where they are forked.
+
+    Args:
+        cores: what that process computes on, if it does itself.
     """
 
-    def __init__(self, executor_class: Callable[..., Any]) -> None:
+    def __init__(self, executor_class: Callable[..., Any], cores: Cores | None = None) -> None:
         self._executor_class = executor_class
         self._owner_pid = os.getpid()
+        self._cores = cores
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, int]]:
-        return adopt, (self._executor_class, self._owner_pid)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return adopt, (self._executor_class, self._owner_pid, self._cores)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Build the executor in a forked process; a spawned one has the executor class itself."""
-        return adopt(self._executor_class, self._owner_pid)(*args, **kwargs)
+        return adopt(self._executor_class, self._owner_pid, self._cores)(*args, **kwargs)
 
 
-def adopt(executor_class: Callable[..., Any], owner_pid: int) -> Callable[..., Any]:
+def adopt(executor_class: Callable[..., Any], owner_pid: int, cores: Cores | None) -> Callable[..., Any]:
     """Called in the engine core's process: bind its life to the owner's, not to its terminal and its stdout."""
     if os.getpid() != owner_pid:
         # Before the engine core checks its configuration, which it does before it loads plugins by itself.
@@ -47,6 +52,8 @@ def adopt(executor_class: Callable[..., Any], owner_pid: int) -> Callable[..., A
         # The worker's stdout is for machines to read; libraries in the engine print to it as they please.
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
+        if cores is not None:
+            cores.take()
     return executor_class
 
 
