@@ -1,11 +1,14 @@
 """Start vLLM: its environment, its arguments, its processes. Everything here blocks and runs in a thread."""
 
+import atexit
+import contextlib
 import dataclasses
 import difflib
+import gc
 import multiprocessing
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,16 +70,17 @@ class Launch:
         """
         set_environment(self._model, self._log_level)
         try:
-            from vllm.v1.engine.async_llm import AsyncLLM
-            from vllm.v1.executor import Executor
+            with _without_collection():
+                from vllm.v1.engine.async_llm import AsyncLLM
+                from vllm.v1.executor import Executor
 
-            self._check_wanted()
-            # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
-            plugin.install()
-            args = engine_arguments(self._model, self._engine_args)
-            config = args.create_engine_config()
-            config.scheduler_config.max_num_seqs += OWN_SLOTS
-            self._check_wanted()
+                self._check_wanted()
+                # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
+                plugin.install()
+                args = engine_arguments(self._model, self._engine_args)
+                config = args.create_engine_config()
+                config.scheduler_config.max_num_seqs += OWN_SLOTS
+                self._check_wanted()
             cores = compute_in_core(args, config)
             executor = OwnedExecutor(Executor.get_class(config), cores)
             self._other_children = frozenset(multiprocessing.active_children())
@@ -118,6 +122,24 @@ class Launch:
     def _check_wanted(self) -> None:
         if self._is_cancelled.is_set():
             raise EngineDead("the engine was closed while it started")
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Import vLLM and torch in this block: a million objects, which the garbage collector then leaves alone.
+
+    It would look through all of them several times meanwhile, in each full collection later, during which the event
+    loop stands still, and once more when the process ends: seconds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+        atexit.register(gc.freeze)
 
 
 def set_environment(model: str, log_level: str | None) -> None:

@@ -1,5 +1,7 @@
 """The engine's processes end with the worker that started them, no sooner and no later, and leave its stdout alone."""
 
+import atexit
+import gc
 import os
 import select
 import signal
@@ -52,6 +54,8 @@ def adopt(executor_class: Callable[..., Any], owner_pid: int, cores: Cores | Non
         # The worker's stdout is for machines to read; libraries in the engine print to it as they please.
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
+        # What vLLM and torch consist of takes seconds to look through for garbage, and the process ends anyway.
+        atexit.register(gc.freeze)
         if cores is not None:
             cores.take()
     return executor_class

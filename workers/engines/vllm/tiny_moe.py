@@ -84,8 +84,12 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
     """
     target = Path(path)
     made_with = {"recipe": RECIPE, "seed": seed, "dtype": dtype, "dense": dense}
+    # Looked at first: another process may be about to finish the same model.
+    is_taken = _is_taken(target)
     if _is_made_with(target, made_with):
         return target
+    if is_taken:
+        raise FileExistsError(f"{target} exists and is not the model asked for")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -113,6 +117,10 @@ def _make_readable(folder: Path) -> None:
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _is_made_with(folder: Path, made_with: Mapping[str, object]) -> bool:
