@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-__all__ = ["BOUNDS_S", "Durations", "DurationsByModel"]
+__all__ = ["BOUNDS_S", "MAX_MODELS", "Durations", "DurationsByModel"]
 
 BOUNDS_S: Final = (
     0.001,
@@ -29,7 +29,7 @@ BOUNDS_S: Final = (
 )
 """Upper ends of the buckets, in seconds: from a round trip to the longest that a request mostly may take."""
 MAX_MODELS: Final = 256
-"""Models that are told apart, far more than a fleet has; what another one took is not counted."""
+"""Models that a client's counters tell apart, far more than a fleet has; what is of another is not counted."""
 
 
 @dataclass(frozen=True, slots=True)

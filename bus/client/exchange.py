@@ -17,6 +17,7 @@ from msgspec.structs import force_setattr
 
 from bus.client.calls import Call
 from bus.client.children import Child, LiveCall, Way
+from bus.client.durations import MAX_MODELS
 from bus.protocol.fleet_view import Gone
 from bus.protocol.states import RequestState
 from schemas.chunk import Chunk, ChunkError
@@ -90,6 +91,8 @@ class Exchange:
         self._next_attempt: dict[str, int] = {}
         self._broken: tuple[ErrorCode, str] | None = None
         self.stats = ExchangeStats()
+        self.retries: dict[str, int] = {}
+        """By model: attempts that followed one that was given up. Legs and withdrawn attempts are none."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -290,9 +293,14 @@ class Exchange:
         else:
             last_chunk = child.give_up(error)
             if last_chunk is None:
+                self._count_retry(child.live.model)
                 self._outlet.add(child)
             else:
                 self._deliver(child, [last_chunk])
+
+    def _count_retry(self, model: str) -> None:
+        if model in self.retries or len(self.retries) < MAX_MODELS:
+            self.retries[model] = self.retries.get(model, 0) + 1
 
     def worker_gone(self, gone: Gone) -> None:
         """Give up what a lost worker, or a lost life of one, had. The queue keeps what it had not offered."""

@@ -82,6 +82,8 @@ class ClientStats:
     """Messages that nats-py dropped unread; frames among them were asked for again."""
     unread_bytes: int
     """Bytes of results that callers have not taken: of now, not since the start."""
+    retries: Mapping[str, int]
+    """By model: attempts that followed one that was given up."""
     queue_waits: Mapping[str, Durations]
     """By model: from the publishing of a request to a worker's offer to run it, again for each attempt."""
 
@@ -222,6 +224,7 @@ class Traffic:
             republished=self.dispatch.republished,
             dropped_msgs=self.nats.counters().dropped_msgs,
             unread_bytes=unread_bytes,
+            retries=dict(self.exchange.retries),
             queue_waits=self.dispatch.queue_waits.copy(),
         )
 

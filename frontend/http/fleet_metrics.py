@@ -7,7 +7,7 @@ anew begin at 0, which is what Prometheus expects of counters.
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import Metric
@@ -111,14 +111,18 @@ class FleetCollector(Collector):
         )
         for name, words in CLIENT_COUNTERS.items():
             yield CounterMetricFamily(f"rollbus_client_{name}", words, getattr(stats, name))
-        fallbacks = CounterMetricFamily(
+        yield _counter(
+            "rollbus_client_retries",
+            "Attempts that followed one that was given up: a worker was lost, and another went on",
+            "model",
+            stats.retries,
+        )
+        yield _counter(
             "rollbus_client_prefill_fallbacks",
             "Attempts that a decode worker served alone in a fleet with prefill workers",
-            labels=("reason",),
+            "reason",
+            stats.prefill_fallbacks,
         )
-        for reason, value in stats.prefill_fallbacks.items():
-            fallbacks.add_metric((reason,), value)
-        yield fallbacks
         waits = HistogramMetricFamily(
             "rollbus_client_queue_wait_seconds",
             "From the publishing of a request to a worker's offer to run it, again for each attempt",
@@ -128,6 +132,13 @@ class FleetCollector(Collector):
             buckets = [("+Inf" if math.isinf(end_s) else str(end_s), count) for end_s, count in durations.cumulative()]
             waits.add_metric((model,), buckets, durations.total_s)
         yield waits
+
+
+def _counter(name: str, words: str, label: str, values: Mapping[str, int]) -> Metric:
+    counter = CounterMetricFamily(name, words, labels=(label,))
+    for key, value in values.items():
+        counter.add_metric((key,), value)
+    return counter
 
 
 def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ versions of a model have series of their own.
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -93,17 +93,14 @@ class Metrics:
         )
         self.tokens = Counter(
             "rollbus_http_generated_tokens",
-            f"Generated tokens by the weights that made them; the newest {MAX_VERSIONS} versions of each model",
+            "Generated tokens by the weights that made them",
             ("model", "weight_version"),
             registry=registry,
         )
         self.routing_bytes = Counter(
-            "rollbus_http_routing_bytes", "Routed experts, raw, before base64", ("model",), registry=registry
-        )
-        self.retries = Counter(
-            "rollbus_http_retries",
-            "Attempts beyond the first: a worker was lost, and another went on",
-            ("model",),
+            "rollbus_http_routing_bytes",
+            "Routed experts, raw, by the weights that made them; of what came whole, by those of the last token",
+            ("model", "weight_version"),
             registry=registry,
         )
 
@@ -118,14 +115,14 @@ class Metrics:
         self.first_token = Histogram(
             "rollbus_http_time_to_first_token_seconds",
             "Of streams: from the request to the first token, with the time in the queue",
-            ("model",),
+            ("model", "weight_version"),
             buckets=SECONDS,
             registry=registry,
         )
         self.inter_token = Histogram(
             "rollbus_http_inter_token_seconds",
             "Of streams: time between chunks over the tokens of the later one",
-            ("model",),
+            ("model", "weight_version"),
             buckets=TOKEN_SECONDS,
             registry=registry,
         )
@@ -170,18 +167,18 @@ class Metrics:
             self.in_flight.labels(model).dec()
             self.ended.labels(model, outcome).inc()
             self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
-            self.retries.labels(model).inc(progress.retries)
 
-    def count_tokens(self, model: str, weight_version: int, count: int) -> None:
-        """Count tokens of one version; the oldest one's series ends when there are too many."""
-        version = str(weight_version)
+    def version(self, model: str, weight_version: int) -> str:
+        """The label of a version; the series of the one that was longest not seen end when there are too many."""
+        label = str(weight_version)
         known = self._versions.setdefault(model, OrderedDict())
-        known[version] = None
-        known.move_to_end(version)
+        known[label] = None
+        known.move_to_end(label)
         if len(known) > MAX_VERSIONS:
             oldest, _ = known.popitem(last=False)
-            self.tokens.remove(model, oldest)
-        self.tokens.labels(model, version).inc(count)
+            for metric in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):
+                metric.remove(model, oldest)
+        return label
 
     async def text(self) -> bytes:
         """All of it in Prometheus's text format."""
@@ -198,39 +195,31 @@ class Progress:
     metrics: Metrics
     model: str
     begun: float = field(default_factory=time.perf_counter)
-    retries: int = 0
-    """Attempts beyond the first, all children together."""
-    _attempts: dict[int, int] = field(default_factory=dict)
     _last: dict[int, float] = field(default_factory=dict)
 
     def add(self, chunk: bus.Chunk) -> None:
         """Count a chunk as it comes."""
         metrics, child = self.metrics, chunk.child
+        labels = self.model, metrics.version(self.model, chunk.weight_version)
         if chunk.routed_experts is not None:
-            metrics.routing_bytes.labels(self.model).inc(len(chunk.routed_experts.data))
-        first = self._attempts.setdefault(child, chunk.attempt)
-        if chunk.attempt > first:
-            self.retries += chunk.attempt - first
-            self._attempts[child] = chunk.attempt
+            metrics.routing_bytes.labels(*labels).inc(len(chunk.routed_experts.data))
         if not chunk.num_tokens:
             return
         now = time.perf_counter()
         last = self._last.get(child)
         if last is None:
-            metrics.first_token.labels(self.model).observe(now - self.begun)
+            metrics.first_token.labels(*labels).observe(now - self.begun)
         else:
-            metrics.inter_token.labels(self.model).observe((now - last) / chunk.num_tokens)
+            metrics.inter_token.labels(*labels).observe((now - last) / chunk.num_tokens)
         self._last[child] = now
-        metrics.count_tokens(self.model, chunk.weight_version, chunk.num_tokens)
+        metrics.tokens.labels(*labels).inc(chunk.num_tokens)
 
     def finished(self, generation: bus.Generation) -> None:
         """Count a result that came whole."""
         for sample in (generation, *generation.siblings):
-            self.retries += sample.attempts - 1
-            if sample.routed_experts is not None:
-                self.metrics.routing_bytes.labels(self.model).inc(sample.routed_experts.nbytes)
-            self._count(*np.unique(sample.weight_versions, return_counts=True))
-
-    def _count(self, versions: Iterable[int], counts: Iterable[int]) -> None:
-        for version, count in zip(versions, counts, strict=True):
-            self.metrics.count_tokens(self.model, int(version), int(count))
+            for version, count in zip(*np.unique(sample.weight_versions, return_counts=True), strict=True):
+                labels = self.model, self.metrics.version(self.model, int(version))
+                self.metrics.tokens.labels(*labels).inc(int(count))
+            if sample.routed_experts is not None and len(sample.weight_versions):
+                labels = self.model, self.metrics.version(self.model, int(sample.weight_versions[-1]))
+                self.metrics.routing_bytes.labels(*labels).inc(sample.routed_experts.nbytes)

@@ -5,6 +5,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
@@ -13,17 +14,20 @@ from starlette.types import Message
 import bus
 from frontend.http.calls import Admission
 from frontend.http.fleet_metrics import FleetCollector
-from frontend.http.metrics import MAX_VERSIONS, Metrics
+from frontend.http.metrics import MAX_VERSIONS, Metrics, Progress
 from frontend.http.service import Service
 from frontend.http.settings import Settings
+from schemas.errors import ErrorCode
 from schemas.presence import ClientState
 from tests.http.metrics_doc import DOC, rows, with_table
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
+from tests.support.hand_worker import chunk, failure, hand_worker, request
 from workers.engines.synthetic import SyntheticConfig
 
 TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
+TO_FIRST, BETWEEN = "rollbus_http_time_to_first_token_seconds_count", "rollbus_http_inter_token_seconds_count"
 W = frozenset({("worker", "w"), ("model", "synthetic")})
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -64,6 +68,19 @@ def wanted(max_tokens: int, n: int = 1, **fields: object) -> bus.GenerateRequest
     """A request for so many tokens."""
     sampling = bus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
     return bus.GenerateRequest(prompt_token_ids=[1, 2, 3], model="synthetic", sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def a_chunk(weight_version: int) -> bus.Chunk:
+    """One token of these weights, with a row."""
+    return bus.Chunk(
+        request_id="r",
+        attempt=0,
+        child=0,
+        chunk_index=0,
+        weight_version=weight_version,
+        token_ids_data=b"\0\0\0\0",
+        routed_experts=bus.RoutedExperts.from_rows(np.zeros((1, 1, 1), "u1"), 0),
+    )
 
 
 async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
@@ -166,14 +183,14 @@ async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, f
     for found, times in ((whole, 1), (both, 2)):
         assert value(found, tokens, model="synthetic", weight_version="5") == 8 * times
         assert value(found, "rollbus_http_prompt_tokens_total", model="synthetic") == 3 * times
-        assert value(found, "rollbus_http_routing_bytes_total", model="synthetic") == rows * times
+        assert value(found, "rollbus_http_routing_bytes_total", model="synthetic", weight_version="5") == rows * times
         assert value(found, "rollbus_http_generations_total", model="synthetic", outcome="done") == times
         assert value(found, "rollbus_http_generations_in_flight", model="synthetic") == 0
-        assert value(found, "rollbus_http_retries_total", model="synthetic") == 0
-    first, inter = "rollbus_http_time_to_first_token_seconds_count", "rollbus_http_inter_token_seconds_count"
-    assert (first, frozenset({("model", "synthetic")})) not in whole
-    assert value(both, first, model="synthetic") == 2
-    assert value(both, inter, model="synthetic") == sum(chunk.num_tokens > 0 for chunk in chunks) - 2
+    assert not [name for name, _ in whole if name in (TO_FIRST, BETWEEN)]
+    assert value(both, TO_FIRST, model="synthetic", weight_version="5") == 2
+    assert (
+        value(both, BETWEEN, model="synthetic", weight_version="5") == sum(chunk.num_tokens > 0 for chunk in chunks) - 2
+    )
 
 
 async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
@@ -194,15 +211,23 @@ async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
         assert value(found, "rollbus_http_generations_total", model="synthetic", outcome=outcome) == 1
 
 
-async def test_retries_are_attempts_beyond_the_first(nats_url: str, fleet: str) -> None:
-    """Of a stream, as its chunks say; of a whole result, as it says itself."""
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+async def test_retries_are_counted_by_model(nats_url: str, fleet: str) -> None:
+    """An attempt that follows one that was given up, of whatever call; the first one is none."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         metrics = Metrics(rb)
-        with metrics.generation("m", 1) as progress:
-            for child, attempt in ((0, 0), (1, 0), (0, 1), (0, 1), (1, 2)):
-                progress.add(bus.Chunk(request_id="r", attempt=attempt, child=child, chunk_index=0, weight_version=1))
+        completing = tasks.create_task(rb.complete(request(2)))
+        first = await worker.next_key()
+        await worker.frame(0, chunk(first, 0, 7), admitted=(first,))
+        await worker.acked(1)
+        before = parse((await metrics.text()).decode())
+        await worker.frame(1, failure(first, 1, ErrorCode.WORKER_STOPPED, total=1))
+        second = await worker.next_key()
+        await worker.frame(2, chunk(second, 0, 8, total=1), admitted=(second,))
+        await completing
         found = parse((await metrics.text()).decode())
-    assert value(found, "rollbus_http_retries_total", model="m") == 3
+
+    assert "rollbus_client_retries_total" not in {name for name, _ in before}
+    assert value(found, "rollbus_client_retries_total", model="m") == 1
 
 
 async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
@@ -212,13 +237,14 @@ async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
         with pytest.raises(bus.RequestError):
             await service.complete(a_request(), wanted(1))
         for version in range(3 * MAX_VERSIONS):
-            service.metrics.count_tokens("m", version, 1)
+            progress = Progress(service.metrics, "m")
+            progress.add(a_chunk(version))
+            progress.add(a_chunk(version))
         found = parse((await service.metrics.text()).decode())
 
-    versions = [
-        dict(labels)["weight_version"] for name, labels in found if name == "rollbus_http_generated_tokens_total"
-    ]
-    assert sorted(map(int, versions)) == list(range(2 * MAX_VERSIONS, 3 * MAX_VERSIONS))
+    for name in ("rollbus_http_generated_tokens_total", "rollbus_http_routing_bytes_total", TO_FIRST, BETWEEN):
+        versions = [dict(labels)["weight_version"] for found_name, labels in found if found_name == name]
+        assert sorted(map(int, versions)) == list(range(2 * MAX_VERSIONS, 3 * MAX_VERSIONS))
     assert {dict(labels)["model"] for name, labels in found if name == "rollbus_http_generations_total"} == {""}
 
 
