@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from bus import FleetState, QueueDepth
 from schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 WORKER_COLUMNS = (
-    *("worker", "model", "state", "version", "desired", "epoch"),
+    *("worker", "model", "role", "state", "version", "desired", "epoch"),
     *("in flight", "queued", "free slots", "LoRAs", "uptime", "lease age"),
 )
 LANES = ("resume", "high", "normal", "low")
@@ -47,6 +48,7 @@ def worker_row(worker: WorkerPresence) -> list[str]:
     return [
         worker.worker,
         worker.model,
+        NONE if worker.capabilities is None else worker.capabilities.role,
         state,
         str(worker.weight_version),
         NONE if worker.target_version is None else str(worker.target_version),
@@ -84,11 +86,14 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
 
 
 def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """What engines can do: the cells of `ENGINE_COLUMNS`, one row for all workers that can do the same."""
+    """What engines can do: the cells of `ENGINE_COLUMNS`, one row for all workers that can do the same.
+
+    Prefill and decode workers differ in what they are there for, which the table of the workers says.
+    """
     alike: dict[Capabilities, list[str]] = {}
     for worker in workers:
         if worker.capabilities is not None:
-            alike.setdefault(worker.capabilities, []).append(worker.worker)
+            alike.setdefault(replace(worker.capabilities, role="both"), []).append(worker.worker)
     return [[*_engine_cells(known), _named(names)] for known, names in alike.items()]
 
 
@@ -146,6 +151,7 @@ def _engine_cells(known: Capabilities) -> list[str]:
         f"{known.max_loras} LoRAs": known.max_loras > 0,
         "sleep": known.sleep,
         "priority": known.priority,
+        f"KV by {known.kv_connector}": known.kv_connector is not None,
         f"dp {known.data_parallel_size}": known.data_parallel_size > 1,
     }
     return [

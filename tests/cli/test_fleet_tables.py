@@ -95,11 +95,11 @@ DESIRED = DesiredState(
 def test_a_worker_has_a_cell_for_each_column() -> None:
     """A starting worker is shown as well as one of which everything is known."""
     assert dict(zip(WORKER_COLUMNS, worker_row(STARTING), strict=True)) == {
-        "worker": "w", "model": "m", "state": "starting", "version": "3", "desired": "-", "epoch": "0",
+        "worker": "w", "model": "m", "role": "-", "state": "starting", "version": "3", "desired": "-", "epoch": "0",
         "in flight": "0", "queued": "0", "free slots": "0", "LoRAs": "-", "uptime": "59s", "lease age": "0.0s",
     }  # fmt: skip
     assert worker_row(PAUSED)[2:] == [
-        *("paused (keep)", "3", "4", "17", "2", "1", "6", "math (2), code (1)", "2h01m", "0.4s"),
+        *("both", "paused (keep)", "3", "4", "17", "2", "1", "6", "math (2), code (1)", "2h01m", "0.4s"),
     ]
 
 
@@ -125,6 +125,15 @@ def test_engines_that_are_alike_share_a_row() -> None:
             "top-k": "-", "experts": "-", "ids": "-", "can": "-", "workers": "d",
         },
     ]  # fmt: skip
+
+
+def test_prefill_and_decode_workers_share_a_row_of_their_engine() -> None:
+    """What a worker is there for stands beside it; how KV goes from one to the other is something engines can do."""
+    shared = replace(MOE, kv_connector="NixlConnector")
+    workers = [replace(PAUSED, worker=role, capabilities=replace(shared, role=role)) for role in ("prefill", "decode")]
+
+    assert [worker_row(worker)[2] for worker in workers] == ["prefill", "decode"]
+    assert [row[-2:] for row in engine_rows(workers)] == [["weights, 2 LoRAs, KV by NixlConnector", "prefill, decode"]]
 
 
 def test_a_queue_has_a_row_for_each_model() -> None:
@@ -185,7 +194,7 @@ def test_the_names_of_the_state_are_pinned() -> None:
     capabilities = [
         "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
         "routed_experts", "logprobs_mode", "priority", "extra", "signature", "weight_updates", "weight_transfer",
-        "max_loras", "sleep", "data_parallel_size",
+        "max_loras", "sleep", "data_parallel_size", "role", "kv_connector",
     ]  # fmt: skip
     worker = [
         "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",
