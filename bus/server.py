@@ -3,7 +3,7 @@
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from bus.address import DEFAULT_PORT
@@ -55,7 +55,7 @@ class Tls:
 class Server:
     """One NATS server, and who we are to it."""
 
-    url: str
+    url: str = field(repr=False)
     """`nats://host:port` or `tls://host:port`, with user and password where needed; they are never shown."""
     credentials: Credentials | None = None
     """None: no user of `rollbus auth init`."""

@@ -13,14 +13,16 @@ from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "demo", "drain", "flush-cache", "frontend", "generate", "load-lora", "pause", "reset", "resume"),
-    *("sleep", "status", "unload-lora", "up", "update-weights", "wake", "worker"),
+    *("abort", "auth", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora", "make-queue"),
+    *("pause", "reset", "resume", "sleep", "status", "unload-lora", "up", "update-weights", "wake", "worker"),
 )
 NEEDED = {
     "abort": ["id"],
+    "auth": ["init", "--dir", "d"],
     "drain": ["worker"],
     "generate": ["--input", "a", "--output", "b"],
     "load-lora": ["name", "path"],
+    "make-queue": ["m"],
     "unload-lora": ["name"],
     "update-weights": ["path"],
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
-HELP = "make the users of a NATS server, with keys and permissions"
+HELP = "users of a NATS server: keys and permissions"
 READS_NO_CREDENTIALS = True
 
 SINGLE = ("admin", "frontend", "viewer")

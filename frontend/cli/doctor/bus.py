@@ -1,0 +1,234 @@
+"""The NATS server, what this user may do there, and who is in the fleet."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from bus.address import redact
+from bus.client.fleet_watch import FleetWatch
+from bus.connection import Connection, check_permitted, close_connection, open_connection, subscribe
+from bus.control.store import BUCKET
+from bus.credentials import CLIENT_ROLES, Credentials, User, is_private, load_credentials
+from bus.jetstream import ApiError, ask
+from bus.permissions import permissions
+from bus.server import Server, Tls
+from bus.subjects import Subjects
+from frontend.cli.doctor.findings import Finding, fail, gib, ok, warn
+from schemas.errors import BusBroken, PermissionDenied
+
+__all__ = ["Target", "examine_bus"]
+
+GOOD_PAYLOAD_BYTES: Final = 1024**2
+"""NATS's own default. Below it, routing is split into many small parts, and long prompts are refused."""
+QUEUE_BYTES: Final = 5 * 1024**3
+"""What the two streams of a model set aside."""
+FAR_OFF_S: Final = 1.0
+"""Between two clocks: above it, logs of two machines are hard to compare."""
+PROBE: Final = "doctor"
+"""Stands in subjects where nobody listens and nothing is stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is to be looked at."""
+
+    url: str
+    creds: str | None
+    """The credentials file."""
+    fleet: str | None
+    """None: that of the credentials, else `default`."""
+
+
+async def examine_bus(target: Target) -> AsyncIterator[Finding]:
+    """Look at everything that needs a server; what comes first may make the rest impossible."""
+    credentials: Credentials | None = None
+    if target.creds is not None:
+        try:
+            credentials = load_credentials(target.creds)
+        except BusBroken as error:
+            yield fail("credentials", str(error), "name a file that `rollbus auth init` wrote, and that you may read")
+            return
+        yield _credentials(target.creds, credentials)
+    server = Server(target.url, credentials, Tls.from_environment())
+    fleet = target.fleet or ("default" if credentials is None else credentials.fleet)
+    try:
+        async with _connected(server) as nats:
+            yield ok("server", f"nats-server {_version(nats)} at {redact(target.url)}")
+            async for finding in _server(nats):
+                yield finding
+            async for finding in _permissions(nats, fleet, credentials):
+                yield finding
+            if credentials is None or credentials.role in CLIENT_ROLES:
+                async for finding in _fleet(nats, fleet):
+                    yield finding
+    except BusBroken as error:
+        yield fail("server", str(error), _how_to_start(str(error)))
+
+
+@asynccontextmanager
+async def _connected(server: Server) -> AsyncIterator[Connection]:
+    nats = await open_connection(server, name="rollbus doctor")
+    try:
+        yield nats
+    finally:
+        await close_connection(nats)
+
+
+def _how_to_start(problem: str) -> str:
+    if "uthorization" in problem:
+        return "name your credentials with --creds FILE; the server may have to read its configuration again (SIGHUP)"
+    return "start one (`rollbus up`: with all else, on this machine; `nats-server -js`: alone), or name it with --nats"
+
+
+def _credentials(path: str, credentials: Credentials) -> Finding:
+    found = f"{credentials.user}, from {path}"
+    if not is_private(path):
+        return warn("credentials", f"{found}, which others can read", f"chmod 600 {path}")
+    return ok("credentials", found)
+
+
+def _version(nats: Connection) -> str:
+    version = nats.connected_server_version
+    return f"{version.major}.{version.minor}.{version.patch}"
+
+
+async def _server(nats: Connection) -> AsyncIterator[Finding]:
+    payload = nats.max_payload
+    if payload < GOOD_PAYLOAD_BYTES:
+        yield warn("max_payload", f"{payload} bytes", "max_payload: 8MB in the server's configuration")
+    else:
+        yield ok("max_payload", f"{payload / 1024**2:g} MiB")
+    try:
+        info = await ask(nats, "INFO")
+    except PermissionDenied as error:
+        yield fail("jetstream", str(error), "the server's permissions are not those of `rollbus auth`")
+        return
+    except (BusBroken, ApiError) as error:
+        yield fail(
+            "jetstream", str(error), "jetstream { store_dir: DIR } in the server's configuration, or nats-server -js"
+        )
+        return
+    yield _storage(info)
+    clock = await _clock(nats)
+    if clock is not None:
+        yield clock
+
+
+def _storage(info: dict[str, Any]) -> Finding:
+    used, limit = max(info["storage"], info["reserved_storage"]), info["limits"]["max_storage"]
+    found = f"on, {gib(info['storage'])} stored in {info['streams']} streams"
+    if limit < 0:
+        return ok("jetstream", f"{found}, no limit but the server's disk")
+    if limit - used < QUEUE_BYTES and not info["streams"]:
+        return warn("jetstream", f"{found}, {gib(limit - used)} left", "max_file_store of 5 GiB for each model")
+    return ok("jetstream", f"{found}, {gib(limit - used)} left")
+
+
+async def _clock(nats: Connection) -> Finding | None:
+    """Compare this machine's clock with the server's, where it says what it shows. Nothing here depends on either."""
+    before = time.time()
+    try:
+        told = (await ask(nats, f"STREAM.INFO.KV_{BUCKET}")).get("ts")
+    except (BusBroken, ApiError):
+        return None
+    if not isinstance(told, str):
+        return None
+    # Nine digits follow the seconds, of which Python reads six.
+    there = datetime.fromisoformat(told[:26].rstrip("Z")).replace(tzinfo=UTC).timestamp()
+    offset = there - (before + time.time()) / 2
+    found = f"the server's is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'}"
+    if abs(offset) > FAR_OFF_S:
+        return warn("clock", found, "requests do not depend on it, but logs are hard to compare: use NTP")
+    return ok("clock", found)
+
+
+async def _permissions(nats: Connection, fleet: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
+    """Try what each role needs, with messages that nobody takes."""
+    name = PROBE if credentials is None else credentials.name
+    subjects = Subjects(fleet)
+    deeds = {
+        "send requests": subjects.direct(name, PROBE),
+        "command": f"$KV.{BUCKET}.{fleet}.{PROBE}",
+        "make queues": f"$JS.API.STREAM.UPDATE.{PROBE}",
+        "serve": f"$JS.API.CONSUMER.MSG.NEXT.{PROBE}.normal",
+    }
+    may = [what for what, subject in deeds.items() if await _may_publish(nats, subject)]
+    found = f"may {', '.join(may)}" if may else "may only look"
+    if credentials is None:
+        yield warn(
+            "permissions",
+            f"no credentials: whoever reaches this server {found}",
+            "fine on one machine; else `rollbus auth init`, or `rollbus up --secure`",
+        )
+        return
+    expected = [what for what, subject in deeds.items() if _is_allowed(credentials.user, subject)]
+    if may == expected:
+        yield ok("permissions", f"{credentials.user} {found}")
+    else:
+        yield fail(
+            "permissions",
+            f"{credentials.user} {found}; its role is to {', '.join(expected) or 'look'}",
+            "run `rollbus auth init` again, and let the server read its configuration (SIGHUP)",
+        )
+    if credentials.role in CLIENT_ROLES:
+        yield await _reads(nats, subjects, credentials)
+
+
+async def _may_publish(nats: Connection, subject: str) -> bool:
+    try:
+        async with nats.denials.expected(subject):
+            # A condition that no stream fulfils: nothing is stored.
+            await nats.publish(subject, b"", headers={"Nats-Expected-Stream": PROBE})
+            await nats.confirm(timeout_s=2.0)
+    except PermissionDenied:
+        return False
+    return True
+
+
+def _is_allowed(user: User, subject: str) -> bool:
+    return any(_covers(pattern, subject) for pattern in permissions(user).publish)
+
+
+def _covers(pattern: str, subject: str) -> bool:
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
+    return len(wanted) == len(given) and all(a in ("*", b) for a, b in zip(wanted, given, strict=True))
+
+
+async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials) -> Finding:
+    async def ignore(_message: object) -> None:
+        return
+
+    await subscribe(nats, subjects.frames_to(credentials.name), ignore)
+    await subscribe(nats, subjects.presences, ignore)
+    try:
+        await check_permitted(nats)
+    except PermissionDenied as error:
+        return fail("subscriptions", str(error), "run `rollbus auth init` again, and let the server reload")
+    return ok("subscriptions", "hears the workers, and what is for it")
+
+
+async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
+    """Ask who is there, but not as a client: a live one of the same name would lose its requests."""
+    subjects = Subjects(fleet)
+    watch = FleetWatch(nats, subjects, lambda _gone: None, lambda: None)
+    await subscribe(nats, subjects.presences, watch.receive)
+    workers, queues = await watch.announced()
+    if not workers:
+        yield warn(
+            "fleet", f"no live workers in {fleet!r}", "start some: `rollbus worker --model DIR`, or `rollbus up`"
+        )
+        return
+    counts: dict[str, int] = {}
+    for worker in workers:
+        counts[worker.state] = counts.get(worker.state, 0) + 1
+    yield ok("fleet", f"{len(workers)} workers: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
+    for worker in workers:
+        if worker.last_error:
+            yield warn(f"worker {worker.worker}", worker.last_error, "docs/operations.md lists what such lines mean")
+    for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues}):
+        yield warn(f"queue of {model}", "is not there", f"an admin makes it: rollbus make-queue {model}")
