@@ -133,11 +133,11 @@ def _operation(
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in PATH_PARAMETER.findall(path)
     ]
+    body = routes.bodies.get(key)
     if (query := routes.queries.get(key)) is not None:
-        parameters += _query_parameters(query)
+        parameters += _query_parameters(query, is_all=body is None)
     if parameters:
         operation["parameters"] = parameters
-    body = routes.bodies.get(key)
     if body is not None:
         content = {"application/json": {"schema": schema(body)}}
         operation["requestBody"] = {"required": _needs_fields(body), "content": content}
@@ -166,14 +166,26 @@ def _response(status: str, kind: object, schema: Callable[[object], dict[str, An
     return {"description": words, "content": {"application/json": {"schema": {} if kind is Any else schema(kind)}}}
 
 
-def _query_parameters(query: type) -> list[dict[str, Any]]:
-    """Of a struct's fields; each is a string on the way, which the route reads as what stands here."""
+def _query_parameters(query: type, *, is_all: bool) -> list[dict[str, Any]]:
+    """Of a struct's fields; each is a string on the way, which the route reads as what stands here.
+
+    Args:
+        is_all: there is no body in which the same fields may stand, and those that are objects only there.
+    """
     (_,), components = msgspec.json.schema_components([query], schema_hook=_schema_of)
     described = components[query.__name__]
+    required = described.get("required", ()) if is_all else ()
     return [
-        {"name": name, "in": "query", "required": name in described.get("required", ()), "schema": schema}
+        {"name": name, "in": "query", "required": name in required, "schema": schema}
         for name, schema in described["properties"].items()
+        if not _has_objects(schema)
     ]
+
+
+def _has_objects(schema: Mapping[str, Any]) -> bool:
+    """Some value of it is no text of one line."""
+    kinds = schema.get("anyOf", [schema])
+    return any("$ref" in kind or kind.get("type") == "object" for kind in kinds)
 
 
 def _structs(body: object) -> list[type[msgspec.Struct]]:

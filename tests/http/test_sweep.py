@@ -23,6 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
     "TokenizeBody": {"prompt": "the"},
     "DetokenizeBody": {"tokens": [1]},
     "InitTransferBody": {"init_info": {}},
+    "AbortBody": {"request_ids": ["x"]},
 }
 """A request that is right, by the name of what is decoded; all others may be empty."""
 VALUES: list[Any] = [

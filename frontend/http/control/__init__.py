@@ -6,20 +6,24 @@ the workers hear of it: a client that leaves does not end it.
 
 from typing import Any, Final
 
-from frontend.http.control import bodies, operations, reads, rl, transfer, vllm
+from frontend.http.control import bodies, not_served, operations, reads, rl, transfer, vllm
 from frontend.http.service import RouteTable
 
 __all__ = ["ADMIN_ROUTES", "ANSWERS", "BODIES", "QUERIES", "ROUTES"]
 
-ADMIN_ROUTES: Final[RouteTable] = {
+_COMMANDS: Final[RouteTable] = {
     ("POST", "/v1/rl/pause"): rl.pause,
     ("POST", "/v1/rl/resume"): rl.resume,
     ("POST", "/v1/rl/flush_cache"): rl.flush_cache,
     ("POST", "/v1/rl/update_weights"): rl.update_weights,
     ("POST", "/v1/rl/load_lora_adapter"): rl.load_lora,
     ("POST", "/v1/rl/unload_lora_adapter"): rl.unload_lora,
+    ("POST", "/v1/rl/abort"): rl.abort,
     ("POST", "/pause"): vllm.pause,
     ("POST", "/resume"): vllm.resume,
+    ("POST", "/abort_requests"): vllm.abort_requests,
+    ("POST", "/sleep"): vllm.sleep,
+    ("POST", "/wake_up"): vllm.wake_up,
     ("POST", "/reset_prefix_cache"): vllm.reset_prefix_cache,
     ("POST", "/update_weights"): vllm.update_weights,
     ("POST", "/load_lora_adapter"): vllm.load_lora,
@@ -30,12 +34,14 @@ ADMIN_ROUTES: Final[RouteTable] = {
     ("POST", "/start_weight_update"): transfer.start_weight_update,
     ("POST", "/finish_weight_update"): transfer.finish_weight_update,
 }
-"""They change the fleet."""
+ADMIN_ROUTES: Final[RouteTable] = {**_COMMANDS, **not_served.ROUTES}
+"""They change the fleet, or would."""
 ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/operations/{id}"): operations.operation,
     ("GET", "/v1/rl/health"): reads.rl_health,
     ("GET", "/v1/rl/weight_version"): reads.weight_version,
     ("GET", "/is_paused"): reads.is_paused,
+    ("GET", "/is_sleeping"): reads.is_sleeping,
     ("GET", "/weight_info"): reads.weight_info,
     ("GET", "/liveness"): reads.liveness,
 }
@@ -47,6 +53,10 @@ _BODY_BY_HANDLER: Final[dict[object, type[bodies.SendBody]]] = {
     rl.update_weights: bodies.UpdateBody,
     rl.load_lora: bodies.LoadLoraBody,
     rl.unload_lora: bodies.UnloadLoraBody,
+    rl.abort: bodies.AbortBody,
+    vllm.abort_requests: bodies.AbortBody,
+    vllm.sleep: bodies.SleepBody,
+    vllm.wake_up: bodies.WakeBody,
     vllm.pause: bodies.PauseBody,
     vllm.resume: bodies.ResumeBody,
     vllm.reset_prefix_cache: bodies.FlushBody,
@@ -60,15 +70,18 @@ _BODY_BY_HANDLER: Final[dict[object, type[bodies.SendBody]]] = {
     transfer.finish_weight_update: bodies.FinishTransferBody,
 }
 BODIES: Final[dict[tuple[str, str], object]] = {
-    route: _BODY_BY_HANDLER[handler] for route, handler in ADMIN_ROUTES.items()
+    **{route: _BODY_BY_HANDLER[handler] for route, handler in _COMMANDS.items()},
+    **dict.fromkeys(not_served.ROUTES),
 }
-"""What the routes read; all of them take the same as query parameters, too."""
+"""What the routes read."""
 QUERIES: Final[dict[tuple[str, str], type]] = {
-    route: reads.FleetQuery for route, handler in ROUTES.items() if handler is not operations.operation
+    **{route: _BODY_BY_HANDLER[handler] for route, handler in _COMMANDS.items()},
+    **{route: reads.FleetQuery for route, handler in ROUTES.items() if handler is not operations.operation},
 }
-"""Parameters of those that only look."""
+"""What they take as query parameters: commands the same as in their bodies, as far as it fits into one."""
 ANSWERS: Final[dict[tuple[str, str], object]] = {
-    **{route: {200: Any, 207: Any} for route in ADMIN_ROUTES if route[1].startswith("/v1/rl/")},
+    **{route: {} for route in not_served.ROUTES},
+    **{route: {200: Any, 207: Any} for route in _COMMANDS if route[1].startswith("/v1/rl/")},
     **{("POST", path): {200: Any, 202: Any, 207: Any} for path in ("/v1/rl/pause", "/pause")},
     **{("POST", f"/v1/{verb}_lora_adapter"): "text/plain" for verb in ("load", "unload")},
 }

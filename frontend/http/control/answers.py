@@ -89,6 +89,8 @@ def status_of(ledger: bus.Ledger, command: str, manner: Manner = RL) -> tuple[in
     """Status and code for the ledger of a command that not all have applied."""
     if ledger.applied and ledger.command == command and not ledger.has_found_nothing:
         return manner.partial, "partial"
+    if ledger.has_found_nothing and not (ledger.failed or ledger.unsupported or ledger.stale or ledger.missing):
+        return 404, ControlCode.NOT_FOUND
     refused = [*ledger.failed.values(), *ledger.unsupported.values()]
     codes = {ControlCode.UNKNOWN if ack.error is None else ack.error.code for ack in refused}
     if ControlCode.PATH_REFUSED in codes:

@@ -4,7 +4,7 @@ The names of fields are those of `bus.fleet`'s options. One struct for each rout
 of its fields exclude each other is checked where they are used.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from schemas.control import PauseMode
 from schemas.weights import Canary
 
 __all__ = [
+    "AbortBody",
     "FinishTransferBody",
     "FlushBody",
     "InitTransferBody",
@@ -21,9 +22,11 @@ __all__ = [
     "PauseBody",
     "ResumeBody",
     "SendBody",
+    "SleepBody",
     "StartTransferBody",
     "UnloadLoraBody",
     "UpdateBody",
+    "WakeBody",
 ]
 
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
@@ -127,6 +130,29 @@ class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """vLLM's name of `name`."""
     lora_int_id: int | None = None
     """vLLM's; without effect."""
+
+
+class AbortBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End requests in flight, of whichever client."""
+
+    request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)]
+    """As answers have them, with `chatcmpl-` or `cmpl-` or without. All: pause with `mode=abort`, and resume."""
+
+
+class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Have engines give up their memory; requests in flight go back to the queue."""
+
+    level: Literal[1, 2] = 1
+    """1 keeps the weights in the machine's memory, 2 drops them."""
+    mode: PauseMode = "abort"
+    """vLLM's; only `abort` is allowed: to let requests end, pause with `mode=wait` first."""
+
+
+class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Have engines take their memory back."""
+
+    tags: tuple[str, ...] | None = None
+    """vLLM's; only null is allowed: all of it comes back."""
 
 
 class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

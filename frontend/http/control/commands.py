@@ -8,8 +8,18 @@ from starlette.responses import Response
 import bus
 from bus.objects.layout import split_objects
 from bus.protocol.desired import wanted_loras
-from frontend.http.control.answers import Manner, answer
-from frontend.http.control.bodies import FlushBody, LoadLoraBody, PauseBody, ResumeBody, UnloadLoraBody, UpdateBody
+from frontend.http.control.answers import Manner, answer, status_of
+from frontend.http.control.bodies import (
+    AbortBody,
+    FlushBody,
+    LoadLoraBody,
+    PauseBody,
+    ResumeBody,
+    SleepBody,
+    UnloadLoraBody,
+    UpdateBody,
+    WakeBody,
+)
 from frontend.http.control.operations import begin_pause, wants_async
 from frontend.http.control.reading import either, invalid, read_fields, send_options
 from frontend.http.control.versions import with_version
@@ -18,7 +28,7 @@ from frontend.http.service import Service
 from schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from schemas.errors import ControlError
 
-__all__ = ["flush_cache", "load_lora", "pause", "resume", "unload_lora", "update_weights"]
+__all__ = ["abort", "flush_cache", "load_lora", "pause", "resume", "sleep", "unload_lora", "update_weights", "wake"]
 
 CHUNK_FIELDS = {"update_info", "model", "workers", "timeout_s"}
 """What may stand beside a part of the weights."""
@@ -167,3 +177,46 @@ def _lora_name(fields: LoadLoraBody | UnloadLoraBody) -> str:
     if name is None:
         raise invalid("name", "is missing", "the adapter's name")
     return name
+
+
+async def abort(service: Service, request: Request, manner: Manner) -> Response:
+    """End requests in flight, and answer when they have ended."""
+    fields = await read_fields(service, request, AbortBody)
+    # OpenAI's routes put their own word before the id.
+    bare = [name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in fields.request_ids]
+    names = tuple(dict.fromkeys([*fields.request_ids, *bare]))
+    options: dict[str, Any] = send_options(fields)
+    return await answer(_aborted(service, names, options, manner), "abort", manner, words=_num_aborted)
+
+
+async def _aborted(service: Service, names: tuple[str, ...], options: dict[str, Any], manner: Manner) -> bus.Ledger:
+    try:
+        return await service.rb.fleet.abort(names, **options)
+    except bus.CommandIncomplete as error:
+        # vLLM does not mind requests that it does not have: they may just have ended.
+        if manner.is_vllm and status_of(error.ledger, "abort")[0] == 404:
+            return error.ledger
+        raise
+
+
+def _num_aborted(ledger: bus.Ledger) -> dict[str, object]:
+    return {"status": "aborted", "aborted": sum(len(ack.request_ids or ()) for ack in ledger.applied.values())}
+
+
+async def sleep(service: Service, request: Request, manner: Manner) -> Response:
+    """Have engines give up their memory, and answer when all have."""
+    fields = await read_fields(service, request, SleepBody)
+    if fields.mode != "abort":
+        raise invalid("mode", f"is {fields.mode}", f"abort, behind a pause with mode={fields.mode}")
+    options: dict[str, Any] = send_options(fields)
+    work = service.rb.fleet.sleep(fields.level, **options)
+    return await answer(work, "sleep", manner, words=lambda _ledger: {"status": "asleep"})
+
+
+async def wake(service: Service, request: Request, manner: Manner) -> Response:
+    """Undo `sleep`, and answer when all have."""
+    fields = await read_fields(service, request, WakeBody)
+    if fields.tags:
+        raise invalid("tags", "is given", "null: all memory comes back at once")
+    options: dict[str, Any] = send_options(fields)
+    return await answer(service.rb.fleet.wake(**options), "wake", manner, words=lambda _ledger: {"status": "awake"})

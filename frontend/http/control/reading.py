@@ -17,8 +17,8 @@ Fields = TypeVar("Fields", bound=SendBody)
 Query = TypeVar("Query", bound=msgspec.Struct)
 Value = TypeVar("Value")
 
-REPEATED = "workers"
-"""The parameter that is a list: given several times in a query."""
+REPEATED = ("workers", "request_ids", "tags")
+"""Parameters that are lists: given several times in a query."""
 
 
 def invalid(field: str, problem: str, allowed: str) -> HttpError:
@@ -52,7 +52,7 @@ def read_query(request: Request, kind: type[Query]) -> Query:
     given: dict[str, str | list[str]] = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)
-        given[name] = values if name == REPEATED or len(values) > 1 else values[0]
+        given[name] = values if name in REPEATED or len(values) > 1 else values[0]
     # All values are strings there: what they mean is for the field's type to say.
     return decode_body(msgspec.json.encode(given), kind, strict=False)
 

@@ -16,7 +16,7 @@ from frontend.http.status import json_response
 from schemas.errors import ErrorCode
 from schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["FleetQuery", "is_paused", "liveness", "rl_health", "weight_info", "weight_version"]
+__all__ = ["FleetQuery", "is_paused", "is_sleeping", "liveness", "rl_health", "weight_info", "weight_version"]
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
 """A command has said that they take no requests."""
@@ -73,6 +73,12 @@ async def is_paused(service: Service, request: Request) -> Response:
     state = await _state(service, request)
     states = {worker.state for worker in state.workers}
     return json_response({"is_paused": bool(states & PAUSED) and not states & TAKING})
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    """vLLM's: true if the engines of all workers have given up their memory."""
+    state = await _state(service, request)
+    return json_response({"is_sleeping": all(worker.state is WorkerState.ASLEEP for worker in state.workers)})
 
 
 async def weight_version(service: Service, request: Request) -> Response:

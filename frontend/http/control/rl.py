@@ -7,7 +7,7 @@ from frontend.http.control import commands
 from frontend.http.control.answers import RL
 from frontend.http.service import Service
 
-__all__ = ["flush_cache", "load_lora", "pause", "resume", "unload_lora", "update_weights"]
+__all__ = ["abort", "flush_cache", "load_lora", "pause", "resume", "unload_lora", "update_weights"]
 
 
 async def pause(service: Service, request: Request) -> Response:
@@ -38,3 +38,8 @@ async def load_lora(service: Service, request: Request) -> Response:
 async def unload_lora(service: Service, request: Request) -> Response:
     """Unload a LoRA adapter; one that is not there is fine."""
     return await commands.unload_lora(service, request, RL)
+
+
+async def abort(service: Service, request: Request) -> Response:
+    """End requests in flight, of whichever client; 404 if no worker has any of them."""
+    return await commands.abort(service, request, RL)

@@ -11,14 +11,17 @@ from frontend.http.control.answers import LORA_OF_VLLM, VLLM
 from frontend.http.service import Service
 
 __all__ = [
+    "abort_requests",
     "load_lora",
     "load_lora_adapter",
     "pause",
     "reset_prefix_cache",
     "resume",
+    "sleep",
     "unload_lora",
     "unload_lora_adapter",
     "update_weights",
+    "wake_up",
 ]
 
 
@@ -65,3 +68,18 @@ async def load_lora(service: Service, request: Request) -> Response:
 async def unload_lora(service: Service, request: Request) -> Response:
     """Unload a LoRA adapter."""
     return await commands.unload_lora(service, request, VLLM)
+
+
+async def abort_requests(service: Service, request: Request) -> Response:
+    """End requests in flight; those that nobody has are not counted in `aborted`."""
+    return await commands.abort(service, request, VLLM)
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    """Have engines give up their memory; requests in flight go back to the queue."""
+    return await commands.sleep(service, request, VLLM)
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    """Have engines take their memory back."""
+    return await commands.wake(service, request, VLLM)

@@ -72,9 +72,12 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
 
 ROUTES: RouteTable = {
     ("POST", "/v1/chat/completions"): chat_completions,
+    # By this name prime-rl asks with `tokens`.
+    ("POST", "/v1/chat/completions/tokens"): chat_completions,
     ("POST", "/v1/completions"): completions,
 }
 BODIES: dict[tuple[str, str], object] = {
     ("POST", "/v1/chat/completions"): ChatBody,
+    ("POST", "/v1/chat/completions/tokens"): ChatBody,
     ("POST", "/v1/completions"): CompletionBody,
 }
