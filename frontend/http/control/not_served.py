@@ -1,0 +1,52 @@
+"""Routes that clients of vLLM and prime-rl may call and that are not served: each says what to use instead.
+
+They are answered 501, not 404: prime-rl, for one, takes a route that is not there for a server that does not need it.
+"""
+
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.http.errors import HttpError
+from frontend.http.service import Handler, RouteTable, Service
+
+__all__ = ["ROUTES"]
+
+INSTEAD: Final = {
+    ("GET", "/get_world_size"): (
+        "workers do not say how many GPUs they have; use the trainer's own configuration, and where there are several"
+        " workers /init_weight_transfer_engine once for each, with `workers`"
+    ),
+    ("POST", "/init_broadcaster"): (
+        "prime-rl's own broadcast needs its extension inside the engines; use its weight broadcast by filesystem"
+        " (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
+    ),
+    ("POST", "/reload_weights"): "use /v1/rl/update_weights with the first checkpoint's path and allow_rollback",
+    ("POST", "/update_weight_version"): (
+        "a version moves with its weights only; use `weight_version` of /finish_weight_update, or `version` of"
+        " /v1/rl/update_weights"
+    ),
+    ("POST", "/start_draft_weight_update"): "use /update_weights: draft models have no weights of their own here",
+    (
+        "POST",
+        "/collective_rpc",
+    ): "methods inside the engines cannot be called; use the commands, such as /v1/rl/update_weights",
+    ("POST", "/reset_mm_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
+    ("POST", "/reset_encoder_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
+    ("GET", "/server_info"): "use /v1/rl/state, which has what workers say of themselves",
+}
+"""By method and path."""
+
+
+def _refusal(method: str, path: str, instead: str) -> Handler:
+    async def refuse(_service: Service, _request: Request) -> Response:
+        raise HttpError(501, f"{method} {path} is not served: {instead}", code="not_served")
+
+    refuse.__doc__ = f"Not served: {instead}."
+    return refuse
+
+
+ROUTES: Final[RouteTable] = {
+    (method, path): _refusal(method, path, instead) for (method, path), instead in INSTEAD.items()
+}

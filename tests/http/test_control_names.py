@@ -1,0 +1,89 @@
+"""More names of vLLM and prime-rl: requests to abort, engines that sleep, and what is not served."""
+
+from pathlib import Path
+from typing import Any
+
+import bus
+from frontend.http.control.not_served import ROUTES as NOT_SERVED
+from schemas.presence import WorkerState
+from tests.http.control_support import control_http
+from tests.http.openai_support import CHAT, CONFIG, talking
+from tests.http.support import http_service
+from tests.http.test_safety import GENERATING
+from tests.support.fleet import until_idle
+from workers.engines.synthetic import SyntheticConfig
+
+GENERATE = "/inference/v1/generate"
+
+
+async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> None:
+    """Whichever client's: `aborted` counts them, and what has ended is no error to vLLM's clients; to ours, 404."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.01)) as http:
+        body = {**GENERATING[GENERATE], "stream": True, "request_id": "mine"}
+        async with http.client.stream("POST", GENERATE, json=body) as stream:
+            lines = aiter(stream.aiter_lines())
+            await anext(lines)
+            # An answer of OpenAI's routes would have this id.
+            ended = await http.client.post("/abort_requests", json={"request_ids": ["chatcmpl-mine", "other"]})
+            assert ended.status_code == 200, ended.text
+            *_, last, _, done, _ = [line async for line in lines]
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+        again = await http.client.post("/abort_requests", params={"request_ids": ["mine", "other"]})
+        ours = await http.client.post("/v1/rl/abort", json={"request_ids": ["mine"]})
+        everything = await http.client.post("/abort_requests", json={})
+    assert ('"finish_reason":"abort"' in last, done) == (True, "data: [DONE]")
+    assert (ended.status_code, ended.json()["status"], ended.json()["aborted"]) == (200, "aborted", 1)
+    assert (again.status_code, again.json()["aborted"], again.json()["not_found"]) == (200, 0, ["mine", "other"])
+    assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_found")
+    assert (everything.status_code, everything.json()["error"]["param"]) == (400, "request_ids")
+
+
+async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """With vLLM's query parameters; what they would do differently is refused by name."""
+    async with control_http(nats_url, fleet, tmp_path) as c:
+        client = c.http.client
+        answers = [
+            await client.post("/sleep", params={"level": "1"}),
+            await client.get("/is_sleeping"),
+            await client.post("/wake_up"),
+            await client.get("/is_sleeping"),
+        ]
+        wrong = [
+            await client.post("/sleep", params={"level": "0"}),
+            await client.post("/sleep", params={"mode": "wait"}),
+            await client.post("/wake_up", params={"tags": ["weights"]}),
+        ]
+        state = await c.http.rb.fleet.state()
+    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
+    assert [answers[i].json()["is_sleeping"] for i in (1, 3)] == [True, False]
+    assert [(answer.status_code, answer.json()["error"]["param"]) for answer in wrong] == [
+        (400, "level"),
+        (400, "mode"),
+        (400, "tags"),
+    ]
+    assert state.workers[0].state is WorkerState.SERVING
+
+
+async def test_what_is_not_served_says_what_is(nats_url: str, fleet: str) -> None:
+    """501 and not 404, which prime-rl's client passes over; the message names a route that is served."""
+    async with http_service(nats_url, fleet) as http:
+        served = set((await http.client.get("/openapi.json")).json()["paths"])
+        for method, path in NOT_SERVED:
+            answer = await http.client.request(method, path, json={"new_version": "7"} if method == "POST" else None)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (501, "not_served")
+            instead = error["message"].partition(":")[2]
+            assert any(other in instead for other in served - {path}), error
+
+
+async def test_prime_rls_route_for_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The chat's own, with the prompt's ids in `tokens`."""
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "seed": 1}
+    async with talking(nats_url, fleet, tmp_path, CONFIG) as (http, _):
+        body = {**asked, "tokens": [5, 6, 7], "return_token_ids": True}
+        answer = (await http.client.post(f"{CHAT}/tokens", json=body)).json()
+        sampling = bus.SamplingParams(max_tokens=3, seed=1)
+        direct = await http.rb.complete(bus.GenerateRequest(prompt_token_ids=[5, 6, 7], sampling=sampling))
+    assert answer["prompt_token_ids"] == [5, 6, 7]
+    assert answer["choices"][0]["token_ids"] == direct.token_ids.tolist()
