@@ -1,0 +1,93 @@
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from schemas.chunk import FinishReason
+from schemas.errors import ErrorCode
+from schemas.messages import KvHandover
+from schemas.presence import RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from workers.engine import RequestStep
+from workers.engines.vllm.loaded import Loaded
+from workers.engines.vllm.outputs import OpenRequests, Output
+
+ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
+SAID = {"do_remote_prefill": True, "kv_id": "0" * 32, "num_tokens": 32}
+DECODE_LEG = KvHandover(params=msgspec.msgpack.encode(SAID))
+PROMPT_LEN = 41
+
+
+def step_of(kv: KvHandover | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
+    """What becomes of the first output of a request with a prompt of 41 tokens."""
+    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    request = GenerateRequest(
+        prompt_token_ids=[5] * PROMPT_LEN,
+        sampling=SamplingParams(logprobs=None),
+        routed_experts_prompt_start=start,
+    )
+    engine_id = requests.add("key", request, kv)
+    rows = np.zeros((PROMPT_LEN - start, 2, 2), np.uint8)
+    fields = {"token_ids": [7], "routed_experts": rows, "cached_tokens": 0, **output}
+    [step], broken = requests.read([Output(engine_id=engine_id, **fields)])
+    return step, broken
+
+
+def test_a_prefill_leg_says_where_its_kv_is() -> None:
+    """What the connector says goes with the leg's last step; to nobody else, and never in an earlier one."""
+    step, _ = step_of(KvHandover(), 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)
+    assert step.kv_params is not None
+    assert msgspec.msgpack.decode(step.kv_params) == SAID
+
+    assert step_of(KvHandover(), 0)[0].kv_params is None
+    assert step_of(KvHandover(), 0, finish_reason=FinishReason.LENGTH)[0].kv_params is None
+    # A decode worker's connector may offer its KV too.
+    assert step_of(None, 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)[0].kv_params is None
+    assert step_of(DECODE_LEG, 40, finish_reason=FinishReason.LENGTH, kv_params=SAID)[0].kv_params is None
+
+
+def test_transferred_tokens_count_as_cached() -> None:
+    """A decode leg has one row of its prompt, and all that came from elsewhere was cached."""
+    step, broken = step_of(DECODE_LEG, 40, cached_tokens=32, num_external=32)
+
+    assert (step.error, step.cached_tokens, step.routed_experts_start, broken) == (None, 32, 40, [])
+
+
+@pytest.mark.parametrize(
+    ("kv", "code"),
+    [
+        (DECODE_LEG, ErrorCode.KV_TRANSFER_FAILED),
+        (KvHandover(), ErrorCode.ENGINE_ERROR),
+        (None, ErrorCode.ENGINE_ERROR),
+    ],
+)
+def test_a_failed_load_has_a_code_of_its_own(kv: KvHandover | None, code: ErrorCode) -> None:
+    """A decode leg that fails before it has a token may be tried again without KV; another failure is the engine's."""
+    step, _ = step_of(kv, 40, token_ids=[], routed_experts=None, finish_reason=FinishReason.ERROR)
+
+    assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, code)
+
+
+def test_kv_that_came_unasked_is_noticed() -> None:
+    """A connector that finds KV by itself leaves rows of other requests; they end it here rather than go on."""
+    step, broken = step_of(None, 0, cached_tokens=32, num_external=32)
+
+    assert step.error is not None
+    assert "brought 32 prompt tokens unasked" in step.error
+    assert len(broken) == 1
+    # Whoever does not ask for these rows is not harmed.
+    assert step_of(None, 40, cached_tokens=32, num_external=32)[0].error is None
+
+
+def test_transferred_blocks_are_cached_apart() -> None:
+    """What decode legs leave in the prefix cache is found by decode legs alone, whatever salt users choose."""
+    loaded = Loaded()
+    salts = [
+        loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=salt), takes_kv=takes_kv)
+        for salt in (None, "kv", "0.kv:", ".kv")
+        for takes_kv in (False, True)
+    ]
+
+    assert len(set(salts)) == len(salts)
