@@ -74,6 +74,9 @@ class Prefill:
         """
         if child.way is not Way.OPEN:
             return False
+        if child.has_failed_handover:
+            self._go_alone(child, Alone.FAILED)
+            return False
         asked = child.stream.asked
         prefillers = self._watch.snapshot.prefillers.get(child.live.model)
         if prefillers is None or asked.prompt_len < self._min_tokens or asked.sampling.max_tokens == 1:
@@ -99,8 +102,6 @@ class Prefill:
 
     def _reason(self, child: Child, max_bytes: int) -> Alone | None:
         """Why it must not be served in two legs; None: it may."""
-        if child.has_failed_handover:
-            return Alone.FAILED
         if not child.stream.asked.sampling.is_continuable:
             return Alone.SAMPLING
         return Alone.TOO_LARGE if len(child.payload()) + LEG_BYTES > max_bytes else None

@@ -138,10 +138,10 @@ def test_legs_and_losses_leave_no_trace(
     assert stream.num_attempts <= 1 + num_lost
 
 
-def greedy(prompt_len: int, max_tokens: int, **fields: int) -> GenerateRequest:
+def greedy(prompt_len: int, max_tokens: int) -> GenerateRequest:
     """A request that ends after exactly `max_tokens`."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=range(prompt_len), sampling=sampling, **fields)
+    return GenerateRequest(prompt_token_ids=range(prompt_len), sampling=sampling)
 
 
 async def test_two_legs_are_one_attempt() -> None:

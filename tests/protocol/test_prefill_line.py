@@ -1,6 +1,7 @@
 """Who gets a prefill worker, who waits and who goes without."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +16,9 @@ def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[
     return Seat(worker, num_slots, 1000, weight_version, frozenset(loras))
 
 
-def wish(affinity: str = "r", **fields: object) -> Wish:
+def wish(affinity: str = "r", **fields: Any) -> Wish:
     """What a request needs."""
-    return Wish(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})  # type: ignore[arg-type]
+    return Wish(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})
 
 
 def line_of(*keys: str, until: float = 2.0) -> PrefillLine[str]:
@@ -90,11 +91,11 @@ def test_without_a_worker_nobody_waits() -> None:
         ({"lora": "style"}, {"loras": ("style",)}),
     ],
 )
-def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, object], fitting: dict[str, object]) -> None:
+def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitting: dict[str, Any]) -> None:
     """Where none has the weights or the adapter, it goes alone at once; where one has, to that one."""
     for seats, expected in (
         ([seat("a")], Decision("r", None, Alone.UNSUITABLE)),
-        ([seat("a"), seat("b", **fitting)], Decision("r", "b", None)),  # type: ignore[arg-type]
+        ([seat("a"), seat("b", **fitting)], Decision("r", "b", None)),
     ):
         line = PrefillLine[str]()
         line.add("r", wish(**needed), until=2)

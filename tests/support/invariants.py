@@ -52,8 +52,12 @@ ARRAYS = (
 )
 
 
-def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequest]) -> None:
-    """Each request has exactly one result, complete and by the row rule; attempts and workers fit (I1 to I3)."""
+def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequest], *, legs: int = 1) -> None:
+    """Each request has exactly one result, complete and by the row rule; attempts and workers fit (I1 to I3).
+
+    Args:
+        legs: how many workers may serve one attempt.
+    """
     by_id = {request.request_id: request for request in requests}
 
     assert Counter(result.request_id for result in results) == Counter(list(by_id))
@@ -63,7 +67,7 @@ def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequ
         assert [child.child for child in children] == list(range(request.sampling.n))
         for child in children:
             check_generation(child, request, routing=request.return_routed_experts is not False)
-            assert 1 <= len(child.worker_ids) <= child.attempts
+            assert 1 <= len(child.worker_ids) <= legs * child.attempts
 
 
 def assert_equal(received: Generation, expected: Generation) -> None:

@@ -39,12 +39,18 @@ class Load:
         return cls(requests, await undisturbed(requests, config))
 
     async def run(
-        self, rb: bus.Client, *, strikes: Mapping[int, Strike] | None = None, max_in_flight: int = 512
+        self,
+        rb: bus.Client,
+        *,
+        strikes: Mapping[int, Strike] | None = None,
+        max_in_flight: int = 512,
+        legs: int = 1,
     ) -> list[Generation]:
         """Complete all of it and check every result (I1 to I3, and equality).
 
         Args:
             strikes: what to do when so many results are there.
+            legs: how many workers may serve one attempt.
         """
         left = dict(strikes or {})
         results = []
@@ -56,7 +62,7 @@ class Load:
 
         assert left == {}
         assert [(g.request_id, g.error) for g in results if g.error is not None] == []
-        check_results(results, self.requests)
+        check_results(results, self.requests, legs=legs)
         for generation in results:
             assert_equal(generation, self.expected[generation.request_id])
         return results

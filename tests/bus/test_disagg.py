@@ -1,0 +1,271 @@
+"""Requests that a prefill and a decode worker serve together give what one worker gives, whatever happens between."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bus
+from bus.client import dispatch, prefill
+from bus.protocol.prefill import Alone
+from schemas.errors import NoWorkers
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.chaos.workload import undisturbed
+from tests.support.checkpoints import write_adapter
+from tests.support.disagg import disaggregated, long, until_paired
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import assert_equal, check_results, check_stream
+from workers.engines.synthetic import SyntheticConfig
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (1, 31, 32, 33, 100, 500)
+ALONE = SyntheticConfig()
+
+
+async def check_equal(results: list[bus.Generation], requests: list[GenerateRequest], config: SyntheticConfig) -> None:
+    """Each request has one result, equal to the one of a single engine (I1 to I3)."""
+    check_results(results, requests, legs=2)
+    expected = await undisturbed(requests, config)
+    for result in results:
+        assert_equal(result, expected[result.request_id])
+
+
+@pytest.mark.parametrize("num_experts", [16, 300])
+async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_experts: int) -> None:
+    """Prompts of 1 to 500 tokens, rows from their start, middle and end, of one and two bytes, 32 and more at a time.
+
+    Both workers served what is long enough, in one attempt, and what was transferred counts as cached.
+    """
+    config = SyntheticConfig(num_experts=num_experts)
+    requests = [
+        long(f"r-{length}-{start}-{copy}", length, routed_experts_prompt_start=start)
+        for length in LENGTHS
+        for start in sorted({0, length // 2, length})
+        for copy in range(4)
+    ]
+    async with disaggregated(nats_url, fleet, prefill=config, decode=config) as fleet_of_two:
+        results = [result async for result in fleet_of_two.rb.complete_many(requests)]
+        await check_equal(results, requests, config)
+
+        for result in results:
+            is_long = result.prompt_len >= prefill.DEFAULT_PREFILL_MIN_TOKENS
+            assert result.worker_ids == (("p", "d") if is_long else ("d",))
+            assert result.attempts == 1
+            assert result.cached_tokens == (result.prompt_len // 16 * 16 if is_long else 0)
+            assert result.routed_experts is not None
+            assert result.routed_experts.dtype == (np.uint8 if num_experts == 16 else np.dtype("<u2"))
+        assert fleet_of_two.rb.stats().prefill_legs == 4 * 12
+        assert fleet_of_two.fallbacks() == {}
+
+
+async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> None:
+    """Samples, prompt and top logprobs, stop tokens, minimal tokens, no logprobs and no routing."""
+    extras: list[dict[str, Any]] = [
+        {"n": 3},
+        {"prompt_logprobs": 2, "logprobs": 2},
+        {"logprobs": None},
+        {"min_tokens": 5, "stop_token_ids": list(range(0, 32_000, 40))},
+        {"stop_token_ids": list(range(0, 32_000, 40)), "ignore_eos": False},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"seed": 7, "temperature": 1.0},
+    ]
+    requests = [
+        GenerateRequest(
+            request_id=f"r{number}-{copy}",
+            prompt_token_ids=[copy, *range(60)],
+            sampling=SamplingParams(**{"max_tokens": 30, "temperature": 0, "ignore_eos": True, **extra}),
+            return_routed_experts=False if copy == 2 else None,
+        )
+        for number, extra in enumerate(extras)
+        for copy in range(3)
+    ]
+    async with disaggregated(nats_url, fleet) as both:
+        results = [result async for result in both.rb.complete_many(requests)]
+        await check_equal(results, requests, ALONE)
+
+        assert all(result.exact for result in results)
+        assert both.fallbacks() == {"sampling": 3}
+        # One token is all of a request for one: there is nothing to hand over.
+        assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
+
+
+async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
+    """More than the prefill workers have slots for: each is served once and right, some without them at most."""
+    requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
+    slots = SyntheticConfig(max_num_seqs=8)
+    async with disaggregated(nats_url, fleet, prefill=slots, workers=("p1", "p2", "d1", "d2")) as both:
+        results = [result async for result in both.rb.complete_many(requests)]
+        await check_equal(results, requests, ALONE)
+
+        stats = both.rb.stats()
+        served = Counter(result.worker_ids[0] for result in results if len(result.worker_ids) == 2)
+        assert served["p1"] > 0 < served["p2"]
+        assert served.total() + sum(stats.prefill_fallbacks.values()) == 500
+        assert stats.prefill_legs == served.total()
+
+
+async def test_a_stream_is_one(nats_url: str, fleet: str) -> None:
+    """Its first chunk is the prefill worker's, the others the decode worker's, and its one end says nothing of KV."""
+    request = long("r")
+    async with disaggregated(nats_url, fleet) as both:
+        chunks = [chunk async for chunk in both.rb.generate(request)]
+
+    check_stream(chunks, request)
+    assert [chunk.worker_id for chunk in chunks] == ["p"] + ["d"] * 7
+    assert chunks[-1].end is not None
+    assert chunks[-1].end.kv_params is None
+
+
+async def test_short_prompts_skip_prefill(nats_url: str, fleet: str) -> None:
+    """Below `prefill_min_tokens` they do; that is nothing to count."""
+    async with (
+        disaggregated(nats_url, fleet) as both,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=101) as other,
+    ):
+        await until_paired(other, "p", "d")
+        assert (await other.complete(long("short", 100))).worker_ids == ("d",)
+        assert (await other.complete(long("long", 101))).worker_ids == ("p", "d")
+        assert sum(other.stats().prefill_fallbacks.values()) == 0
+        assert (await both.rb.complete(long("other", 100))).worker_ids == ("p", "d")
+
+
+# Without a prefill worker
+
+
+async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet: str) -> None:
+    """And it is counted; a fleet of workers for both counts nothing."""
+    async with disaggregated(nats_url, fleet, workers=("d",)) as alone:
+        await check_equal([await alone.rb.complete(long("r"))], [long("r")], ALONE)
+        assert alone.fallbacks() == {Alone.NO_WORKER: 1}
+    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.complete(long("r"))
+        assert sum(rb.stats().prefill_fallbacks.values()) == 0
+
+
+async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) -> None:
+    """They do not count for a model, for `wait_for_workers` or as its queue; the error says why."""
+    async with disaggregated(nats_url, fleet, workers=("p",)) as both:
+        with pytest.raises(NoWorkers, match="p is there for prefill alone"):
+            await both.rb.complete(long("r"))
+        with pytest.raises(NoWorkers, match="0 of 1 workers came up"):
+            await both.rb.fleet.wait_for_workers(timeout_s=0.1)
+        state = await both.rb.fleet.state()
+        assert [worker.worker for worker in state.workers] == ["p"]
+        assert state.queues == ()
+
+
+async def test_a_busy_prefill_worker_is_not_waited_for_long(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has waited for long enough is served by decode alone."""
+    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 0.05)
+    slow = SyntheticConfig(max_num_seqs=1, step_s=0.5)
+    requests = [long(f"r{number}") for number in range(3)]
+    async with disaggregated(nats_url, fleet, prefill=slow) as both:
+        results = [result async for result in both.rb.complete_many(requests)]
+        await check_equal(results, requests, ALONE)
+        assert both.fallbacks() == {Alone.BUSY: 2}
+
+
+async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full for others, or deaf: its requests go to another, or to decode alone, and are no further attempts."""
+    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 0.3)
+    monkeypatch.setattr(dispatch, "DIRECT_WAIT_S", 0.05)
+    async with disaggregated(nats_url, fleet) as both:
+        intake = both.workers["p"]._intake
+        for name, broken in (("room", lambda: 0), ("take_direct", lambda _client, _data: None)):
+            with monkeypatch.context() as patch:
+                patch.setattr(intake, name, broken)
+                result = await both.rb.complete(long(name))
+            await check_equal([result], [long(name)], ALONE)
+            assert (result.attempts, result.worker_ids) == (1, ("d",))
+        assert both.fallbacks() == {Alone.BUSY: 2}
+
+
+async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, fleet: str) -> None:
+    """Weights that only decode has, a prompt that just fits the context, and one that just fits a message."""
+    config = SyntheticConfig(max_model_len=10_000_000)
+    async with (
+        disaggregated(nats_url, fleet, workers=("p",), prefill=config) as both,
+        synthetic_worker(
+            nats_url,
+            fleet,
+            worker_id="d",
+            weight_version=3,
+            config=SyntheticConfig(max_model_len=10_000_000, role="decode"),
+        ),
+    ):
+        await until_paired(both.rb, "p", "d")
+        newer = await both.rb.complete(long("newer", min_weight_version=3))
+        assert both.fallbacks() == {Alone.UNSUITABLE: 1}
+        # As many tokens as fit, with the request's other fields.
+        max_payload = both.rb._desk._traffic.nats.max_payload
+        num_tokens = (max_payload - 900) // 4
+        prompt = np.zeros(num_tokens, np.int32)
+        largest = await both.rb.complete(long("largest", prompt_token_ids=prompt, return_routed_experts=False))
+        assert both.fallbacks() == {Alone.UNSUITABLE: 1, Alone.TOO_LARGE: 1}
+
+    assert (newer.worker_ids, largest.worker_ids) == (("d",), ("d",))
+
+
+async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fleet: str) -> None:
+    """Its first token is its last; with room for two, it goes both ways."""
+    config = SyntheticConfig(max_model_len=100)
+    requests = [long("full", 99, max_tokens=50), long("not", 98, max_tokens=50)]
+    async with disaggregated(nats_url, fleet, prefill=config, decode=config) as both:
+        results = [result async for result in both.rb.complete_many(requests)]
+        await check_equal(results, requests, config)
+
+    assert {result.request_id: len(result.worker_ids) for result in results} == {"full": 1, "not": 2}
+
+
+# What goes with a request
+
+
+async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Id, priority, salt, adapter, session and trace reach both engines; the handover bears the versions."""
+    adapter = write_adapter(tmp_path / "adapters" / "style")
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    fields: dict[str, Any] = {
+        "priority": -3,
+        "cache_salt": "salt",
+        "lora": "style",
+        "session_id": "s",
+        "traceparent": trace,
+    }
+    async with disaggregated(nats_url, fleet, weight_version=4, weight_roots=(str(tmp_path),)) as both:
+        ledger = await both.rb.fleet.load_lora("style", str(adapter), version=2)
+        assert len(ledger.applied) == 2
+        request = long("r", timeout_s=50.0, min_weight_version=4, **fields)
+        chunks = [chunk async for chunk in both.rb.generate(request)]
+
+    for worker in "pd":
+        given, kv = both.given[worker][-1]
+        assert given.request_id == "r"
+        assert {name: getattr(given, name) for name in fields} == fields
+        assert (given.timeout_s, given.min_weight_version) == (50.0, 4)
+        assert kv is not None
+        assert kv.is_prefill == (worker == "p")
+    decode = both.given["d"][-1][1]
+    assert decode is not None
+    assert (decode.connector, decode.weight_version, decode.lora_version) == ("synthetic", 4, 2)
+    assert {chunk.lora_version for chunk in chunks} == {2}
+    assert [chunk.traceparent for chunk in chunks if chunk.traceparent] == [trace] * 2
+
+
+async def test_a_session_stays_with_its_workers(nats_url: str, fleet: str) -> None:
+    """All its turns prefill on one worker, on which its prefix is cached."""
+    async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
+        for session in ("a", "b", "c", "d"):
+            turns = [
+                await both.rb.complete(long(f"{session}{turn}", session_id=session, cache_salt=session))
+                for turn in range(4)
+            ]
+            assert len({turn.worker_ids[0] for turn in turns}) == 1

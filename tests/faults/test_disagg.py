@@ -1,0 +1,270 @@
+"""What goes wrong between a prefill and a decode worker ends in another attempt, and never in a mixture or a hang."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import bus
+from bus import Generation
+from bus.protocol.prefill import Alone
+from schemas.chunk import FinishReason
+from schemas.errors import ErrorCode, RequestError
+from schemas.request import GenerateRequest
+from tests.bus.test_disagg import check_equal
+from tests.support.checkpoints import write_checkpoint
+from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
+from tests.support.invariants import until
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+
+pytestmark = pytest.mark.slow
+
+ALONE = SyntheticConfig()
+SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)
+
+
+async def outcome(rb: bus.Client, request: GenerateRequest) -> Generation | RequestError:
+    """What comes of a request, well or not."""
+    try:
+        return await rb.complete(request)
+    except RequestError as exc:
+        return exc
+
+
+@contextlib.asynccontextmanager
+async def loading(
+    both: Disaggregated, request: GenerateRequest, rb: bus.Client | None = None
+) -> AsyncIterator[asyncio.Task[Generation | RequestError]]:
+    """A request whose KV is on the way to the engine of `d`; on leaving it has ended."""
+
+    async def num_loading() -> int:
+        return len(both.engines["d"]._loading)
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(outcome(rb or both.rb, request))
+        await until(num_loading, 1)
+        yield task
+
+
+def is_loading(both: Disaggregated) -> bool:
+    """KV is on the way to the engine of `d`."""
+    return bool(both.engines["d"]._loading)
+
+
+async def check_serves(both: Disaggregated) -> None:
+    """Both workers are well."""
+    result = await both.rb.complete(long("next"))
+    await check_equal([result], [long("next")], ALONE)
+    assert result.worker_ids == ("p", "d")
+
+
+# Aborts
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "deadline", "pause", "close"])
+async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str, fleet: str, how: str) -> None:
+    """However a request ends in the middle of a transfer: its caller knows at once, and the engine lives."""
+    async with (
+        disaggregated(nats_url, fleet, decode=SLOW_LOADS) as both,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet))
+        await until_paired(rb, "p", "d")
+        async with loading(both, long("r", timeout_s=0.2 if how == "deadline" else None), rb) as task:
+            match how:
+                case "abort":
+                    await rb.abort(["r"])
+                case "cancel":
+                    task.cancel()
+                case "close":
+                    await stack.aclose()
+                case "pause":
+                    ledger = await both.rb.fleet.pause(mode="abort")
+                    assert len(ledger.applied) == 2
+                    # Applied means that nothing is in the engine any more, also nothing that was to be aborted.
+                    assert not is_loading(both)
+                    await both.rb.fleet.resume()
+            with contextlib.suppress(asyncio.CancelledError):
+                ended = await task
+                assert how == "pause" or is_loading(both)
+                if isinstance(ended, RequestError):
+                    assert (how, ended.code) in {("deadline", ErrorCode.TIMEOUT), ("close", ErrorCode.CLIENT_CLOSED)}
+                else:
+                    assert ended.finish_reason is FinishReason.ABORT
+                    assert len(ended.token_ids) == 1
+
+        await check_serves(both)
+        assert both.workers["d"].stats().links.late_steps > 0
+
+
+async def test_a_caller_that_leaves_at_prefill_stops_it(nats_url: str, fleet: str) -> None:
+    """Aborted at the prefill worker, or while it waits for one: nothing of it is left, and no decode leg begins."""
+    slow = SyntheticConfig(max_num_seqs=1, step_s=0.2)
+    async with disaggregated(nats_url, fleet, prefill=slow) as both, asyncio.TaskGroup() as tasks:
+        ended = [tasks.create_task(outcome(both.rb, long(name))) for name in ("at", "waiting")]
+
+        async def given() -> int:
+            return len(both.given.get("p", ()))
+
+        await until(given, 1)
+        await both.rb.abort(["at", "waiting"])
+        for task in ended:
+            result = await task
+            assert isinstance(result, Generation)
+            assert result.finish_reason is FinishReason.ABORT
+        await check_serves(both)
+        assert [request.request_id for request, _ in both.given["d"]] == ["next"]
+
+
+# Weights
+
+
+def folders(root: Path) -> tuple[Path, Path]:
+    """Two checkpoints of one model."""
+    return write_checkpoint(root / "one", fill=1), write_checkpoint(root / "two", fill=2)
+
+
+async def tokens_after(rb: bus.Client, request: GenerateRequest, first: int, count: int) -> list[int]:
+    """What the present weights go on with after the first token of a request."""
+    prompt = [*(int(token) for token in request.prompt_token_ids), first]
+    again = await rb.complete(long("again", prompt_token_ids=prompt, max_tokens=count))
+    return [int(token) for token in again.token_ids]
+
+
+async def test_weights_that_change_between_the_legs_make_the_kv_useless(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """The first token is the old weights', all others the new ones', which have computed the prompt themselves."""
+    one, two = folders(tmp_path)
+    request = long("r", max_tokens=6)
+    fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
+    async with disaggregated(nats_url, fleet, **fields) as both:
+        # Until the update lets it go on, the decode leg has to wait in the queue.
+        both.workers["d"]._puller.pause()
+        stream = both.rb.generate(request)
+        chunks = [await anext(stream)]
+        await both.rb.fleet.update_weights(str(two), version=1, mode="keep")
+        chunks += [chunk async for chunk in stream]
+
+        tokens = [int(token) for chunk in chunks for token in chunk.token_ids]
+        assert [chunk.weight_version for chunk in chunks] == [0, 1, 1, 1, 1, 1]
+        assert tokens[1:] == await tokens_after(both.rb, request, tokens[0], 5)
+        assert both.workers["d"].stats().intake.kv_unused == 1
+
+
+async def until_given(both: Disaggregated, worker: str, count: int) -> None:
+    """Wait until an engine was given so many requests."""
+
+    async def given() -> bool:
+        return len([request for request, _ in both.given[worker] if request.request_id != "canary"]) >= count
+
+    await until(given, True)
+
+
+@pytest.mark.parametrize("worker", ["p", "d"])
+async def test_a_leg_without_a_token_does_not_outlive_its_weights(
+    nats_url: str, fleet: str, tmp_path: Path, worker: str
+) -> None:
+    """Its KV is, or would be, half of the old weights: it fails as `kv_transfer_failed`, and is made anew alone."""
+    one, two = folders(tmp_path)
+    request = long("r", max_tokens=6)
+    fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
+    async with (
+        disaggregated(nats_url, fleet, decode=SLOW_LOADS, **fields) as both,
+        asyncio.TaskGroup() as tasks,
+    ):
+        engine = both.engines["p"]
+        quick = engine._config
+        engine._config = replace(quick, step_s=1.0 if worker == "p" else 0.0)
+        under_way = tasks.create_task(both.rb.complete(request))
+        await until_given(both, worker, 1)
+        engine._config = quick
+        await both.rb.fleet.update_weights(str(two), version=1, mode="keep")
+        result = await under_way
+
+        old = 0 if worker == "p" else 1
+        assert result.weight_versions.tolist() == [0] * old + [1] * (6 - old)
+        assert (result.attempts, result.worker_ids) == (2, (*"pd"[: 1 + old], "d"))
+        assert both.fallbacks() == {Alone.FAILED: 1}
+        first = int(result.token_ids[0])
+        assert result.token_ids.tolist()[1:] == await tokens_after(both.rb, request, first, 5)
+
+
+# Losses
+
+
+async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fleet: str) -> None:
+    """The request goes on from its first token, without prefill from then on."""
+    decode = SyntheticConfig(faults=SyntheticFaults(kv_loads=1))
+    async with disaggregated(nats_url, fleet, decode=decode) as both:
+        result = await both.rb.complete(long("r"))
+        await check_equal([result], [long("r")], ALONE)
+        assert (result.attempts, result.worker_ids) == (2, ("p", "d", "d"))
+        assert both.fallbacks() == {Alone.FAILED: 1}
+        await check_serves(both)
+
+
+async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: str) -> None:
+    """What it had goes to another prefill worker, and once there is none, to decode alone."""
+    slow = SyntheticConfig(step_s=0.3)
+    async with disaggregated(nats_url, fleet, prefill=slow, workers=("p1", "p2", "d")) as both:
+        requests = [long("one"), long("two")]
+        for request, expected in zip(requests, [2, 1], strict=True):
+            async with asyncio.TaskGroup() as tasks:
+                under_way = tasks.create_task(both.rb.complete(request))
+                at = await until_at(both, request)
+                both.workers[at].stop()
+                result = await under_way
+            await check_equal([result], [request], ALONE)
+            assert result.attempts == 2
+            assert len(result.worker_ids) == 1 + expected
+        assert both.fallbacks() == {Alone.NO_WORKER: 1}
+
+
+async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:
+    """Wait until a prefill engine has a request; returns its worker."""
+
+    async def places() -> list[str]:
+        return [name for name, given in both.given.items() if wanted.request_id in {r.request_id for r, _ in given}]
+
+    async def num_places() -> int:
+        return len(await places())
+
+    await until(num_places, 1)
+    return (await places())[0]
+
+
+async def test_killed_workers_are_made_good(nats_url: str, fleet: str) -> None:
+    """SIGKILL under load, of one of two of each role: every request comes back once, equal to the undisturbed one."""
+    engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
+    load = await Load.mixed(90, SyntheticConfig.from_args(engine))
+    async with contextlib.AsyncExitStack() as stack:
+        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2))
+        processes = {}
+        for name in ("p0", "p1", "d0", "d1"):
+            role = "prefill" if name.startswith("p") else "decode"
+            # Prefill is slow enough to be caught at it.
+            arguments = {**engine, "role": role, "kv_load_s": 0.01, "step_s": 0.1 if role == "prefill" else 0.003}
+            processes[name] = await stack.enter_async_context(
+                worker_process(nats_url, fleet, "--lease-s", "2", "--worker-id", name, engine_args=arguments)
+            )
+        await until_paired(rb, *processes)
+
+        async def kill(name: str) -> None:
+            processes[name].kill()
+
+        # A few at a time, so that some are always at prefill.
+        strikes = {10: partial(kill, "p0"), 40: partial(kill, "d0")}
+        results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)
+        children = [child for result in results for child in (result, *result.siblings)]
+        lost = [child for child in children if child.attempts > 1]
+        assert {"p0", "d0"} <= {worker for child in lost for worker in child.worker_ids}
+        assert all(child.exact for child in children)
+        assert rb.stats().prefill_legs > 20
