@@ -26,6 +26,7 @@ __all__ = [
 
 NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+NotNegativeSeconds = Annotated[float, Meta(ge=0)]
 
 
 class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +176,14 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that its engine has made for them, whether or not they were taken."""
     routing_bytes: NotNegative = 0
     """Routed experts that its engine has made for them, in bytes."""
+    first_tokens: NotNegative = 0
+    """Requests of which its engine has made a token."""
+    first_tokens_s: NotNegativeSeconds = 0.0
+    """Seconds from their offers to their first tokens, added up: their mean is this over `first_tokens`."""
+    next_tokens: NotNegative = 0
+    """Tokens of all steps but each request's first with tokens."""
+    next_tokens_s: NotNegativeSeconds = 0.0
+    """Seconds between those steps and the ones before, added up: the time of one token is this over `next_tokens`."""
     credit_stalls: NotNegative = 0
     """How often a client's chunks had to wait, and were merged, because it had granted no more credit."""
     frames: NotNegative = 0

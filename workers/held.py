@@ -42,6 +42,10 @@ class Held:
     """The adapter that it uses."""
     awaits_kv: bool = False
     """A prefill or decode leg that has no token yet."""
+    last_at: float = 0.0
+    """When its last token came, or, without one, when it was offered."""
+    has_token: bool = False
+    """Its engine has made one."""
     state: HeldState = HELD.initial
 
     def advance(self, event: HeldEvent) -> None:

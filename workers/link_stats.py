@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from bus.protocol.step import RequestStep
+from workers.held import Held
 
 __all__ = ["LinkStats"]
 
@@ -18,6 +19,14 @@ class LinkStats:
     generated_tokens: int = 0
     routing_bytes: int = 0
     """Rows of routed experts, as the engine gave them."""
+    first_tokens: int = 0
+    """Requests that have a token."""
+    first_tokens_s: float = 0.0
+    """Seconds from their offers to their first tokens, added up."""
+    next_tokens: int = 0
+    """Tokens of all later steps."""
+    next_tokens_s: float = 0.0
+    """Seconds from the steps before them to theirs, added up."""
     ended: int = 0
     """Ended by the engine: stopped, full, aborted or failed."""
     failed: int = 0
@@ -48,8 +57,18 @@ class LinkStats:
     kv_too_large: int = 0
     """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""
 
-    def count(self, step: RequestStep) -> None:
-        """Count what a step brought that was taken."""
-        self.generated_tokens += len(step.token_ids)
+    def count(self, step: RequestStep, held: Held, now: float) -> None:
+        """Count what a step brought that was taken for a request."""
         if step.routed_experts is not None:
             self.routing_bytes += step.routed_experts.nbytes
+        num_tokens = len(step.token_ids)
+        if not num_tokens:
+            return
+        self.generated_tokens += num_tokens
+        if held.has_token:
+            self.next_tokens += num_tokens
+            self.next_tokens_s += now - held.last_at
+        else:
+            self.first_tokens += 1
+            self.first_tokens_s += now - held.last_at
+        held.last_at, held.has_token = now, True

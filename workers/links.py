@@ -155,7 +155,7 @@ class Links:
         self.stats.offered += 1
         self.stats.prompt_tokens += request.prompt_len
         held = self._take_in_hand(origin, writer, now, deadline, request.lora)
-        held.awaits_kv = kv is not None
+        held.awaits_kv, held.last_at = kv is not None, now
         return held.name
 
     def _take_in_hand(
@@ -185,7 +185,7 @@ class Links:
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, part_bytes=self.routes.part_bytes)
         self._endings.fail(self._take_in_hand(origin, writer, now), error)
 
-    def take(self, steps: Iterable[RequestStep]) -> Instructions:
+    def take(self, steps: Iterable[RequestStep], now: float) -> Instructions:
         """Take what the engine made; requests whose output makes no sense are failed and aborted."""
         todo = Instructions()
         for step in steps:
@@ -204,7 +204,7 @@ class Links:
                 self._endings.fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
                 todo.abort.append(step.key)
                 continue
-            self.stats.count(step)
+            self.stats.count(step, held, now)
             self.routes.touch(held.route)
             held.awaits_kv = held.awaits_kv and not len(step.token_ids)
             if step.finish_reason is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 import bus
@@ -35,6 +35,15 @@ GAUGES: Final = {
     "uptime_s": ("uptime_seconds", "Since it started"),
 }
 """Fields of `WorkerPresence`, their names here, and what they are."""
+WORKER_TIMES: Final = {
+    "time_to_first_token_seconds": (
+        "first_tokens",
+        "From a request's offer to its first token, as the engine makes it: without the time in the queue",
+    ),
+    "inter_token_seconds": ("next_tokens", "Time between steps of a request over the tokens of the later one"),
+}
+"""Sums of times by their names here: the field of `WorkerCounters` with their number, that with the seconds is named
+after it, and what they are."""
 WORKER_COUNTERS: Final = {
     "requests": "Requests that it has offered to clients: each attempt of each sample is one",
     "rejected": "Requests that it has refused",
@@ -150,6 +159,14 @@ def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
             if value is not None:
                 gauge.add_metric((worker.worker, worker.model), value)
         yield gauge
+    for name, (field, words) in WORKER_TIMES.items():
+        times = SummaryMetricFamily(f"rollbus_worker_{name}", words, labels=labels)
+        for worker in workers:
+            if (counters := worker.counters) is not None:
+                times.add_metric(
+                    (worker.worker, worker.model), getattr(counters, field), getattr(counters, f"{field}_s")
+                )
+        yield times
     for field, words in WORKER_COUNTERS.items():
         counter = CounterMetricFamily(f"rollbus_worker_{field}", words, labels=labels)
         for worker in workers:

@@ -136,6 +136,9 @@ async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str)
     assert found["rollbus_worker_prompt_tokens_total", W] == 6
     assert found["rollbus_worker_generated_tokens_total", W] > 4
     assert found["rollbus_worker_routing_bytes_total", W] > 0
+    assert found["rollbus_worker_time_to_first_token_seconds_count", W] == 2
+    assert found["rollbus_worker_time_to_first_token_seconds_sum", W] > 0
+    assert found["rollbus_worker_inter_token_seconds_sum", W] > 0
     assert found["rollbus_worker_held_bytes", W] > 0
     assert not [name for name, _ in found if name.startswith(("rollbus_http_generat", "rollbus_client_queue_wait"))]
 

@@ -274,7 +274,13 @@ capabilities = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
 )
-counters = st.builds(WorkerCounters, **{name: st.integers(0, 2**53) for name in WorkerCounters.__struct_fields__})
+counters = st.builds(
+    WorkerCounters,
+    **{
+        name: st.floats(0, 1e9) if name.endswith("_s") else st.integers(0, 2**53)
+        for name in WorkerCounters.__struct_fields__
+    },
+)
 presences = st.builds(
     WorkerPresence,
     worker=subject_tokens,

@@ -20,12 +20,28 @@ def test_tokens_and_rows_are_counted_as_the_engine_makes_them() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", prompt_len=PROMPT_LEN, routing=True)
-    links.take([step(name, 1, rows=(0, PROMPT_LEN)), step(name, 2, rows=(PROMPT_LEN, PROMPT_LEN + 2), end=True)])
-    links.take([step(name, 5)])
+    links.take([step(name, 1, rows=(0, PROMPT_LEN)), step(name, 2, rows=(PROMPT_LEN, PROMPT_LEN + 2), end=True)], NOW)
+    links.take([step(name, 5)], NOW)
 
     stats = links.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.routing_bytes) == (PROMPT_LEN, 3, 5 * ROW_BYTES)
     assert stats.late_steps == 1
+
+
+def test_times_of_tokens_are_added_up() -> None:
+    """The first counts from the offer; of a later step its whole time, for each of its tokens; without tokens none."""
+    links = make_links()
+    ear = Ear(links)
+    (first, _), (second, _) = ear.offer("a"), ear.offer("b")
+    links.take([step(first, 0)], NOW + 1)
+    links.take([step(first, 2)], NOW + 3)
+    links.take([step(first, 4), step(second, 1)], NOW + 5)
+    links.take([step(first, 1, end=True)], NOW + 5.5)
+
+    stats = links.stats
+    assert (stats.first_tokens, stats.first_tokens_s) == (2, 3 + 5)
+    assert (stats.next_tokens, stats.next_tokens_s) == (5, 2 + 0.5)
+    assert stats.first_tokens + stats.next_tokens == stats.generated_tokens - 1
 
 
 def test_stalls_of_links_that_are_gone_still_count() -> None:
@@ -36,7 +52,7 @@ def test_stalls_of_links_that_are_gone_still_count() -> None:
         ear = Ear(links, client=client)
         name, _ = ear.offer("r")
         for _ in range(3):
-            links.take([step(name, INITIAL_CREDIT_BYTES // 4)])
+            links.take([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
             ear.hear()
         seen.append(links.routes.credit_stalls)
         links.expire(LATE)
@@ -45,7 +61,7 @@ def test_stalls_of_links_that_are_gone_still_count() -> None:
     ear = Ear(links, client="carol")
     name, _ = ear.offer("r")
     for _ in range(3):
-        links.take([step(name, INITIAL_CREDIT_BYTES // 4)])
+        links.take([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
         ear.hear()
     links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
 
@@ -80,6 +96,8 @@ async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str)
     assert done.routed_experts is not None
     assert counters.routing_bytes > done.routed_experts.nbytes
     assert counters.frames > 3
+    assert (counters.first_tokens, counters.first_tokens + counters.next_tokens) == (2, counters.generated_tokens)
+    assert min(counters.first_tokens_s, counters.next_tokens_s) > 0
     assert again.counters == WorkerCounters()
 
 

@@ -41,7 +41,7 @@ def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() 
     links = make_links()
     ear = Ear(links)
     name, message = ear.offer("r")
-    links.take([step(name, end=True)])
+    links.take([step(name, end=True)], NOW)
     ear.hear()
 
     assert len(links) == 0
@@ -179,7 +179,7 @@ def test_a_fence_gives_up_everything_without_a_word() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
-    links.take([step(name)])
+    links.take([step(name)], NOW)
     (route,) = links.routes.sendable()
     todo = links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
 
@@ -274,7 +274,7 @@ def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
     ear = Ear(links)
     bad, _ = ear.offer("bad", routing=True)
     good, _ = ear.offer("good", routing=True)
-    todo = links.take([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")])
+    todo = links.take([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")], NOW)
     ear.hear()
 
     assert todo.abort == [bad]
@@ -292,13 +292,13 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     small, _ = ear.offer("small")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
-    links.take([step(large, rows=(0, rows))])
+    links.take([step(large, rows=(0, rows))], NOW)
     (route,) = links.routes.sendable()
     frames_since_token = []
     num_frames = num_tokens = 0
     while len(ear.chunks("large")) < 33:
         # A step lands behind every frame, as the engine goes on meanwhile.
-        links.take([step(small)])
+        links.take([step(small)], NOW)
         outgoing = links.next_frame(route)
         assert outgoing is not None
         assert len(outgoing.data) < 160 * 1024
@@ -319,12 +319,12 @@ def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
     ear = Ear(links)
     name, _ = ear.offer("r")
     ear.hear()
-    links.take([step(name, INITIAL_CREDIT_BYTES)])
+    links.take([step(name, INITIAL_CREDIT_BYTES)], NOW)
     ear.hear()
     sent = sum(chunk.num_tokens for chunk in ear.chunks("r"))
     unsent = INITIAL_CREDIT_BYTES - sent
     todo = links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
-    links.take([step(name, 1), step(name, 1, end=True)])
+    links.take([step(name, 1), step(name, 1, end=True)], NOW)
     ear.hear()
 
     assert unsent > 0
@@ -343,7 +343,7 @@ def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
-    links.take([step(name, INITIAL_CREDIT_BYTES, end=True)])
+    links.take([step(name, INITIAL_CREDIT_BYTES, end=True)], NOW)
     ear.hear()
     links.on_link_message("alice", ear.message(window=0), NOW)
     held_bytes = links.routes.held_bytes
@@ -362,7 +362,7 @@ def test_small_servers_get_small_frames() -> None:
     links.fence("w2", NOW, max_payload=65_536)
     ear = Ear(links)
     name = links.offer(ear.origin("r"), request_of(10_000, request_id="r"), capabilities(), NOW)
-    links.take([step(name, rows=(0, 10_000), end=True)])
+    links.take([step(name, rows=(0, 10_000), end=True)], NOW)
     (route,) = links.routes.sendable()
     sizes = []
     while outgoing := links.next_frame(route):

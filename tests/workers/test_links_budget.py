@@ -17,11 +17,11 @@ def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
     ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
     for at, ear in enumerate(ears[:2]):
         name, _ = ear.offer("r")
-        links.take([step(name, 3000)])
+        links.take([step(name, 3000)], NOW)
         ear.hear()
         links.expire(LATE + at)
     name, _ = ears[2].offer("r")
-    links.take([step(name, 3000)])
+    links.take([step(name, 3000)], NOW)
     ears[2].hear()
     links.on_presence(ears[2].presence(), LATE + 2)
     held = links.routes.held_bytes
@@ -42,14 +42,14 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
     aborted: list[str] = []
     while not aborted and rounds < 1000:
         rounds += 1
-        todo = links.take([step(large, 2000), step(small, 10)])
+        todo = links.take([step(large, 2000), step(small, 10)], NOW)
         aborted += todo.abort
         ear.hear()
 
     assert aborted == [large]
     assert links.routes.held_bytes <= 4 * INITIAL_CREDIT_BYTES
     assert links.stats.over_budget == 1
-    links.take([step(small, end=True)])
+    links.take([step(small, end=True)], NOW)
     links.on_link_message("alice", ear.message(), NOW)
     ear.hear()
     last = ear.chunks("large")[-1]
@@ -68,7 +68,7 @@ def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatc
     links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 1 << 60), NOW)
     aborted = []
     for _ in range(1000):
-        aborted += links.take([step(large, 2000), step(small)]).abort
+        aborted += links.take([step(large, 2000), step(small)], NOW).abort
         for route in links.routes.sendable():
             while links.next_frame(route) is not None:
                 pass
@@ -93,7 +93,7 @@ def test_what_is_held_is_what_all_links_hold() -> None:
     for ear in ears:
         ear.hear()
         compare()
-    links.take([step(name, 100_000) for name in names])
+    links.take([step(name, 100_000) for name in names], NOW)
     compare()
     ears[0].hear()
     compare()

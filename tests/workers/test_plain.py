@@ -54,7 +54,7 @@ def test_frames_need_no_credit_and_count_from_zero() -> None:
     """Each plain request has its own numbers; the first frame offers it; nothing waits for an acknowledgement."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(50_000, request_id="r"), capabilities(), NOW)
-    links.take([step(name, rows=(0, 50_000))])
+    links.take([step(name, rows=(0, 50_000))], NOW)
     frames = frames_of(links)
 
     assert sum(chunk.routed_experts.shape[0] for f in frames for chunk in f.chunks if chunk.routed_experts) == 50_000
@@ -70,7 +70,7 @@ def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
     (route,) = links.routes.sendable()
     first = links.next_frame(route)
-    links.take([step(name, end=True)])
+    links.take([step(name, end=True)], NOW)
     last = links.next_frame(route)
 
     assert first is not None
@@ -119,7 +119,7 @@ def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -
     assert links.repeated(again) is not None
     assert links.messages == [again.message]
     (route,) = links.routes.sendable()
-    links.take([step(name, end=True)])
+    links.take([step(name, end=True)], NOW)
     outgoing = links.next_frame(route)
     assert outgoing is not None
     assert outgoing.message is again.message

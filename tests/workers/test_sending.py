@@ -100,7 +100,7 @@ async def test_a_plain_request_is_acked_right_behind_its_last_frame(event: str) 
     message = queued(nats=nats)
     origin = Origin("alice", "", RequestKey("r"), message, REPLY_TO)
     name = links.offer(origin, request_of(), capabilities(routing=False), NOW)
-    links.take([step(name, end=True)])
+    links.take([step(name, end=True)], NOW)
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(sending.run_frames()), tasks.create_task(sending.run_words())]
         sending.wake()

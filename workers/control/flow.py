@@ -6,6 +6,7 @@ requests come in.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -181,7 +182,7 @@ class Flow:
         if self._kept is not None:
             self._kept.extend(steps)
         else:
-            self._carry_out(self._links.take(steps))
+            self._carry_out(self._links.take(steps, time.monotonic()))
         self.look()
 
     def look(self) -> None:
@@ -200,7 +201,8 @@ class Flow:
         if meant:
             kept = self._kept or []
             ends = [RequestStep(key=name, token_ids=NO_TOKENS, finish_reason=FinishReason.ABORT) for name in meant]
-            self._carry_out(self._links.take([*(step for step in kept if step.key in meant), *ends]))
+            steps = [*(step for step in kept if step.key in meant), *ends]
+            self._carry_out(self._links.take(steps, time.monotonic()))
             if self._kept is not None:
                 self._kept = [step for step in kept if step.key not in meant]
         self._carry_out(Instructions(abort=list(names)))
