@@ -16,18 +16,17 @@ from bus.address import parse_url, redact
 from bus.denials import Denials
 from bus.nats_client import MendedClient
 from bus.server import CREDENTIALS_VARIABLE, Server, default_url
+from bus.subjects import PREFIX
 from schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 
 __all__ = [
     "Connection",
     "ConnectionStats",
-    "check_permitted",
     "close_connection",
     "default_url",
     "drain",
     "open_connection",
     "publish",
-    "publish_permitted",
     "subscribe",
 ]
 
@@ -62,6 +61,8 @@ class ConnectionStats:
     """Received messages thrown away because their handler was too slow."""
     handler_failures: int
     """Messages whose handler raised."""
+    streamed_msgs: int = 0
+    """Messages that a stream delivered on a subject of the software, and that were dropped."""
 
 
 class Connection(MendedClient):
@@ -95,6 +96,7 @@ class Connection(MendedClient):
         self._disconnects = 0
         self._dropped_msgs = 0
         self._handler_failures = 0
+        self.streamed_msgs = 0
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "closed" if self.is_closed else "disconnected"
@@ -112,6 +114,7 @@ class Connection(MendedClient):
             reconnects=self.stats["reconnects"],
             dropped_msgs=self._dropped_msgs,
             handler_failures=self._handler_failures,
+            streamed_msgs=self.streamed_msgs,
         )
 
     async def open(self, timeout_s: float) -> None:
@@ -310,29 +313,6 @@ async def publish(
         raise BusClosed("the connection to NATS is closed") from error
 
 
-async def publish_permitted(nats: Connection, subject: str, data: bytes) -> None:
-    """Publish, and wait until the server has looked whether this user may, as far as it answers.
-
-    Raises:
-        PermissionDenied: the user may not.
-        Exception: as `publish`.
-    """
-    async with nats.denials.expected(subject):
-        await publish(nats, subject, data)
-        await nats.confirm(timeout_s=CONNECT_TIMEOUT_S)
-
-
-async def check_permitted(nats: Connection) -> None:
-    """Wait until the server has dealt with what was published and subscribed before.
-
-    Raises:
-        PermissionDenied: something of it the user may not.
-    """
-    await nats.confirm(timeout_s=CONNECT_TIMEOUT_S)
-    if nats.denials.first is not None:
-        raise nats.denials.first
-
-
 async def subscribe(
     nats: Client,
     subject: str,
@@ -343,6 +323,9 @@ async def subscribe(
     max_pending_bytes: int = MAX_PENDING_BYTES,
 ) -> Subscription:
     """Call `handler` for each message on `subject`, one after another; it must hand over and return, not work.
+
+    On subjects of the software, what a stream delivers is dropped: whoever pulls from one says where to, and no
+    permission binds that.
 
     Args:
         queue: the queue group to share the subject's messages with; empty: receive all.
@@ -356,7 +339,7 @@ async def subscribe(
         return await nats.subscribe(
             subject,
             queue=queue,
-            cb=handler,
+            cb=_unstreamed(nats, handler) if subject.startswith(f"{PREFIX}.") else handler,
             pending_msgs_limit=max_pending_msgs,
             pending_bytes_limit=max_pending_bytes,
         )
@@ -377,6 +360,18 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
             await subscription.drain()  # type: ignore[no-untyped-call]
     except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
         logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
+
+
+def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+    async def take(message: Msg) -> None:
+        if not message.reply.startswith("$JS.ACK."):
+            await handler(message)
+        elif isinstance(nats, Connection):
+            nats.streamed_msgs += 1
+            if nats.streamed_msgs.bit_count() == 1:
+                logger.warning("nats.streamed subject=%s so_far=%s", message.subject, nats.streamed_msgs)
+
+    return take
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from schemas.checks import check_subject_token
 from schemas.request import Lane
 
-__all__ = ["Subjects", "check_subject_token", "decode_token", "encode_token"]
+__all__ = ["PREFIX", "Subjects", "check_subject_token", "decode_token", "encode_token"]
 
 PREFIX = "rb.v1"
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")

@@ -17,7 +17,8 @@ from functools import partial
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, check_permitted, close_connection, open_connection, subscribe
+from bus.connection import Connection, close_connection, open_connection, subscribe
+from bus.permitted import check_permitted
 from bus.protocol.states import WorkerEvent
 from bus.queue.puller import QueuePuller
 from bus.queue.streams import ensure_queue

@@ -17,18 +17,11 @@ from bus.client.durations import Durations
 from bus.client.exchange import Exchange
 from bus.client.fleet_watch import FleetWatch
 from bus.client.links import ClientLinks
-from bus.connection import (
-    CLOSE_TIMEOUT_S,
-    Connection,
-    check_permitted,
-    close_connection,
-    open_connection,
-    publish,
-    subscribe,
-)
+from bus.connection import CLOSE_TIMEOUT_S, Connection, close_connection, open_connection, publish, subscribe
 from bus.control.commander import Commander
 from bus.control.updates import Updates
 from bus.control.uploads import Uploads
+from bus.permitted import check_permitted
 from bus.protocol.fleet_view import Gone
 from schemas.errors import BusBroken, ErrorCode, PermissionDenied, RemoteProtocolError
 from schemas.messages import decode_client_presence, encode_json

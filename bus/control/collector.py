@@ -16,7 +16,8 @@ from typing import Final
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish_permitted, subscribe
+from bus.connection import Connection, subscribe
+from bus.permitted import publish_permitted
 from bus.protocol.fleet_view import Gone
 from bus.protocol.ledger import Roll
 from bus.subjects import Subjects

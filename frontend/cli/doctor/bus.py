@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from bus.address import redact
 from bus.client.fleet_watch import FleetWatch
-from bus.connection import Connection, check_permitted, close_connection, open_connection, subscribe
+from bus.connection import Connection, close_connection, open_connection, subscribe
 from bus.control.store import BUCKET
 from bus.credentials import CLIENT_ROLES, Credentials, User, is_private, load_credentials
 from bus.jetstream import ApiError, ask
 from bus.permissions import permissions
+from bus.permitted import check_permitted
 from bus.server import Server, Tls
 from bus.subjects import Subjects
 from frontend.cli.doctor.findings import Finding, fail, gib, ok, warn

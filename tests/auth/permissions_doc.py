@@ -1,0 +1,45 @@
+"""Write the tables of permissions in docs/operations.md: `python -m tests.auth.permissions_doc`."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from bus.credentials import Role
+from bus.permissions import JETSTREAM_RULES, SUBJECT_RULES
+
+__all__ = ["DOC", "with_table"]
+
+DOC = Path(__file__).parents[2] / "docs" / "operations.md"
+PARTS = re.compile(r"(<!-- table: (permissions|jetstream) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_table(text: str) -> str:
+    """The document with the tables as the code has them now."""
+    tables = {"permissions": _subjects, "jetstream": _jetstream}
+    return PARTS.sub(lambda match: f"{match[1]}{tables[match[2]]()}{match[3]}", text)
+
+
+def _subjects() -> str:
+    rows = ((f"`{rule.subject}`", _names(rule.publish), _names(rule.subscribe)) for rule in SUBJECT_RULES)
+    return _table(("subject below `rb.v1.<fleet>.`", "publish", "subscribe"), rows)
+
+
+def _jetstream() -> str:
+    rows = ((f"`{rule.subject}`", _names(rule.publish), _names(rule.subscribe), rule.why) for rule in JETSTREAM_RULES)
+    return _table(("subject", "publish", "subscribe", "for"), rows)
+
+
+def _names(roles: frozenset[Role]) -> str:
+    if roles == frozenset(Role):
+        return "all"
+    return ", ".join(role for role in Role if role in roles) or "–"
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = tuple(columns)
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_table(DOC.read_text()))

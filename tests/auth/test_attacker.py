@@ -1,0 +1,247 @@
+"""Whoever has one user's credentials tries everything: each subject of the table, each of NATS's own services."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+import bus
+from bus.connection import close_connection, open_connection, subscribe
+from bus.credentials import Role, load_credentials
+from bus.embedded import EmbeddedServer
+from bus.jetstream import ask
+from bus.permissions import SUBJECT_RULES
+from bus.permitted import check_permitted, publish_permitted
+from bus.provision import provision
+from bus.queue.streams import stream_name
+from bus.server import Server
+from bus.subjects import Subjects
+from bus.users import ensure_users
+from schemas.errors import BusBroken, PermissionDenied
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.control.support import ask as greedy
+from tests.support.fleet import synthetic_worker
+
+pytestmark = pytest.mark.slow
+
+USERS = {Role.TRAINER: "alice", Role.WORKER: "w0", Role.FRONTEND: "front", Role.ADMIN: "boss", Role.VIEWER: "eye"}
+"""Whose credentials the attacker has."""
+OTHERS = {"<client>": "bob", "<controller>": "bob", "<worker>": "w1"}
+"""Whom the attacker would like to be, or to hear."""
+FIXED = {"<model>": MODEL, "<lane>": "normal"}
+T, W, F, A, V = Role.TRAINER, Role.WORKER, Role.FRONTEND, Role.ADMIN, Role.VIEWER
+EVERY_CLIENT = {T, F, A, V}
+
+# Said once more, by hand: a subject that is new, or a right that somebody got, has to be said here as well.
+# Each: who may publish under the own name, who may hear what is for oneself, who may hear what is for others.
+OWN: dict[str, tuple[set[Role], set[Role]]] = {
+    "req.<client>.<model>.<lane>": ({T, F}, set()),
+    "direct.<client>.<worker>": ({T, F}, {W}),
+    "frame.<client>.<worker>": ({W}, EVERY_CLIENT),
+    "link.<client>.<worker>": ({T, F}, {W}),
+    "plain.<client>.>": ({W}, {T, F}),
+    "presence.<worker>": ({W}, EVERY_CLIENT),
+    "client.<client>": (EVERY_CLIENT, EVERY_CLIENT | {W}),
+    "control.<controller>": ({A, F}, {W}),
+    "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
+    "ping": (EVERY_CLIENT, {W}),
+}
+HEARD_BY_ALL = {"presence.<worker>"}
+"""What clients hear of every worker."""
+
+
+def subject(kind: str, names: dict[str, str]) -> str:
+    """One subject of this kind."""
+    for placeholder, name in (FIXED | names).items():
+        kind = kind.replace(placeholder, name)
+    return f"rb.v1.{FLEET}." + kind.replace(".>", ".x")
+
+
+def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
+    """Each subject that the attacker tries: to publish or subscribe, where, and whether that is allowed."""
+    own = USERS[role]
+    mine = {"<worker>": own} if role is W else {"<client>": own, "<controller>": own}
+    theirs = {place for place in OTHERS if place not in mine}
+    for kind, (publishers, hearers) in OWN.items():
+        names_me = any(place in kind for place in mine)
+        for names in (OTHERS | mine, OTHERS):
+            is_me = names is not OTHERS
+            if not is_me and not names_me:
+                continue  # the same once more
+            where = subject(kind, names)
+            yield "publish", where, role in publishers and is_me
+            is_for_all = role is W or kind in HEARD_BY_ALL
+            yield "subscribe", where, role in hearers and (is_me or (is_for_all and kind in HEARD_BY_ALL))
+        wide = subject(kind, dict.fromkeys(OTHERS, "*") | {"<model>": "*", "<lane>": "*"})
+        everybody = not names_me or kind in HEARD_BY_ALL
+        yield "subscribe", wide, role in hearers and everybody and bool(theirs)
+
+
+async def may(guard: Guarded, name: str, action: str, where: str) -> bool:
+    """Try it."""
+
+    async def ignore(_message: Msg) -> None:
+        return
+
+    async with guard.connected(name) as nats:  # a fresh one: what was denied before does not count
+        try:
+            if action == "publish":
+                await publish_permitted(nats, where, b"\xc1")
+            else:
+                await subscribe(nats, where, ignore)
+                await check_permitted(nats)
+        except PermissionDenied as error:
+            assert (error.action, error.subject) == (action, where)
+            assert name in str(error)
+            return False
+        return True
+
+
+def test_every_subject_is_tried() -> None:
+    """A subject without a decision of its own here fails this test."""
+    assert list(OWN) == [rule.subject for rule in SUBJECT_RULES]
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_each_subject_is_for_whom_it_is_meant(role: Role, tmp_path: Path) -> None:
+    """With each role's credentials: under the own name what the role does, and nothing under another's."""
+    async with guarded(tmp_path) as guard:
+        found = {(action, where): await may(guard, USERS[role], action, where) for action, where, _ in cases(role)}
+
+    assert found == {(action, where): allowed for action, where, allowed in cases(role)}
+
+
+NEVER = [
+    *("_INBOX.>", "_INBOX_trainer.bob.>", "_INBOX_trainer.>", "_INBOX_frontend.front2.>", ">", "rb.>", "rb.v1.>"),
+    *(f"rb.v1.{FLEET}.>", f"rb.v1.{FLEET}.frame.>", "rb.v1.other.presence.*", "$SYS.>", "$JS.>", "$JS.EVENT.>", "$O.>"),
+    *("$KV.>", "$KV.rollbus.>", "$JS.API.>", "$JS.ACK.>"),
+]
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_nobody_hears_everything(role: Role, tmp_path: Path) -> None:
+    """No wide subscription is possible, nor one to another's answers."""
+    async with guarded(tmp_path) as guard:
+        heard = [where for where in NEVER if await may(guard, USERS[role], "subscribe", where)]
+
+    assert heard == []
+
+
+def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
+    """JetStream's operations on a queue, and who may use each."""
+    api = "$JS.API"
+    yield f"{api}.STREAM.MSG.GET.{stream}", set()
+    yield f"{api}.DIRECT.GET.{stream}", set()
+    yield f"{api}.DIRECT.GET.{stream}.rb.v1.{FLEET}.req.bob.{MODEL}.normal", set()
+    yield f"{api}.STREAM.DELETE.{stream}", set()
+    yield f"{api}.STREAM.PURGE.{stream}", set()
+    yield f"{api}.STREAM.MSG.DELETE.{stream}", set()
+    yield f"{api}.STREAM.SNAPSHOT.{stream}", set()
+    yield f"{api}.STREAM.RESTORE.{stream}", set()
+    yield f"{api}.STREAM.NAMES", set()
+    yield f"{api}.STREAM.LIST", set()
+    yield f"{api}.STREAM.CREATE.spy", {A}
+    yield f"{api}.STREAM.UPDATE.{stream}", {A}
+    yield f"{api}.CONSUMER.CREATE.{stream}", set()
+    yield f"{api}.CONSUMER.CREATE.{stream}.spy", {A}
+    yield f"{api}.CONSUMER.CREATE.{stream}.spy.rb.v1.{FLEET}.req.bob.{MODEL}.normal", set()
+    yield f"{api}.CONSUMER.DURABLE.CREATE.{stream}.spy", set()
+    yield f"{api}.CONSUMER.DELETE.{stream}.normal", set()
+    yield f"{api}.CONSUMER.PAUSE.{stream}.normal", set()
+    yield f"{api}.CONSUMER.MSG.NEXT.{stream}.normal", {W}
+    yield f"$JS.ACK.{stream}.normal.1.1.1.1.0", {W}
+    yield f"$KV.rollbus.{FLEET}.{MODEL}", {A, F}
+    yield "$KV.rollbus.other.m", set()
+    yield f"{api}.STREAM.PURGE.KV_rollbus", set()
+    yield f"{api}.STREAM.DELETE.KV_rollbus", set()
+    yield f"{api}.STREAM.PURGE.OBJ_rollbus-{FLEET}", {A}
+    yield f"$O.rollbus-{FLEET}.C.x", {A}
+    yield f"$O.rollbus-{FLEET}.M.x", {A}
+    yield f"{api}.META.LEADER.STEPDOWN", set()
+    yield f"{api}.ACCOUNT.PURGE.{FLEET}", set()
+    yield "$SYS.REQ.SERVER.PING", set()
+    yield "_INBOX_trainer.bob.x", set()
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_path: Path) -> None:
+    """Requests of others cannot be read, deleted or purged, nor what workers are told be changed."""
+    stream = stream_name(Subjects(FLEET), MODEL, "normal")
+    async with guarded(tmp_path) as guard:
+        found = {where: await may(guard, USERS[role], "publish", where) for where, _ in operations(stream)}
+
+    assert found == {where: role in roles for where, roles in operations(stream)}
+
+
+async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
+    """While bob has his request answered, alice has subscribed to all that she can think of."""
+    heard: list[str] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.subject)
+
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, guard.connected("alice") as alice:
+            for where in (*NEVER, "rb.v1.F.frame.bob.*", "rb.v1.F.frame.*.w0", "rb.v1.F.link.>", "rb.v1.F.presence.*"):
+                await subscribe(alice, where, hear)
+            async with bus.connect(guard.login("bob")) as bob:
+                await bob.fleet.wait_for_workers()
+                assert (await bob.complete(greedy())).error is None
+            await alice.confirm(timeout_s=5.0)
+
+    assert set(heard) == {"rb.v1.F.presence.w0"}
+
+
+async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> None:
+    """The same stream names, subjects and bucket are others there: a fleet is an account."""
+    entries = ensure_users(tmp_path, [("one", A, "a"), ("two", A, "b")])
+    one, two = (load_credentials(entry.path) for entry in entries)
+    async with EmbeddedServer(users=[entry.user for entry in entries]) as server:
+        await provision(Server(server.url, one), "one", [MODEL])
+        nats = await open_connection(Server(server.url, two), name="b")
+        info = await ask(nats, "INFO")
+        await close_connection(nats)
+
+    assert info["streams"] == 0
+
+
+async def test_no_secret_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Without credentials nothing is possible, and the error says what to do."""
+    async with guarded(tmp_path) as guard:
+        with pytest.raises(BusBroken, match=r"Authorization Violation.*--creds FILE"):
+            await open_connection(guard.url, name="nobody")
+
+
+async def test_what_a_stream_delivers_is_nobodys_word(tmp_path: Path) -> None:
+    """A trainer writes a command where requests go, and a worker has it delivered as an admin's: it is dropped."""
+    subjects = Subjects(FLEET)
+    heard: list[str] = []
+    arrived = asyncio.Event()
+
+    async def hear(_message: Msg) -> None:
+        heard.append("by the software")
+
+    async def see(_message: Msg) -> None:
+        arrived.set()
+
+    async with (
+        guarded(tmp_path) as guard,
+        guard.connected("alice") as trainer,
+        guard.connected("w1") as worker,
+        guard.connected("w0") as victim,
+    ):
+        await subscribe(victim, subjects.controls, hear)
+        await victim.subscribe(subjects.controls, cb=see)
+        await check_permitted(victim)
+        await trainer.request(subjects.request("alice", MODEL, "normal"), b'{"command": "drain", "id": "1"}', timeout=5)
+        pull = f"$JS.API.CONSUMER.MSG.NEXT.{stream_name(subjects, MODEL, 'normal')}.normal"
+        await worker.publish(pull, b'{"batch": 1, "no_wait": true}', reply=subjects.control("boss"))
+        async with asyncio.timeout(5):
+            await arrived.wait()
+        await victim.confirm(timeout_s=5)
+
+        assert heard == []
+        assert victim.counters().streamed_msgs == 1

@@ -1,0 +1,43 @@
+"""Keys are what NATS's own tools make and take."""
+
+import base64
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from bus.nkeys import BadKey, new_seed, public_key, sign
+
+# From the documentation of nats-server.
+SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
+PUBLIC = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
+
+
+def test_a_seed_gives_the_public_key_that_nats_documents() -> None:
+    """The forms are NATS's: prefix, base32, checksum."""
+    assert public_key(SEED) == PUBLIC
+
+
+def test_a_new_seed_has_the_same_form_and_is_new() -> None:
+    """Each is another, and one that can be used."""
+    seeds = {new_seed() for _ in range(8)}
+
+    assert len(seeds) == 8
+    assert {seed[:2] for seed in seeds} == {"SU"}
+    assert {len(seed) for seed in seeds} == {len(SEED)}
+    assert {public_key(seed)[0] for seed in seeds} == {"U"}
+
+
+def test_what_is_signed_can_be_verified_with_the_public_key() -> None:
+    """A server that knows the public key alone accepts the signature of its nonce."""
+    key = base64.b32decode(PUBLIC)[1:33]
+
+    Ed25519PublicKey.from_public_bytes(key).verify(base64.b64decode(sign(SEED, "nonce")), b"nonce")
+
+
+@pytest.mark.parametrize("seed", ["", "SU", PUBLIC, SEED[:-1] + "A", SEED.lower(), "SA" + SEED[2:], "SU1" + SEED[3:]])
+def test_what_is_no_seed_of_a_user_is_refused_and_not_quoted(seed: str) -> None:
+    """A key of another kind, a typing error, a public key: the error repeats nothing of it."""
+    with pytest.raises(BadKey) as caught:
+        public_key(seed)
+
+    assert len(seed) < 3 or seed not in str(caught.value)
