@@ -35,7 +35,13 @@ BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES, *
 """What routes decode from bodies, for the OpenAPI document; None: nothing."""
 QUERIES: dict[tuple[str, str], type] = {**control.QUERIES}
 """Structs of what routes read from the query, for the same."""
-ANSWERS: dict[tuple[str, str], openapi.Answer] = {**status.ANSWERS, **control.ANSWERS}
+ANSWERS: dict[tuple[str, str], openapi.Answer] = {
+    **status.ANSWERS,
+    **generate.ANSWERS,
+    **tokenize.ANSWERS,
+    **openai.ANSWERS,
+    **control.ANSWERS,
+}
 """What routes answer, for the same; see there."""
 CLIENT_GONE = 499
 """nginx's word for it: nobody reads this answer."""

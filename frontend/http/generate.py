@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
+from frontend.http.answer_types import GenerateAnswer
 from frontend.http.answers import Choice, take_whole, updates, usage_of
 from frontend.http.body import decode_body, read_body
 from frontend.http.errors import HttpError, unsupported
@@ -19,7 +20,7 @@ from frontend.http.service import RouteTable, Service
 from frontend.http.stops import stop_strings, text_of
 from frontend.http.wanted import Target, find_target, id_headers, make_wanted, named_errors
 
-__all__ = ["BODIES", "ROUTES"]
+__all__ = ["ANSWERS", "BODIES", "ROUTES"]
 
 
 async def generate(service: Service, request: Request) -> Response:
@@ -97,3 +98,4 @@ async def _events(
 
 ROUTES: RouteTable = {("POST", "/inference/v1/generate"): generate}
 BODIES: dict[tuple[str, str], object] = {("POST", "/inference/v1/generate"): GenerateBody}
+ANSWERS: dict[tuple[str, str], object] = {("POST", "/inference/v1/generate"): GenerateAnswer}

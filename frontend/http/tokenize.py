@@ -17,7 +17,7 @@ from frontend.tokenization import Tokenizer
 from schemas import limits
 from schemas.errors import InvalidRequest
 
-__all__ = ["BODIES", "ROUTES", "DetokenizeBody", "TokenizeBody"]
+__all__ = ["ANSWERS", "BODIES", "ROUTES", "DetokenizeBody", "TokenizeBody"]
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -47,6 +47,23 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     tokens: list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 
 
+class TokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    """Prompt and generated tokens together."""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """With `return_token_strs`, as the vocabulary spells them."""
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    """A text."""
+
+    prompt: str
+
+
 async def tokenize(service: Service, request: Request) -> Response:
     """The token ids of a text or a chat, and how many a prompt may have."""
     service.admit(request)
@@ -60,13 +77,9 @@ async def tokenize(service: Service, request: Request) -> Response:
         add_special_tokens = body.add_special_tokens is not False
         token_ids = await encode_text(tokenizer, body.prompt or "", add_special_tokens=add_special_tokens)
     strings = await asyncio.to_thread(tokenizer.tokens, token_ids) if body.return_token_strs else None
+    max_model_len = target.capabilities.max_model_len
     return json_response(
-        {
-            "count": len(token_ids),
-            "max_model_len": target.capabilities.max_model_len,
-            "tokens": token_ids,
-            "token_strs": strings,
-        }
+        TokenizeAnswer(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids, token_strs=strings)
     )
 
 
@@ -101,7 +114,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(request, service.settings), DetokenizeBody)
     target = find_target(service, body.model)
     tokenizer = await service.tokenizer(target.worker)
-    return json_response({"prompt": await asyncio.to_thread(_text, tokenizer, body.tokens)})
+    return json_response(DetokenizeAnswer(prompt=await asyncio.to_thread(_text, tokenizer, body.tokens)))
 
 
 def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
@@ -126,4 +139,10 @@ BODIES: dict[tuple[str, str], object] = {
     ("POST", "/tokenize"): TokenizeBody,
     ("POST", "/v1/detokenize"): DetokenizeBody,
     ("POST", "/detokenize"): DetokenizeBody,
+}
+ANSWERS: dict[tuple[str, str], object] = {
+    ("POST", "/v1/tokenize"): TokenizeAnswer,
+    ("POST", "/tokenize"): TokenizeAnswer,
+    ("POST", "/v1/detokenize"): DetokenizeAnswer,
+    ("POST", "/detokenize"): DetokenizeAnswer,
 }

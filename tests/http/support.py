@@ -1,12 +1,16 @@
 """The HTTP service on a port of its own, in front of workers on the synthetic engine or the real one."""
 
 import contextlib
+import functools
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import httpx
 
 import bus
+from frontend.http.app import described
+from frontend.http.openapi import document
 from frontend.http.server import listen, serving
 from frontend.http.settings import Settings
 from tests.support.fleet import synthetic_worker
@@ -31,6 +35,25 @@ class Http:
     """Of its one worker, if that is a synthetic one."""
 
 
+@functools.cache
+def _declared() -> dict[tuple[str, str], set[str]]:
+    """The statuses that the OpenAPI document has, by method and path."""
+    paths = document(described(), Settings())["paths"]
+    return {
+        (method.upper(), path): set(operation["responses"])
+        for path, methods in paths.items()
+        for method, operation in methods.items()
+    }
+
+
+async def _check_declared(answer: httpx.Response) -> None:
+    """Every status that any test sees is one that the document has for its route."""
+    path = re.sub(r"(/operations)/[^/]+$", r"\1/{id}", answer.request.url.path)
+    statuses = _declared().get((answer.request.method, path), {"404", "405"})
+    status = str(answer.status_code)
+    assert not statuses.isdisjoint({status, f"{status[0]}XX"}), (answer.request.method, path, status)
+
+
 @contextlib.asynccontextmanager
 async def http_before(nats_url: str, fleet: str, settings: Settings | None = None) -> AsyncIterator[Http]:
     """Serve a fleet whose workers are somewhere else."""
@@ -40,7 +63,7 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
         bus.connect(nats_url, fleet=fleet) as own,
         bus.connect(nats_url, fleet=fleet) as rb,
         serving(own, settings or Settings(), listening),
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, timeout=60, event_hooks={"response": [_check_declared]}) as client,
     ):
         yield Http(url, client, rb, own)
 

@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bus
+from frontend.http.answer_types import ChatAnswer, CompletionAnswer
 from frontend.http.body import decode_body, read_body
 from frontend.http.openai.body import ChatBody, CompletionBody, check_served
 from frontend.http.openai.job import Job
@@ -15,7 +16,7 @@ from frontend.http.openai.shapes import CHAT, COMPLETION
 from frontend.http.service import RouteTable, Service
 from frontend.http.wanted import find_target, make_wanted, named_errors
 
-__all__ = ["BODIES", "ROUTES"]
+__all__ = ["ANSWERS", "BODIES", "ROUTES"]
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -80,4 +81,9 @@ BODIES: dict[tuple[str, str], object] = {
     ("POST", "/v1/chat/completions"): ChatBody,
     ("POST", "/v1/chat/completions/tokens"): ChatBody,
     ("POST", "/v1/completions"): CompletionBody,
+}
+ANSWERS: dict[tuple[str, str], object] = {
+    ("POST", "/v1/chat/completions"): ChatAnswer,
+    ("POST", "/v1/chat/completions/tokens"): ChatAnswer,
+    ("POST", "/v1/completions"): CompletionAnswer,
 }
