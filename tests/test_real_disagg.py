@@ -1,0 +1,257 @@
+"""A prefill and a decode worker on real engines: what they give together is what one worker gives alone."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from msgspec.structs import replace
+
+import bus
+from bus import FleetState, GenerateRequest, Generation
+from schemas.presence import WorkerState
+from tests.control.support import until
+from tests.http.support import http_before
+from tests.support.fleet import check_generation
+from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, greedy
+from tests.support.results import assert_same
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+BLOCK = 32
+NUM_TOKENS = 12
+ABANDONED_AFTER_S = 60
+START_TIMEOUT_S = 240.0
+LENGTHS = (1, 31, 32, 33, 100, 500)
+ROLES = ("prefill", "decode")
+
+
+@dataclass
+class Pair:
+    """A fleet of one prefill and one decode worker."""
+
+    url: str
+    fleet: str
+    folder: Path
+    """Where KV is."""
+    processes: dict[str, psutil.Popen]
+    """By role, which is also the worker's id."""
+
+    def legs(self) -> list[Path]:
+        """What of prefill legs is there."""
+        return list(self.folder.iterdir())
+
+    @contextlib.asynccontextmanager
+    async def between_legs(self, rb: bus.Client, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Generation]"]:
+        """Run the block while the KV of `request` has been stored, and nobody has taken it yet."""
+        assert self.legs() == []
+        self.processes["decode"].suspend()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(rb.complete(request))
+                while not any(self.folder.glob("*/*.safetensors")):  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.01)
+                yield task
+                self.processes["decode"].resume()
+        finally:
+            self.processes["decode"].resume()
+
+
+@pytest.fixture(scope="module")
+def pair(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Start both workers with the weights of `real_fleet`."""
+    folder = tmp_path_factory.mktemp("kv")
+    fleet = f"disagg-{uuid.uuid4().hex[:8]}"
+    extra = {"shared_storage_path": str(folder), "abandoned_after_s": ABANDONED_AFTER_S}
+    connector = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
+    flags = [
+        "--nats",
+        nats_url,
+        "--fleet",
+        fleet,
+        "--model",
+        str(tiny_moes[0]),
+        "--weight-version",
+        str(WEIGHT_VERSION),
+    ]
+    flags += ["--weight-root", str(tiny_moes[0].parent), "--kv-transfer-config", json.dumps(connector)]
+    flags += ["--engine-args", json.dumps({**ENGINE_ARGS, "block_size": BLOCK})]
+    processes = {
+        role: psutil.Popen([sys.executable, "-m", "workers", *flags, "--role", role, "--worker-id", role])
+        for role in ROLES
+    }
+    try:
+        asyncio.run(wait_until_serving(nats_url, fleet))
+        yield Pair(nats_url, fleet, folder, processes)
+        for process in processes.values():
+            process.terminate()
+        assert [process.wait(STOP_TIMEOUT_S) for process in processes.values()] == [0, 0]
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def both_serve(state: FleetState) -> bool:
+    """Both workers do."""
+    return {worker.worker for worker in state.workers if worker.state is WorkerState.SERVING} == {*ROLES}
+
+
+async def wait_until_serving(nats_url: str, fleet: str) -> None:
+    """Until both workers serve."""
+    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(START_TIMEOUT_S):
+        await until(rb, both_serve)
+
+
+@contextlib.asynccontextmanager
+async def connected(pair: Pair) -> AsyncIterator[bus.Client]:
+    """Give a client that has heard of both workers."""
+    async with bus.connect(pair.url, fleet=pair.fleet) as rb:
+        await until(rb, both_serve)
+        yield rb
+
+
+def check_legs(generation: Generation, request: GenerateRequest) -> None:
+    """It was served in two legs, and the tokens transferred count as cached."""
+    check_generation(generation, request)
+    assert generation.attempts == 1
+    assert generation.exact
+    if request.prompt_len < BLOCK:
+        assert generation.worker_ids == ("decode",)
+    else:
+        assert generation.worker_ids == ROLES
+        assert generation.cached_tokens == request.prompt_len // BLOCK * BLOCK
+
+
+async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
+    """Tokens, logprobs and routing are a single worker's, from any row of the prompt on."""
+    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+        for length in LENGTHS:
+            for start in (0, length // 2, length):
+                # A salt of its own, so that no prefix cache has anything of it.
+                request = greedy(length, NUM_TOKENS, routed_experts_prompt_start=start, cache_salt=f"{length}-{start}")
+                generation = await rb.complete(request)
+                check_legs(generation, request)
+                assert_same(generation, await single.complete(request))
+        # What was cached on both sides changes nothing.
+        repeated = greedy(500, NUM_TOKENS, routed_experts_prompt_start=9, cache_salt="500-0")
+        assert_same(await rb.complete(repeated), await single.complete(repeated))
+        assert rb.stats().prefill_legs == 3 * 4 + 1
+    assert pair.legs() == []
+
+
+async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
+    """32 prompts of 500 tokens at once, which the engine computes in parts, equal each alone."""
+    requests = [
+        greedy(500, NUM_TOKENS, seed=i, request_id=f"r{i}", routed_experts_prompt_start=16 * i) for i in range(32)
+    ]
+    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+        together = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=32)}
+        for request in requests:
+            generation = together[request.request_id]
+            check_generation(generation, request)
+            assert_same(generation, await single.complete(request))
+        in_two_legs = [g for g in together.values() if g.worker_ids == ROLES]
+        assert {g.cached_tokens for g in in_two_legs} == {480}
+        # On a slow machine some may wait for the prefill worker for longer than they should.
+        assert len(in_two_legs) + rb.stats().prefill_fallbacks["busy"] == 32
+    assert pair.legs() == []
+
+
+async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) -> None:
+    """A prompt whose KV the decode worker got from elsewhere is computed anew for who wants its rows."""
+    request = greedy(100, NUM_TOKENS, seed=77)
+    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+        check_legs(await rb.complete(request), request)
+        async with bus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
+            generation = await alone.complete(request)
+        assert generation.worker_ids == ("decode",)
+        assert_same(generation, await single.complete(request))
+
+
+async def test_over_http(pair: Pair, real_fleet: str) -> None:
+    """The HTTP service gives the same routing from two workers as from one."""
+    body = {
+        "token_ids": [int(token) for token in greedy(100, 1, seed=5).prompt_token_ids],
+        "sampling_params": {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0},
+        "cache_salt": "http",
+    }
+    answers = []
+    for fleet in (pair.fleet, real_fleet):
+        async with http_before(pair.url, fleet) as http:
+            if fleet == pair.fleet:
+                await until(http.own, both_serve)
+            answer = await http.client.post("/inference/v1/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            routed = choice["routed_experts"]
+            rows = np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"]).reshape(routed["shape"])
+            answers.append((choice["token_ids"], np.sort(rows, axis=-1)))
+            if fleet == pair.fleet:
+                assert http.own.stats().prefill_legs == 1
+    assert answers[0][0] == answers[1][0]
+    np.testing.assert_array_equal(answers[0][1], answers[1][1])
+
+
+async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
+    """KV that is gone before it is loaded costs an attempt, and nothing else."""
+    # Salted: what the decode worker has in its cache it would not load.
+    request = greedy(100, NUM_TOKENS, seed=13, cache_salt="lost")
+    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+        async with pair.between_legs(rb, request) as running:
+            shutil.rmtree(pair.legs()[0])
+        generation = running.result()
+        check_generation(generation, request)
+        assert_same(generation, await single.complete(request))
+        assert generation.attempts == 2
+        assert generation.worker_ids[0] == "prefill"
+        # The engine lives, and so do its transfers.
+        again = replace(request, cache_salt="again")
+        check_legs(await rb.complete(again), again)
+
+
+async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
+    """KV that nobody comes for is deleted when it is old, although no engine has anything to do."""
+    leg = pair.folder / uuid.uuid4().hex
+    leg.mkdir()
+    (leg / "pp0-tp0.safetensors").touch()
+    then = time.time() - ABANDONED_AFTER_S - 1
+    os.utime(leg, (then, then))
+    async with asyncio.timeout(60):
+        while leg.exists():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.1)
+
+
+async def test_new_weights_between_legs(pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]) -> None:
+    """An update between the legs mixes no weights: KV of the old ones is used by the old ones or by nobody."""
+    request = greedy(100, 200, seed=21, cache_salt="between")
+    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+        async with asyncio.TaskGroup() as tasks, pair.between_legs(rb, request) as running:
+            update = tasks.create_task(rb.fleet.update_weights(tiny_moes[1], version=WEIGHT_VERSION + 1))
+        assert update.result().is_complete
+        check_generation(running.result(), request)
+        assert sorted(running.result().weight_versions) == list(running.result().weight_versions)
+
+        async with bus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
+            for seed in (21, 77):
+                fresh = greedy(100, NUM_TOKENS, seed=seed)
+                generation = await rb.complete(fresh)
+                check_legs(generation, fresh)
+                assert set(generation.weight_versions) == {WEIGHT_VERSION + 1}
+                assert_same(generation, await alone.complete(fresh))
+        back = await rb.fleet.update_weights(tiny_moes[0], version=WEIGHT_VERSION + 2)
+        assert back.is_complete
+        assert_same(
+            await rb.complete(greedy(100, NUM_TOKENS, seed=77)), await single.complete(greedy(100, NUM_TOKENS, seed=77))
+        )
