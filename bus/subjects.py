@@ -3,7 +3,7 @@
 | subject below `rb.v1.<fleet>.` | from → to | payload |
 |---|---|---|
 | `req.<client>.<model>.<lane>` | client → the model's queue → one of its workers | msgpack `RequestMessage` |
-| `direct.<client>.<worker>` | client → the worker of a session | msgpack `RequestMessage` |
+| `direct.<client>.<worker>` | client → the worker of a session, or a prefill worker | msgpack `RequestMessage` |
 | `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
 | `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
 | `plain.<client>.>` | worker → a program without a link | msgpack `Frame` |

@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of requests and faults")
     parser.add_argument("--seconds-between-faults", type=float, default=defaults.seconds_between_faults)
     parser.add_argument("--workers", type=int, default=defaults.num_workers)
+    parser.add_argument("--prefill", type=int, default=defaults.num_prefill, help="prefill workers among them")
     parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight)
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
     args = parser.parse_args()
@@ -25,6 +26,7 @@ def main() -> int:
         seed=args.seed,
         seconds_between_faults=args.seconds_between_faults,
         num_workers=args.workers,
+        num_prefill=args.prefill,
         max_in_flight=args.max_in_flight,
     )
     with args.log.open("ab") as log:

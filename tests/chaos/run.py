@@ -17,9 +17,11 @@ import numpy as np
 import bus
 from bus.client.generation import Generation
 from bus.embedded import EmbeddedServer
+from schemas.presence import Role
 from schemas.request import GenerateRequest
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from tests.support.disagg import until_paired
 from tests.support.invariants import assert_equal, check_results, check_stream, observing, until
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
@@ -30,6 +32,8 @@ __all__ = ["Settings", "Summary", "run"]
 FLEET = "chaos"
 GRACE_S = 60.0
 """For a lost request to find a worker: all of them may be away for a while."""
+PREFILL_MIN_TOKENS = 2
+"""The prompts here are short."""
 STREAM_EVERY = 40
 """One of so many short requests is streamed, one after another, while all others are completed."""
 
@@ -49,11 +53,23 @@ class Settings:
     """Of each worker: less than is in flight, so that some wait in the queue."""
     lease_s: float = 5.0
     """Of the workers."""
+    num_prefill: int = 0
+    """How many of the workers are prefill workers; then all others are decode workers."""
+    kv_load_s: float = 0.01
+    """How long KV takes from these to those."""
 
     @property
     def engine(self) -> SyntheticConfig:
-        """Of the workers."""
-        return SyntheticConfig(step_s=self.step_s, max_num_seqs=self.max_num_seqs, vocab_size=VOCAB_SIZE)
+        """Of the workers, but for their role."""
+        return SyntheticConfig(
+            step_s=self.step_s, max_num_seqs=self.max_num_seqs, vocab_size=VOCAB_SIZE, kv_load_s=self.kv_load_s
+        )
+
+    def role(self, index: int) -> Role:
+        """Of one worker."""
+        if not self.num_prefill:
+            return "both"
+        return "prefill" if index < self.num_prefill else "decode"
 
 
 @dataclass(frozen=True)
@@ -96,17 +112,20 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
 
     def start_worker(index: int) -> AbstractAsyncContextManager[Process]:
         options = ("--worker-id", f"w{index}", "--lease-s", str(settings.lease_s), "--log-level", "debug")
-        return worker_process(server.url, FLEET, *options, engine_args=msgspec.to_builtins(engine), stderr=stderr)
+        arguments = msgspec.to_builtins(msgspec.structs.replace(engine, role=settings.role(index)))
+        return worker_process(server.url, FLEET, *options, engine_args=arguments, stderr=stderr)
 
     async with (
         EmbeddedServer() as server,
         observing(server.url, FLEET) as observer,
         tcp_proxy(server.url) as network,
         victims(server, network, start_worker, settings.num_workers) as suffering,
-        bus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb,
+        bus.connect(
+            network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S, prefill_min_tokens=PREFILL_MIN_TOKENS
+        ) as rb,
     ):
-        await rb.fleet.wait_for_workers(settings.num_workers)
-        course = _Course(rb, expected)
+        await until_paired(rb, *(f"w{index}" for index in range(settings.num_workers)))
+        course = _Course(rb, expected, legs=2 if settings.num_prefill else 1)
         await course.run(settings, requests, suffering, say)
         await suffering.revive()
         # A client may still count a life that was killed just now; the server knows better.
@@ -118,9 +137,10 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
 class _Course:
     """One run under way."""
 
-    def __init__(self, rb: bus.Client, expected: Mapping[str, Generation]) -> None:
+    def __init__(self, rb: bus.Client, expected: Mapping[str, Generation], *, legs: int) -> None:
         self._rb = rb
         self._expected = expected
+        self._legs = legs
         self._results: list[Generation] = []
         self._problems: list[str] = []
         self._started = time.monotonic()
@@ -144,7 +164,7 @@ class _Course:
 
         assert self._problems == []
         completed = [request for request in requests if request.request_id not in streamed_ids]
-        check_results(self._results, completed)
+        check_results(self._results, completed, legs=self._legs)
 
     async def _trouble(
         self, settings: Settings, suffering: Victims, say: Callable[[str], None], is_done: asyncio.Event

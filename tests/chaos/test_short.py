@@ -1,5 +1,6 @@
 """A short chaos run; `python -m tests.chaos` is the long one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,24 @@ SETTINGS = Settings(
 )
 
 
-async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
-    """300 requests while workers and server are killed, stopped and restarted: each result once, as if undisturbed."""
+DISAGGREGATED = replace(SETTINGS, num_requests=150, seed=7, num_workers=4, num_prefill=2)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, DISAGGREGATED], ids=["both", "disaggregated"])
+async def test_every_result_is_right_whatever_is_killed(tmp_path: Path, settings: Settings) -> None:
+    """Requests while workers and server are killed, stopped and restarted: each result once, as if undisturbed.
+
+    Also where two workers serve each together.
+    """
     require_binary()
     said: list[str] = []
     with (tmp_path / "workers.log").open("wb") as log:
-        summary = await run(SETTINGS, stderr=log.fileno(), say=said.append)
+        summary = await run(settings, stderr=log.fileno(), say=said.append)
 
-    assert summary.num_results == 300
+    assert summary.num_results == settings.num_requests
     assert summary.faults.total() == len(said) >= 5
     assert max(summary.attempts) > 1
+    assert (summary.counters.get("prefill_legs", 0) > 0) == (settings.num_prefill > 0)
 
 
 def test_the_schedule_follows_from_the_seed() -> None:

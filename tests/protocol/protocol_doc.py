@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bus.subjects
+from bus.protocol.prefill import Alone
 from bus.protocol.states import (
     HELD,
     REQUEST,
@@ -47,7 +48,7 @@ def with_parts(text: str) -> str:
 def names_of_parts() -> set[str]:
     """All parts that the document must have."""
     kinds = {"states": set(STATES), "events": set(EVENTS), "diagram": set(MACHINES)}
-    return {"table: subjects"} | {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
+    return {"table: subjects", "table: fallbacks"} | {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
 
 
 def meanings(kind: type[enum.StrEnum]) -> dict[str, str]:
@@ -65,7 +66,7 @@ def _part(kind: str, name: str) -> str:
         case "diagram":
             return f"```mermaid\n{MACHINES[name].diagram()}\n```\n"
         case _:
-            return _subjects()
+            return _subjects() if name == "subjects" else _meaning_table("reason", Alone)
 
 
 def _subjects() -> str:

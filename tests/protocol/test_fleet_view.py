@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from bus.protocol.fleet_view import LEASE_MARGIN_S, FleetView
 from schemas.errors import InvalidRequest, NoWorkers
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import Capabilities, WorkerPresence, WorkerState
 
 HERE = WorkerPresence(
     worker="a",
@@ -148,3 +148,64 @@ def test_the_newest_target_counts() -> None:
     view.update(replace(HERE, worker="d", model="n", target_version=9), 0.0)
 
     assert view.target_version("m") == 4
+
+
+CAPABILITIES = Capabilities(
+    engine="synthetic",
+    engine_version="1",
+    max_model_len=100,
+    vocab_size=10,
+    max_num_seqs=1,
+    max_logprobs=0,
+    dtype="float32",
+    kv_connector="x",
+)
+
+
+def of_roles(**roles: str) -> FleetView:
+    """Serving workers by name, each with its role, and its connector behind a colon where that is not x."""
+    view = FleetView()
+    for worker, given in roles.items():
+        role, _, connector = given.partition(":")
+        capabilities = replace(CAPABILITIES, role=role, kv_connector=connector or "x")
+        view.update(replace(HERE, worker=worker, capabilities=capabilities), 0.0)
+    return view
+
+
+def test_prefill_workers_serve_no_model_by_themselves() -> None:
+    """A fleet of them alone serves nothing, and says why; beside others they do not count as serving."""
+    alone = of_roles(p="prefill")
+    assert (alone.snapshot.served, alone.serving("m")) == ((), ())
+    with pytest.raises(NoWorkers, match=r"\(p is there for prefill alone\)"):
+        alone.snapshot.resolve_model("m")
+
+    both = of_roles(p="prefill", d="decode", b="both")
+    assert both.snapshot.served == ("m",)
+    assert [worker.worker for worker in both.serving("m")] == ["b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "prefillers"),
+    [
+        ({"b": "both", "p": "prefill"}, {}),
+        ({"d": "decode"}, {"m": ()}),
+        ({"d": "decode", "p": "prefill", "q": "prefill", "b": "both"}, {"m": ("p", "q")}),
+        ({"d": "decode", "p": "prefill:y", "q": "prefill"}, {"m": ("q",)}),
+        ({"d": "decode", "e": "decode:y", "p": "prefill:y", "q": "prefill"}, {"m": ("p", "q")}),
+    ],
+)
+def test_prefill_workers_are_those_whose_kv_can_be_read(
+    roles: dict[str, str], prefillers: dict[str, tuple[str, ...]]
+) -> None:
+    """Some serving decode worker has their connector; without any decode worker nobody is asked to prefill."""
+    assert of_roles(**roles).snapshot.prefillers == prefillers
+
+
+def test_a_paused_prefill_worker_gets_nothing() -> None:
+    """Nor does any while all decode workers are paused."""
+    for worker, left in (("p", {"m": ()}), ("d", {})):
+        view = of_roles(p="prefill", d="decode")
+        paused = view.get(worker)
+        assert paused is not None
+        view.update(replace(paused, state=WorkerState.PAUSED), 1.0)
+        assert view.snapshot.prefillers == left

@@ -1,0 +1,145 @@
+"""Prefill and decode legs as a worker sees them: which it takes, and which KV it lets its engine use."""
+
+import numpy as np
+import pytest
+
+from bus.protocol.step import RequestStep
+from schemas.chunk import FinishReason
+from schemas.errors import ErrorCode
+from schemas.messages import KvHandover
+from schemas.request import GenerateRequest
+from tests.support.disagg import long
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import HandClient, hand_client
+from tests.workers.test_intake import until_left
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.engines.synthetic.kv import Kv
+from workers.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+PREFILL = SyntheticConfig(role="prefill")
+DECODE = SyntheticConfig(role="decode")
+
+
+async def answer_to(client: HandClient, request: GenerateRequest, worker: str, kv: KvHandover | None) -> str | None:
+    """Hand a request over; returns the error code that it ended with."""
+    await client.until_serving(worker)
+    await client.hand_over(request, worker, kv=kv)
+    await client.until_ended(request.request_id)
+    return client.error_of(request.request_id)
+
+
+@pytest.mark.parametrize("role", ["both", "prefill", "decode"])
+async def test_a_role_takes_its_own(nats_url: str, fleet: str, role: str) -> None:
+    """Prefill workers take prefill legs and nothing else, all others everything else; each refusal names the role."""
+    config = SyntheticConfig.from_args({"role": role})
+    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=config, worker_id="w"):
+        leg = await answer_to(client, long("leg", max_tokens=1), "w", KvHandover())
+        whole = await answer_to(client, long("whole", max_tokens=1), "w", None)
+
+        refused, taken = ("whole", "leg") if role == "prefill" else ("leg", "whole")
+        assert {"leg": leg, "whole": whole} == {refused: ErrorCode.UNSUPPORTED, taken: None}
+        error = client.chunks[refused][-1].error
+        assert error is not None
+        assert f"this worker's role is {role}" in error.message
+
+
+async def test_a_prefill_leg_is_one_token(nats_url: str, fleet: str) -> None:
+    """More are refused by name; the last chunk of one that was taken says where the KV is."""
+    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p"):
+        assert await answer_to(client, long("two", max_tokens=2), "p", KvHandover()) == ErrorCode.INVALID_REQUEST
+        error = client.chunks["two"][-1].error
+        assert error is not None
+        assert error.field == "sampling.max_tokens"
+
+        assert await answer_to(client, long("one", max_tokens=1), "p", KvHandover()) is None
+        end = client.chunks["one"][-1].end
+        assert end is not None
+        assert end.kv_params is not None
+        assert Kv.decode(end.kv_params).num_tokens == 100
+
+
+async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str) -> None:
+    """What is in the queue stays there, for a decode worker that comes."""
+    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p"):
+        await client.until_serving("p")
+        await client.enqueue(long("r", max_tokens=1))
+        # A round trip through the worker, behind the request.
+        await answer_to(client, long("leg", max_tokens=1), "p", KvHandover())
+        await until_left(client, 1)
+        assert client.presences["p"].free_slots == 256
+        async with synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d"):
+            await client.until_ended("r")
+        assert {worker for worker, key in client.offers if key.request_id == "r"} == {"d"}
+
+
+async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvHandover) -> KvHandover | None:
+    """Hand a decode leg over; returns what the engine was given of its KV."""
+    seen: list[KvHandover | None] = []
+    add = engine.add
+
+    async def noting(key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+        seen.append(kv)
+        await add(key, request, None)
+
+    engine.add = noting  # type: ignore[method-assign]
+    assert await answer_to(client, long("r"), "d", kv) is None
+    assert worker.stats().intake.kv_unused == (seen[0] is None)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("handover", "is_used"),
+    [
+        ({}, True),
+        ({"connector": "another"}, False),
+        ({"connector": None}, False),
+        ({"weight_version": 3}, False),
+        ({"weight_version": None}, False),
+        ({"lora_version": 1}, False),
+    ],
+)
+async def test_only_kv_of_the_same_weights_and_connector_is_used(
+    nats_url: str, fleet: str, handover: dict[str, object], is_used: bool
+) -> None:
+    """All other is computed anew, and counted: the request ends as ever."""
+    kv = KvHandover(**{"params": b"x", "connector": "synthetic", "weight_version": 4, **handover})  # type: ignore[arg-type]
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d", weight_version=4) as (worker, engine),
+    ):
+        assert (await given_for(worker, engine, client, kv) is not None) == is_used
+
+
+async def test_a_worker_for_both_computes_kv_anew(nats_url: str, fleet: str) -> None:
+    """It has no connector: slower, and right."""
+    kv = KvHandover(params=b"x", connector="synthetic", weight_version=0)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, worker_id="d") as (worker, engine),
+    ):
+        assert await given_for(worker, engine, client, kv) is None
+
+
+async def test_kv_parameters_that_fit_no_frame_are_left_out(nats_url: str, fleet: str) -> None:
+    """The decode leg computes the prompt anew; the link is none the worse."""
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p") as (worker, engine),
+    ):
+        step = engine._step
+
+        def large() -> list[RequestStep]:
+            steps = step()
+            for made in steps:
+                made.kv_params = b"x" * 200_000 if made.finish_reason is FinishReason.LENGTH else None
+            return steps
+
+        engine._step = large  # type: ignore[method-assign]
+        assert await answer_to(client, long("r", max_tokens=1), "p", KvHandover()) is None
+        end = client.chunks["r"][-1].end
+        assert end is not None
+        assert end.kv_params is None
+        assert worker.stats().links.kv_too_large == 1
+        np.testing.assert_array_equal([end.num_tokens, end.num_rows], [1, 100])
