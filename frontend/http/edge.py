@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from frontend.http.errors import HttpError, error_response
 from schemas.checks import check_request_id
 from schemas.errors import InvalidRequest
 
@@ -46,17 +47,28 @@ class Edge:
         """Answer one request; `request.state.delivery` says how its client takes that."""
         delivery = Delivery(scope, send, self._client_timeout_s)
         scope["state"]["delivery"] = delivery
-        await self._app(scope, receive, delivery.send)
+        try:
+            await self._app(scope, receive, delivery.send)
+        except asyncio.CancelledError:
+            # The server stops, and has waited long enough; nobody else cancels it, and it ends here.
+            if delivery.has_begun:
+                await delivery.cut()
+            else:
+                await error_response(HttpError(503, "the service stops", code="stopping"))(
+                    scope, receive, delivery.send
+                )
 
 
 class Delivery:
     """Sends one answer, no faster than its client reads.
 
     Attributes:
+        has_begun: the answer's status has been sent.
         has_stalled: the client has not read for so long that its connection was cut.
     """
 
     def __init__(self, scope: Scope, send: Send, timeout_s: float) -> None:
+        self.has_begun = False
         self.has_stalled = False
         self._headers = Headers(scope=scope)
         # Put there by the server's connection.
@@ -71,6 +83,7 @@ class Delivery:
             ClientDisconnect: the client does not read.
         """
         if message["type"] == "http.response.start":
+            self.has_begun = True
             headers = list(message["headers"])
             if all(name != REQUEST_ID_HEADER.lower().encode() for name, _ in headers):
                 request_id = given_request_id(self._headers) or uuid.uuid4().hex
@@ -93,7 +106,7 @@ class Delivery:
 
     async def _in_time(self, message: Message) -> None:
         # The server waits while more than a little of what was sent before is not on its way.
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._cut)
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._stall)
         try:
             await self._send(message)
         finally:
@@ -101,7 +114,13 @@ class Delivery:
         if self.has_stalled:
             raise ClientDisconnect
 
-    def _cut(self) -> None:
-        # Closing would wait for the client to read; what waits to be sent ends with the connection.
+    def _stall(self) -> None:
         self.has_stalled = True
+        # Closing would wait for the client to read.
         self._transport.abort()
+
+    async def cut(self) -> None:
+        """End the connection, whatever waits to be sent."""
+        self._transport.abort()
+        # The server hears of it before the request ends.
+        await asyncio.sleep(0)

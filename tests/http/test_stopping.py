@@ -1,0 +1,47 @@
+"""A service that is told to stop while clients wait."""
+
+import asyncio
+
+import httpx
+import pytest
+
+import bus
+from frontend.http import server
+from schemas.presence import WorkerState
+from tests.http.control_support import in_flight
+from tests.http.support import Http, http_before
+from tests.support.fleet import synthetic_worker, until_idle
+from workers.engines.synthetic import SyntheticConfig
+
+SLOW = SyntheticConfig(step_s=0.005)
+LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
+
+
+async def test_what_clients_wait_for_is_ended_in_good_order(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """503 for what has no answer yet, streams are cut, requests aborted; a command that was given stands."""
+    monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
+    async with synthetic_worker(nats_url, fleet, config=SLOW) as (_, engine), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=60) as client:
+            async with http_before(nats_url, fleet) as http, in_flight(Http(http.url, http.client, rb, http.own)):
+                await http.own.fleet.wait_for_workers()
+                stream = await client.send(
+                    client.build_request("POST", f"{http.url}/inference/v1/generate", json={**LONG, "stream": True}),
+                    stream=True,
+                )
+                whole = tasks.create_task(client.post(f"{http.url}/inference/v1/generate", json=LONG))
+                waiting = tasks.create_task(client.post(f"{http.url}/v1/rl/pause", json={"mode": "wait"}))
+                while "pause" not in (await rb.fleet.state()).desired["synthetic"].registers:
+                    pass
+            for answer in (await whole, await waiting):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+            with pytest.raises(httpx.HTTPError):
+                await stream.aread()
+        state = await rb.fleet.state()
+        while state.workers[0].state is not WorkerState.PAUSED:
+            state = await rb.fleet.state()
+        await rb.fleet.resume()
+        await until_idle(engine, rb)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
