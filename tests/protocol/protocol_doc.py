@@ -48,7 +48,8 @@ def with_parts(text: str) -> str:
 def names_of_parts() -> set[str]:
     """All parts that the document must have."""
     kinds = {"states": set(STATES), "events": set(EVENTS), "diagram": set(MACHINES)}
-    return {"table: subjects", "table: fallbacks"} | {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
+    kinds["table"] = {"subjects", "fallbacks"}
+    return {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
 
 
 def meanings(kind: type[enum.StrEnum]) -> dict[str, str]:
