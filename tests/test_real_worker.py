@@ -67,12 +67,21 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
 
 
 async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
-    """Every streamed chunk brings the rows of what its step computed: the prompt's first, then one for each token."""
+    """Every streamed chunk brings the rows of what its steps computed: the prompt's first, then one for each token."""
     async with bus.connect(nats_url, fleet=real_fleet) as rb:
         chunks = [chunk async for chunk in rb.generate(greedy(40, 12))]
-    rows = [(c.routed_experts.start, c.routed_experts.shape[0]) for c in chunks if c.routed_experts is not None]
 
-    assert rows == [(0, 40), *((40 + i, 1) for i in range(11))]
+    # The last token has none yet. A worker that is late sends the tokens of several steps together.
+    num_rows, num_tokens = 0, 0
+    for chunk in chunks:
+        num_tokens += chunk.num_tokens
+        if chunk.num_tokens:
+            assert chunk.routed_experts is not None
+            assert chunk.routed_experts.start == num_rows
+            num_rows += chunk.routed_experts.shape[0]
+            assert num_rows == 40 + num_tokens - 1
+    assert num_tokens == 12
+    assert len(chunks) > 1
 
 
 async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:

@@ -164,6 +164,7 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
             with contextlib.suppress(psutil.NoSuchProcess):
                 core.resume()
             ended = await updating
+        await asyncio.to_thread(process.wait)
         state = await rb.fleet.state()
         after = await answers(rb)
     async with bus.connect(fleets.url, fleet=fleets.fresh) as other:
