@@ -66,7 +66,7 @@ class Tour:
 
         started = time.monotonic()
         self._begin(2)
-        self._say("A NATS server and one vLLM worker; a cold start takes about half a minute")
+        self._say("A NATS server and one vLLM worker; a cold start takes some ten seconds")
         flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
         roots = ("--weight-root", str(self.state_dir))
         local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
