@@ -1,25 +1,13 @@
 """Which worker a session goes to."""
 
 from bus.client.sessions import MAX_SESSIONS, Sessions, rendezvous
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import WorkerPresence
+from tests.support.presences import presence
 
 
 def serving(*workers: str) -> list[WorkerPresence]:
     """Announcements of these."""
-    return [
-        WorkerPresence(
-            worker=worker,
-            incarnation="x",
-            model="m",
-            state=WorkerState.SERVING,
-            weight_version=0,
-            in_flight=0,
-            free_slots=1,
-            uptime_s=0,
-            lease_s=5,
-        )
-        for worker in workers
-    ]
+    return [presence(worker=worker, lease_s=5.0) for worker in workers]
 
 
 def choice(sessions: Sessions, session: str, *workers: str) -> str | None:

@@ -29,27 +29,16 @@ from schemas.control import (
     WeightSource,
 )
 from schemas.desired import DesiredState, Recorded
-from schemas.presence import Capabilities, LoraInfo, RoutedExpertsInfo, WorkerPresence, WorkerState
+from schemas.presence import LoraInfo, RoutedExpertsInfo, WorkerState
 from tests.cli.support import ROOT
+from tests.support.presences import capabilities, presence
 
-STARTING = WorkerPresence(
-    worker="w",
-    incarnation="i",
-    model="m",
-    state=WorkerState.STARTING,
-    weight_version=3,
-    in_flight=0,
-    free_slots=0,
-    uptime_s=59.9,
-    lease_s=5,
-)
-MOE = Capabilities(
+STARTING = presence(incarnation="i", state=WorkerState.STARTING, weight_version=3, free_slots=0, uptime_s=59.9)
+MOE = capabilities(
     engine="vllm",
     engine_version="0.30",
     max_model_len=512,
-    vocab_size=9,
     max_num_seqs=8,
-    max_logprobs=20,
     dtype="bfloat16",
     routed_experts=RoutedExpertsInfo(num_layers=4, top_k=2, num_experts=16, dtype="u1"),
     weight_updates=True,

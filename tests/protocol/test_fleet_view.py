@@ -5,19 +5,10 @@ from msgspec.structs import replace
 
 from bus.protocol.fleet_view import LEASE_MARGIN_S, FleetView
 from schemas.errors import InvalidRequest, NoWorkers
-from schemas.presence import Capabilities, WorkerPresence, WorkerState
+from schemas.presence import WorkerState
+from tests.support.presences import capabilities, presence
 
-HERE = WorkerPresence(
-    worker="a",
-    incarnation="1",
-    model="m",
-    state=WorkerState.SERVING,
-    weight_version=0,
-    in_flight=0,
-    free_slots=1,
-    uptime_s=0,
-    lease_s=5,
-)
+HERE = presence(worker="a", lease_s=5.0)
 
 
 def test_a_lease_has_a_margin() -> None:
@@ -150,25 +141,13 @@ def test_the_newest_target_counts() -> None:
     assert view.target_version("m") == 4
 
 
-CAPABILITIES = Capabilities(
-    engine="synthetic",
-    engine_version="1",
-    max_model_len=100,
-    vocab_size=10,
-    max_num_seqs=1,
-    max_logprobs=0,
-    dtype="float32",
-    kv_connector="x",
-)
-
-
 def of_roles(**roles: str) -> FleetView:
     """Serving workers by name, each with its role, and its connector behind a colon where that is not x."""
     view = FleetView()
     for worker, given in roles.items():
         role, _, connector = given.partition(":")
-        capabilities = replace(CAPABILITIES, role=role, kv_connector=connector or "x")
-        view.update(replace(HERE, worker=worker, capabilities=capabilities), 0.0)
+        model = capabilities(role=role, kv_connector=connector or "x")
+        view.update(replace(HERE, worker=worker, capabilities=model), 0.0)
     return view
 
 

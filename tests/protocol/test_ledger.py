@@ -11,24 +11,15 @@ from bus.protocol.fleet_view import Gone
 from bus.protocol.ledger import MAX_NAMED, CommandIncomplete, Roll
 from schemas.control import Ack, AckError, AckStatus
 from schemas.errors import ControlCode
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import WorkerPresence
+from tests.support import presences
 
 ID = "command-1"
 
 
 def presence(worker: str, incarnation: str = "1") -> WorkerPresence:
     """A worker that serves."""
-    return WorkerPresence(
-        worker=worker,
-        incarnation=incarnation,
-        model="m",
-        state=WorkerState.SERVING,
-        weight_version=0,
-        in_flight=0,
-        free_slots=1,
-        uptime_s=0,
-        lease_s=5,
-    )
+    return presences.presence(worker=worker, incarnation=incarnation)
 
 
 def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object) -> Ack:

@@ -6,20 +6,11 @@ import pytest
 
 from schemas.errors import InvalidRequest
 from schemas.model_limits import check_model_limits
-from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from tests.support.presences import capabilities
 
-MODEL = Capabilities(
-    engine="e",
-    engine_version="1",
-    max_model_len=10,
-    vocab_size=100,
-    max_num_seqs=1,
-    max_logprobs=5,
-    dtype="float32",
-    extra=("known",),
-)
+MODEL = capabilities(max_model_len=10, extra=("known",))
 
 
 def check(prompt: list[int], **sampling: Any) -> None:
