@@ -1,0 +1,169 @@
+"""What a user may not is an error at once, of its own type, that names user and subject."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import bus
+from bus.connection import open_connection
+from bus.credentials import Credentials, Role
+from bus.embedded import EmbeddedServer
+from bus.nkeys import new_seed
+from bus.provision import provision
+from bus.queue.streams import ensure_queue
+from bus.server import Server
+from bus.subjects import Subjects
+from schemas.errors import BusBroken, ErrorCode, InvalidRequest, PermissionDenied, RequestError
+from schemas.request import GenerateRequest
+from tests.auth.support import FLEET, MODEL, guarded
+from tests.cli.support import run_rollbus
+from tests.control.support import ask
+from tests.support.fleet import synthetic_worker
+from workers.config import WorkerConfig
+from workers.engines.synthetic import SyntheticEngine
+from workers.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
+    """Neither what is recorded nor what only is said; the worker goes on, and so do the trainer's own requests."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, bus.connect(guard.login("alice")) as rb:
+            await rb.fleet.wait_for_workers()
+            with pytest.raises(bus.PermissionDenied) as recorded:
+                await rb.fleet.pause()
+            stream = rb.generate(ask(max_tokens=1000))
+            await anext(stream)
+            with pytest.raises(bus.PermissionDenied) as said:
+                await rb.fleet.abort(["r"])
+            await anext(stream)
+            await stream.aclose()
+            state = await rb.fleet.state()
+            status = await run_rollbus(guard.url, FLEET, "resume", "--creds", str(guard.path("bob")))
+
+    assert str(recorded.value) == "trainer alice of fleet F may not publish on $KV.rollbus.F.m"
+    assert (said.value.action, said.value.subject) == ("publish", "rb.v1.F.control.alice")
+    assert state.desired == {}
+    assert (status.code, status.stderr.strip()) == (
+        1,
+        "rollbus: trainer bob of fleet F may not publish on $KV.rollbus.F.m",
+    )
+
+
+async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
+    """They fail with a code of their own, long before their deadline."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, bus.connect(guard.login("eye")) as rb:
+            await rb.fleet.wait_for_workers()
+            with pytest.raises(
+                RequestError, match=r"viewer eye of fleet F may not publish on rb\.v1\.F\.req"
+            ) as caught:
+                await rb.complete(ask())
+
+    assert caught.value.code is ErrorCode.PERMISSION_DENIED
+    assert not caught.value.retryable
+
+
+async def test_a_worker_cannot_command(tmp_path: Path) -> None:
+    """With its key alone nothing goes to the control subjects, and nothing is recorded."""
+    async with guarded(tmp_path) as guard:
+        # Its own credentials under a client's role: what somebody would try who has the file.
+        own = guard.credentials("w0")
+        stolen = Credentials(fleet=FLEET, role=Role.ADMIN, name="w0", seed=own.seed)
+        with pytest.raises(PermissionDenied, match=r"may not subscribe to rb\.v1\.F\.presence"):
+            async with bus.connect(Server(guard.url, stolen)):
+                pass
+
+
+async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> None:
+    """It may not make streams; once an admin has, it serves."""
+    async with guarded(tmp_path, models=()) as guard:
+        async with guard.connected("w0") as nats:
+            with pytest.raises(BusBroken, match=r"worker w0 of fleet F may not publish on .*rollbus make-queue m"):
+                await ensure_queue(nats, Subjects(FLEET), MODEL)
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, bus.connect(guard.login("alice")) as rb:
+            ended = await run_rollbus(guard.url, FLEET, "make-queue", MODEL, "--creds", str(guard.path("boss")))
+            await rb.fleet.wait_for_workers()
+            assert (await rb.complete(ask())).error is None
+        denied = await run_rollbus(guard.url, FLEET, "make-queue", "other", "--creds", str(guard.path("front")))
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert denied.code == 1
+    assert "frontend front of fleet F may not publish on $JS.API.STREAM.CREATE.rb~F~other" in denied.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("alice", {"client": "bob"}, "client is 'bob'; allowed: alice, as the credentials say"),
+        ("alice", {"fleet": "G"}, "fleet is 'G'; allowed: F, as the credentials say"),
+        ("w0", {}, "credentials are those of the worker w0 of fleet F; allowed: those of a client"),
+    ],
+)
+async def test_names_that_are_not_the_users_are_refused_here(
+    name: str, fields: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    """Before anything is sent: the server would deny them one by one."""
+    async with guarded(tmp_path) as guard:
+        with pytest.raises(InvalidRequest) as caught:
+            bus.connect(guard.url, credentials=guard.path(name), **fields)  # type: ignore[arg-type]
+
+    assert problem in str(caught.value)
+
+
+def test_a_worker_with_anothers_credentials_is_refused_here() -> None:
+    """Of another worker, or of a client."""
+    own = Credentials(fleet=FLEET, role=Role.WORKER, name="w0", seed=new_seed())
+    client = Credentials(fleet=FLEET, role=Role.TRAINER, name="w0", seed=new_seed())
+    for credentials, worker_id in ((own, "w1"), (client, "w0")):
+        with pytest.raises(InvalidRequest, match="credentials"):
+            WorkerConfig(nats_url="", model=MODEL, fleet=FLEET, worker_id=worker_id, credentials=credentials)
+
+
+async def test_a_worker_that_may_nothing_ends_with_the_reason(tmp_path: Path) -> None:
+    """Its key is a trainer's: it does not wait for a lease that nobody confirms."""
+    async with guarded(tmp_path) as guard:
+        forged = Credentials(fleet=FLEET, role=Role.WORKER, name="w9", seed=guard.credentials("alice").seed)
+        config = WorkerConfig(nats_url=guard.url, model=MODEL, fleet=FLEET, worker_id="w9", credentials=forged)
+        with pytest.raises(PermissionDenied, match="worker w9 of fleet F may not"):
+            await Worker(config, SyntheticEngine()).run()
+
+
+async def test_a_key_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
+    """As after `rollbus auth remove`; and the secret is in no error and no log."""
+    stranger = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
+    async with guarded(tmp_path) as guard:
+        with pytest.raises(BusBroken, match="Authorization Violation") as caught:
+            await open_connection(Server(guard.url, stranger), name="stranger")
+
+    for shown in (str(caught.value), repr(caught.value), repr(stranger), repr(Server("nats://u:pw@h", stranger))):
+        assert stranger.seed not in shown
+        assert "pw" not in shown
+
+
+async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even of a client whose everything is logged."""
+    caplog.set_level(logging.DEBUG)
+    async with guarded(tmp_path) as guard:
+        async with bus.connect(guard.login("alice")) as rb:
+            with pytest.raises(RequestError):
+                await rb.complete(GenerateRequest(prompt_token_ids=[1]))
+        seeds = [guard.credentials(name).seed for name in ("alice", "boss", "w0")]
+        log = caplog.text + guard.server.log_tail()
+
+    assert [seed for seed in seeds if seed in log] == []
+
+
+async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
+    """Credentials do no harm where everybody is let in: the client is called as they say."""
+    credentials = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
+    async with EmbeddedServer() as server:
+        await provision(Server(server.url, credentials), FLEET, [MODEL])
+        async with bus.connect(server.url, credentials=credentials) as rb:
+            assert (await rb.fleet.state()).workers == ()
+            assert "boss" in repr(rb)

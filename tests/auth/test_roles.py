@@ -1,0 +1,153 @@
+"""Each role does what it is for, and the server sees nobody try what it may not."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import bus
+from bus.credentials import Role
+from bus.server import CREDENTIALS_VARIABLE
+from frontend.cli.http_service import serve_http, settings_of, take_address
+from schemas.presence import WorkerState
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, folders, is_in, until
+from tests.support.fleet import synthetic_worker
+from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    guard: Guarded, name: str, *, config: SyntheticConfig | None = None, **fields: object
+) -> AsyncIterator[tuple[Worker, SyntheticEngine]]:
+    """A worker with the credentials of `name`."""
+    own = {"worker_id": name, "credentials": guard.credentials(name), "weight_version": 1}
+    async with synthetic_worker(guard.url, FLEET, model=MODEL, config=config, **(own | fields)) as worker:
+        yield worker
+
+
+async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
+    """Through the queue, in a session, as a stream that is left early, and past a worker that stops in the middle."""
+    slow = SyntheticConfig(step_s=0.01)
+    async with guarded(tmp_path) as guard, serving(guard, "w0", config=slow):
+        async with bus.connect(guard.url, credentials=guard.path("alice")) as rb:
+            await rb.fleet.wait_for_workers()
+            assert (await rb.complete(ask())).error is None
+            for _ in range(2):
+                assert (await rb.complete(ask(session_id="s"))).worker_ids == ("w0",)
+            async for _ in rb.generate(ask(max_tokens=1000)):
+                break
+            async with serving(guard, "w1", config=slow) as (worker, _):
+                await rb.fleet.wait_for_workers(2)
+                generations = []
+                async for generation in rb.complete_many([ask(max_tokens=60) for _ in range(8)]):
+                    worker.stop()
+                    generations.append(generation)
+            assert [generation.error for generation in generations] == [None] * 8
+            state = await rb.fleet.state()
+
+        assert state.queues
+        assert guard.violations() == []
+
+
+async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Each gets its own results."""
+    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+        async with bus.connect(guard.login("alice")) as alice, bus.connect(guard.login("bob")) as bob:
+            await alice.fleet.wait_for_workers()
+            await bob.fleet.wait_for_workers()
+            one = await alice.complete(ask(1, 2, 3, request_id="r"))
+            other = await bob.complete(ask(7, 8, 9, request_id="r"))
+
+        assert one.token_ids.tolist() != other.token_ids.tolist()
+        assert guard.violations() == []
+
+
+async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
+    """Pause, resume, weights by path and by upload, which the worker fetches, an event, and a reset; with `--creds`."""
+    one, two = folders(tmp_path / "weights")
+    async with guarded(tmp_path / "auth") as guard:
+        options = ("--model", str(one), "--engine", "synthetic", "--served-model-name", MODEL, "--weight-version", "1")
+        own = (
+            "--weight-root",
+            str(one.parent),
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--creds",
+            str(guard.path("w0")),
+        )
+        async with worker_process(guard.url, FLEET, *options, *own) as process:
+            async with bus.connect(guard.login("boss")) as rb:
+                await rb.fleet.wait_for_workers()
+                assert (await rb.fleet.pause()).is_complete
+                await until(rb, is_in("w0", WorkerState.PAUSED))
+                assert (await rb.fleet.resume()).is_complete
+                assert (await rb.fleet.update_weights(two, version=2)).is_complete
+                assert (await rb.fleet.update_weights(one, version=3, upload=True)).is_complete
+                assert (await rb.fleet.update_weights(two, version=4, upload=True)).is_complete
+                assert (await rb.fleet.check_weights(one)).is_complete
+                assert await rb.fleet.reset() == (MODEL,)
+            creds = ("--creds", str(guard.path("boss")))
+            ended = await run_rollbus(guard.url, FLEET, "pause", "--json", *creds)
+            process.terminate()
+            assert await process.wait() == 0
+
+        assert (ended.code, json.loads(ended.stdout)["complete"]) == (0, True)
+        assert guard.violations() == []
+
+
+async def test_a_viewer_runs_status(tmp_path: Path) -> None:
+    """`rollbus status` shows workers, queues and what is desired; the fleet is that of the credentials."""
+    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+        async with bus.connect(guard.login("boss")) as rb:
+            await rb.fleet.wait_for_workers()
+            await rb.fleet.pause()
+        ended = await run_rollbus(guard.url, FLEET, "status", "--json", "--creds", str(guard.path("eye")))
+
+        assert (ended.code, ended.stderr) == (0, "")
+        told = json.loads(ended.stdout)
+        assert [worker["state"] for worker in told["workers"]] == ["paused"]
+        assert told["queues"]
+        assert MODEL in told["desired"]
+        assert guard.violations() == []
+
+
+async def test_a_frontend_serves_http(tmp_path: Path) -> None:
+    """Requests for tokens and commands, both under its own name."""
+    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+        with contextlib.closing(take_address("127.0.0.1", 0)) as listening:
+            serve = serve_http(guard.login("front"), FLEET, settings_of(), listening)
+            async with serve as url, httpx.AsyncClient(base_url=url) as client:
+                while not (await client.get("/v1/models")).json()["data"]:
+                    pass
+                body = {"model": MODEL, "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
+                answer = await client.post("/inference/v1/generate", json=body)
+                paused = await client.post("/v1/rl/pause")
+                resumed = await client.post("/v1/rl/resume")
+
+        assert (answer.status_code, paused.status_code, resumed.status_code) == (200, 200, 200)
+        assert len(answer.json()["choices"][0]["token_ids"]) == 4
+        assert guard.violations() == []
+
+
+async def test_the_environment_names_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """$ROLLBUS_CREDS is enough: fleet, client's name and key are in the file."""
+    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+        monkeypatch.setenv(CREDENTIALS_VARIABLE, str(guard.path("alice")))
+        async with bus.connect(guard.url) as rb:
+            await rb.fleet.wait_for_workers()
+            request = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2))
+            assert (await rb.complete(request)).error is None
+
+        assert "alice" in repr(rb)
+        assert guard.credentials("alice").role is Role.TRAINER
