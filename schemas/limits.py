@@ -5,6 +5,7 @@ from typing import Final
 __all__ = [
     "DEFAULT_MAX_IN_FLIGHT",
     "DEFAULT_MAX_UNREAD_BYTES",
+    "DEFAULT_PREFILL_MIN_TOKENS",
     "DEFAULT_TIMEOUT_S",
     "INITIAL_CREDIT_BYTES",
     "MAX_ALLOWED_TOKEN_IDS",
@@ -116,6 +117,9 @@ DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
 """Results that a caller of `complete_many` has not taken: above it no more requests are sent."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
+DEFAULT_PREFILL_MIN_TOKENS: Final = 32
+"""Of a prompt that goes to a prefill worker first. KV travels in blocks, and two of vLLM's on GPUs are the least that
+may be worth it."""
 MAX_LAYERS: Final = 1024
 """Layers in a routing row."""
 MAX_TOP_K_EXPERTS: Final = 256

@@ -12,7 +12,6 @@ from bus.client.config import ClientConfig
 from bus.client.desk import Desk, check_ids
 from bus.client.fleet import Fleet
 from bus.client.generation import Generation, join_samples
-from bus.client.prefill import DEFAULT_PREFILL_MIN_TOKENS
 from bus.client.traffic import ClientStats
 from bus.credentials import Credentials, client_identity
 from bus.server import Server
@@ -20,7 +19,13 @@ from bus.subjects import Subjects
 from schemas.checks import check_float, check_int
 from schemas.chunk import Chunk
 from schemas.errors import BusClosed, NoWorkers, RequestError
-from schemas.limits import DEFAULT_MAX_IN_FLIGHT, DEFAULT_MAX_UNREAD_BYTES, MAX_PROMPT_TOKENS, MAX_TIMEOUT_S
+from schemas.limits import (
+    DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_UNREAD_BYTES,
+    DEFAULT_PREFILL_MIN_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_TIMEOUT_S,
+)
 from schemas.request import GenerateRequest
 
 __all__ = ["Client", "ClientStats", "connect"]

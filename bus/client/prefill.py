@@ -16,12 +16,10 @@ from bus.client.fleet_watch import FleetWatch
 from bus.protocol.prefill import Alone, PrefillLine, Seat, Wish
 from schemas.errors import ErrorCode, RequestError
 
-__all__ = ["DEFAULT_PREFILL_MIN_TOKENS", "Prefill", "PrefillStats"]
+__all__ = ["Prefill", "PrefillStats"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PREFILL_MIN_TOKENS: Final = 32
-"""KV travels in blocks: of a shorter prompt than two of vLLM's there is next to nothing to save."""
 PREFILL_WAIT_S: Final = 2.0
 """How long a request waits for a prefill worker: about what a decode worker needs for a long prompt itself."""
 LEG_BYTES: Final = 1024

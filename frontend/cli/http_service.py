@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontend.cli.exits import CommandFailed, ExitCode
+from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 
 if TYPE_CHECKING:
     from frontend.http.settings import Settings
@@ -81,6 +82,7 @@ def settings_of(
     *,
     max_in_flight: int = MAX_IN_FLIGHT,
     client_timeout_s: float = CLIENT_TIMEOUT_S,
+    prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
     tokenizer: Path | None = None,
 ) -> "Settings":
     """The settings, with the tokens from the environment."""
@@ -91,6 +93,7 @@ def settings_of(
         admin_token=os.environ.get("ROLLBUS_ADMIN_TOKEN") or None,
         max_in_flight=max_in_flight,
         client_timeout_s=client_timeout_s,
+        prefill_min_tokens=prefill_min_tokens,
         tokenizer=tokenizer,
     )
 
@@ -106,5 +109,6 @@ async def serve_http(nats: str, fleet: str, settings: "Settings", listening: soc
     from frontend.http.server import serving
 
     host, port = listening.getsockname()[:2]
-    async with bus.connect(nats, fleet=fleet) as rb, serving(rb, settings, listening):
+    client = bus.connect(nats, fleet=fleet, prefill_min_tokens=settings.prefill_min_tokens)
+    async with client as rb, serving(rb, settings, listening):
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"

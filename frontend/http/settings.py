@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.limits import DEFAULT_TIMEOUT_S
+from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS, DEFAULT_TIMEOUT_S
 
 __all__ = ["LOOPBACK", "Settings"]
 
@@ -28,5 +28,7 @@ class Settings:
     client_timeout_s: float = 300.0
     """For a client that is waited for: until its body is there, and until it has read each piece of its answer. A
     trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""
+    prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS
+    """Of prompts that go to a prefill worker first, where the fleet has any."""
     tokenizer: Path | None = None
     """Folder of the tokenizer; None: that of a worker on this machine."""

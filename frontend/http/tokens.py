@@ -130,8 +130,10 @@ class Tokens:
     """Which of `stop_token_ids` ended the answer."""
     cached_tokens: int | None = None
     """Prompt tokens that the engine found in its prefix cache, where that is known."""
+    first_worker: str | None = None
+    """Who made the first of the tokens, where that is known."""
     worker: str | None = None
-    """Who made the last of the tokens, where that is known."""
+    """Who made the last of them, likewise: another one where prefill is apart, or a worker was lost."""
 
     @property
     def ids(self) -> Ids:
@@ -158,6 +160,7 @@ class Tokens:
             finish_reason=generation.finish_reason,
             stop_token=generation.stop_reason,
             cached_tokens=generation.cached_tokens,
+            first_worker=generation.worker_ids[0] if generation.worker_ids else None,
             worker=generation.worker_ids[-1] if generation.worker_ids else None,
         )
 
@@ -184,6 +187,7 @@ class Tokens:
             finish_reason=chunk.finish_reason,
             stop_token=None if end is None else end.stop_reason,
             cached_tokens=None if end is None else end.cached_tokens,
+            first_worker=chunk.worker_id,
             worker=chunk.worker_id,
         )
 
@@ -200,6 +204,7 @@ class Tokens:
             rows=_join([part.rows for part in parts]),
             start=next((part.start for part in parts if part.rows is not None), parts[-1].start),
             of_prompt=Scores.joined(of_prompt) if of_prompt else None,
+            first_worker=parts[0].first_worker,
         )
 
     def cut(self, kept: int, past: int) -> "Tokens":

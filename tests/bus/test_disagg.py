@@ -11,6 +11,7 @@ import bus
 from bus.client import dispatch, prefill
 from bus.protocol.prefill import Alone
 from schemas.errors import NoWorkers
+from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from tests.chaos.workload import undisturbed
@@ -52,7 +53,7 @@ async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_ex
         await check_equal(results, requests, config)
 
         for result in results:
-            is_long = result.prompt_len >= prefill.DEFAULT_PREFILL_MIN_TOKENS
+            is_long = result.prompt_len >= DEFAULT_PREFILL_MIN_TOKENS
             assert result.worker_ids == (("p", "d") if is_long else ("d",))
             assert result.attempts == 1
             assert result.cached_tokens == (result.prompt_len // 16 * 16 if is_long else 0)

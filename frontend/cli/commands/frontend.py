@@ -21,6 +21,7 @@ from frontend.cli.http_service import (
     settings_of,
     take_address,
 )
+from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -55,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=CLIENT_TIMEOUT_S,
         help="seconds until a client that does not read its answer loses its connection (default: %(default)g)",
     )
+    parser.add_argument(
+        "--prefill-min-tokens",
+        metavar="N",
+        type=positive_int,
+        default=DEFAULT_PREFILL_MIN_TOKENS,
+        help="prompts of at least so many tokens go to a prefill worker first, where there is one (default: "
+        "%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +81,10 @@ async def _serve(args: argparse.Namespace, host: str, port: int) -> int:
 
     cancel_on_signals()
     settings = settings_of(
-        max_in_flight=args.max_in_flight, client_timeout_s=args.client_timeout, tokenizer=args.tokenizer
+        max_in_flight=args.max_in_flight,
+        client_timeout_s=args.client_timeout,
+        prefill_min_tokens=args.prefill_min_tokens,
+        tokenizer=args.tokenizer,
     )
     try:
         with closing(take_address(host, port)) as listening:

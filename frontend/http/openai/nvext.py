@@ -60,7 +60,7 @@ def nvext_json(
     if "completion_token_ids" in extra:
         fields["completion_token_ids"] = completion_ids
     if "worker_id" in extra and tokens.worker is not None:
-        fields["worker_id"] = {"prefill_worker_id": tokens.worker, "decode_worker_id": tokens.worker}
+        fields["worker_id"] = {"prefill_worker_id": tokens.first_worker, "decode_worker_id": tokens.worker}
     if "timing" in extra:
         fields["timing"] = clock.timing()
     if "weight_version" in extra:

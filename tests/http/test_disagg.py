@@ -1,0 +1,70 @@
+"""Prefill and decode workers behind the HTTP service: the same answers, and counters that say who made them."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.http.settings import Settings
+from tests.http.openai_support import CHAT, CONFIG
+from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import Http, http_before
+from tests.support.disagg import disaggregated, until_paired
+from tests.support.fleet import synthetic_worker
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [index % 250 for index in range(100)]
+EXTRA = ["worker_id", "engine_data"]
+
+
+@contextlib.asynccontextmanager
+async def behind(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[Http]:
+    """The service in front of what the test has started."""
+    settings = Settings(tokenizer=save(make_byte_level(), folder))
+    async with http_before(nats_url, fleet, settings) as http:
+        for rb in (http.own, http.rb):
+            await rb.fleet.wait_for_workers()
+        yield http
+
+
+async def answers(http: Http) -> dict[str, Any]:
+    """What all routes for tokens make of one prompt; with what tells the answers apart by themselves left out."""
+    sampling = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    tokens = await http.client.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling})
+    nvext = {"token_data": PROMPT, "extra_fields": EXTRA}
+    found = {"generate": tokens.json()["choices"]}
+    for stream in (False, True):
+        body = {"messages": [{"role": "user", "content": "x"}], "nvext": nvext, "stream": stream, **sampling}
+        answer = await http.client.post(CHAT, json=body)
+        text = answer.text
+        found[f"chat stream={stream}"] = [text[text.index('"nvext"') :].partition('"engine_data"')[2][:200]]
+        found[f"workers stream={stream}"] = text.partition('"worker_id":')[2].partition("}")[0]
+    return found
+
+
+async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Tokens, logprobs and routing are equal on every route; `worker_id` names both workers, and `/metrics` counts."""
+    other = f"{fleet}-one"
+    async with (
+        synthetic_worker(nats_url, other, config=CONFIG, worker_id="w"),
+        behind(nats_url, other, tmp_path) as http,
+    ):
+        expected = await answers(http)
+    async with (
+        disaggregated(nats_url, fleet, prefill=CONFIG, decode=CONFIG) as both,
+        behind(nats_url, fleet, tmp_path) as http,
+    ):
+        await until_paired(http.own, "p", "d")
+        found = await answers(http)
+        metrics = (await http.client.get("/metrics")).text
+        assert len(both.given["p"]) == 3
+
+    for stream in (False, True):
+        assert found.pop(f"workers stream={stream}") == '{"prefill_worker_id":"p","decode_worker_id":"d"'
+        assert expected.pop(f"workers stream={stream}") == '{"prefill_worker_id":"w","decode_worker_id":"w"'
+    assert found == expected
+    assert "rollbus_client_prefill_legs_total 3.0" in metrics
+    assert 'rollbus_client_prefill_fallbacks_total{reason="busy"} 0.0' in metrics
