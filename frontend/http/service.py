@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from starlette.responses import Response
 import bus
 from frontend.http.calls import Admission, EventStream, until_disconnect
 from frontend.http.errors import HttpError
-from frontend.http.metrics import Metrics, Progress
+from frontend.http.metrics import Metrics
 from frontend.http.settings import Settings
 from frontend.tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
-from schemas.errors import ErrorCode
 from schemas.presence import WorkerPresence
 
 __all__ = ["Handler", "RouteTable", "Service"]
@@ -40,28 +39,6 @@ class Service:
     def workers(self) -> tuple[WorkerPresence, ...]:
         """Live workers, as they were last heard."""
         return self.rb.fleet.workers
-
-    def model(self, name: str | None) -> WorkerPresence:
-        """A worker of the model, which says what it can do; without a name, of the fleet's only model.
-
-        Raises:
-            HttpError: 404 if no worker serves it, 503 if there are no workers, 400 if there are several to choose from.
-        """
-        workers = self.workers()
-        if not workers:
-            raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
-        models = sorted({worker.model for worker in workers})
-        if name is None and len(models) > 1:
-            raise HttpError(
-                400, f"model is missing; allowed: {', '.join(models)}", code=ErrorCode.INVALID_REQUEST, param="model"
-            )
-        wanted = models[0] if name is None else name
-        for worker in workers:
-            if worker.model == wanted and worker.capabilities is not None:
-                self.metrics.is_for(wanted)
-                return worker
-        message = f"model {wanted!r} is unknown; allowed: {', '.join(models)}"
-        raise HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model")
 
     async def tokenizer(self, worker: WorkerPresence) -> Tokenizer:
         """The tokenizer of a worker's model.
@@ -94,23 +71,18 @@ class Service:
         Raises:
             ClientDisconnect: it left. And what `bus.Client.complete` raises.
         """
-        with self._counted(wanted) as progress:
+        with self.metrics.generation(wanted.model or "", wanted.prompt_len) as progress:
             generation = await until_disconnect(request.receive, self.rb.complete(wanted))
             progress.finished(generation)
             return generation
 
     async def chunks(self, wanted: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
         """The chunks as they come; closing aborts the request. Raises what `bus.Client.generate` raises."""
-        with self._counted(wanted) as progress:
+        with self.metrics.generation(wanted.model or "", wanted.prompt_len) as progress:
             async with aclosing(self.rb.generate(wanted)) as chunks:
                 async for chunk in chunks:
                     progress.add(chunk)
                     yield chunk
-
-    def _counted(self, wanted: bus.GenerateRequest) -> AbstractContextManager[Progress]:
-        models = {worker.model for worker in self.workers()}
-        model = next(iter(models)) if wanted.model is None and len(models) == 1 else wanted.model
-        return self.metrics.generation(model if model in models else "", wanted.prompt_len)
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

@@ -13,7 +13,7 @@ from frontend.http.edge import REQUEST_ID_HEADER, given_request_id
 from frontend.http.errors import HttpError, http_error
 from frontend.http.service import Service
 from frontend.http.trace import traceparent_of
-from schemas.errors import InvalidRequest, RollbusError
+from schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from schemas.model_limits import check_model_limits
 from schemas.presence import Capabilities, WorkerPresence
 
@@ -47,17 +47,32 @@ def find_target(service: Service, name: str | None) -> Target:
     """The model of that name, or the adapter; without a name, the fleet's only model.
 
     Raises:
-        HttpError: 404 if nobody serves it, 503 if there are no workers, 400 if there are several models to choose from.
+        HttpError: 404 if nobody serves it, 503 if there are no workers or they are starting, 400 if there are several
+            models to choose from.
     """
-    workers = [worker for worker in service.workers() if worker.capabilities is not None]
-    if name is not None and all(worker.model != name for worker in workers):
-        for worker in workers:
-            if worker.capabilities is not None and any(lora.name == name for lora in worker.loras):
-                return Target(worker=worker, capabilities=worker.capabilities, lora=name)
-    worker = service.model(name)
-    if worker.capabilities is None:
-        raise HttpError(503, f"model {worker.model!r} is starting", code="no_workers")
-    return Target(worker=worker, capabilities=worker.capabilities, lora=None)
+    workers = service.workers()
+    if not workers:
+        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+    models = sorted({worker.model for worker in workers})
+    allowed = f"allowed: {', '.join(models)}"
+    if name is None and len(models) > 1:
+        raise HttpError(400, f"model is missing; {allowed}", code=ErrorCode.INVALID_REQUEST, param="model")
+    wanted = models[0] if name is None else name
+    found = None
+    for worker in workers:
+        if worker.capabilities is None:
+            continue
+        if worker.model == wanted:
+            found = Target(worker=worker, capabilities=worker.capabilities, lora=None)
+            break
+        if any(lora.name == wanted for lora in worker.loras):
+            found = Target(worker=worker, capabilities=worker.capabilities, lora=wanted)
+    if found is None and wanted in models:
+        raise HttpError(503, f"model {wanted!r} is starting", code=ErrorCode.NO_WORKERS)
+    if found is None:
+        raise HttpError(404, f"model {wanted!r} is unknown; {allowed}", code=ErrorCode.UNKNOWN_MODEL, param="model")
+    service.metrics.is_for(found.worker.model)
+    return found
 
 
 def make_wanted(
