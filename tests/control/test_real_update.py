@@ -99,7 +99,7 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
 async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) -> None:
     """Streams finish, with tokens of version 1, then of 2; after that all answers equal a fresh engine's on them."""
     old = await fleets.old.have(2)
-    requests = [greedy(100 + i, 2000) for i in range(4)]
+    requests = [greedy(100 + i, 1200) for i in range(4)]
     streams: list[list[Chunk]] = [[] for _ in requests]
     async with bus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
         before = await answers(rb)
