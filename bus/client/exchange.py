@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -312,6 +312,25 @@ class Exchange:
         )
         for child in self._open_children(lambda child: child.worker is None and child.direct_to == gone.worker):
             self.withdraw(child, child.live.failure(ErrorCode.WORKER_LOST, reason))
+
+    def lose_unheard(self, lives: Container[tuple[str, str]], offered_before: float) -> None:
+        """Give up what a life of a worker has of which nothing was heard since it offered to run it.
+
+        Its last frame may be handled behind the announcement that it is gone, as these come on different subjects.
+
+        Args:
+            lives: worker and incarnation of those that are there.
+            offered_before: on `time.monotonic()`; offers after that are too young for an announcement.
+        """
+        self._lose_where(
+            lambda child: (
+                child.worker is not None
+                and child.since < offered_before
+                and (child.worker, child.incarnation) not in lives
+            ),
+            ErrorCode.WORKER_LOST,
+            "the life of the worker that offered to run it is over",
+        )
 
     def lose_at(self, worker: str, reason: str) -> None:
         """Give up what a worker has in its hands."""

@@ -13,7 +13,7 @@ from bus.queue.streams import QueueDepth, queue_depths
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
 from schemas.messages import decode_presence
-from schemas.presence import WorkerPresence
+from schemas.presence import WorkerPresence, WorkerState
 
 __all__ = ["FleetWatch"]
 
@@ -85,6 +85,11 @@ class FleetWatch:
     def get(self, worker: str) -> WorkerPresence | None:
         """What a live worker announced last."""
         return self._view.get(worker)
+
+    def lives(self) -> frozenset[tuple[str, str]]:
+        """Worker and incarnation of all that live and have not fenced themselves."""
+        workers = self._view.workers()
+        return frozenset((p.worker, p.incarnation) for p in workers if p.state is not WorkerState.FENCED)
 
     def serving(self, model: str) -> tuple[WorkerPresence, ...]:
         """What those announced last that take requests for `model`."""

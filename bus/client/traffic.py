@@ -22,7 +22,8 @@ from bus.control.commander import Commander
 from bus.control.updates import Updates
 from bus.control.uploads import Uploads
 from bus.permitted import check_permitted
-from bus.protocol.fleet_view import Gone
+from bus.protocol.fleet_view import LEASE_MARGIN_S, Gone
+from bus.protocol.lease import DEFAULT_LEASE_S
 from schemas.errors import BusBroken, ErrorCode, PermissionDenied, RemoteProtocolError
 from schemas.messages import decode_client_presence, encode_json
 from schemas.presence import ClientPresence, ClientState
@@ -35,6 +36,8 @@ HEARTBEAT_S: Final = 1.0
 """Between announcements, and between two words on a link where nothing else is to be said."""
 LEASE_S: Final = 5.0
 """Five heartbeats: a busy machine may delay a few, and a dead client is still noticed soon."""
+UNHEARD_S: Final = DEFAULT_LEASE_S + LEASE_MARGIN_S
+"""A worker that lives announces itself several times between its offer to run a request and that much later."""
 LEASE_CHECK_S: Final = 0.5
 """How often the leases of workers are looked at: a tenth of a lease."""
 
@@ -155,6 +158,7 @@ class Traffic:
                 await self.begin_anew()
                 continue
             self.watch.expire()
+            self.exchange.lose_unheard(self.watch.lives(), time.monotonic() - UNHEARD_S)
             is_beat = not is_beat
             if is_beat:
                 await self._beat()

@@ -8,7 +8,7 @@ from typing import Final
 from schemas.errors import InvalidRequest, NoWorkers
 from schemas.presence import Role, WorkerPresence, WorkerState
 
-__all__ = ["FleetSnapshot", "FleetView", "Gone", "takes_whole"]
+__all__ = ["LEASE_MARGIN_S", "FleetSnapshot", "FleetView", "Gone", "takes_whole"]
 
 LEASE_MARGIN_S: Final = 1.0
 """A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""

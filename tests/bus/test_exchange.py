@@ -85,6 +85,27 @@ async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str,
     assert list(completing.result().token_ids) == [8]
 
 
+async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offer(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A life that was over before its frame was handled serves nothing; the request goes on elsewhere."""
+    monkeypatch.setattr("bus.client.traffic.UNHEARD_S", 0.5)
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(2)))
+        first = await worker.next_key()
+        await worker.announce(WorkerState.STOPPED)
+        while rb.fleet.workers:  # noqa: ASYNC110 - of a worker that leaves, nothing tells
+            await asyncio.sleep(0.01)
+        await worker.frame(0, chunk(first, 0, 7), admitted=(first,))
+        await worker.acked(1)
+        worker.incarnation = "life-2"
+        await worker.announce()
+        second = await worker.next_key()
+        await worker.frame(0, chunk(second, 0, 8, total=1), admitted=(second,))
+
+    assert list(completing.result().token_ids) == [7, 8]
+
+
 async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: str, fleet: str) -> None:
     """`fenced` ends what this life of the worker had; what is only in the queue stays there."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
