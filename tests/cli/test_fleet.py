@@ -53,9 +53,9 @@ def test_status_shows_the_workers(nats: str) -> None:
 
     assert (table.returncode, table.stderr) == (0, "")
     workers, queues, engines = table.stdout.split("\n\n")
-    assert [line.split()[:3] for line in workers.splitlines()[1:]] == [
-        ["local-0", "synthetic", "serving"],
-        ["local-1", "synthetic", "serving"],
+    assert [line.split()[:4] for line in workers.splitlines()[1:]] == [
+        ["local-0", "synthetic", "both", "serving"],
+        ["local-1", "synthetic", "both", "serving"],
     ]
     assert [line.split() for line in queues.splitlines()] == [
         ["queue", "resume", "high", "normal", "low", "in", "hand"],
@@ -213,7 +213,7 @@ def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert becomes_true(lambda: "by-hand  other      serving" in rollbus("status", nats=nats).stdout)
+        assert becomes_true(lambda: "by-hand  other      both  serving" in rollbus("status", nats=nats).stdout)
     finally:
         worker.terminate()
 
