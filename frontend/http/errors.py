@@ -17,7 +17,7 @@ from schemas.errors import (
     RollbusError,
 )
 
-__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "unsupported"]
+__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "unsupported"]
 
 RETRY_AFTER_S = 1
 """What is busy may be free a second later."""
@@ -109,6 +109,11 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")
+
+
+def invalid(field: str, problem: str, allowed: str) -> HttpError:
+    """A field is wrong."""
+    return HttpError(400, f"{field} {problem}; allowed: {allowed}", code=ErrorCode.INVALID_REQUEST, param=field)
 
 
 def unsupported(field: str, reason: str, *, allowed: str = "null") -> HttpError:

@@ -11,14 +11,23 @@ from starlette.responses import Response
 import bus
 from frontend.http.answer_types import GenerateAnswer
 from frontend.http.answers import Choice, take_whole, updates, usage_of
+from frontend.http.bad_words import bad_words_ids
 from frontend.http.body import decode_body, read_body
 from frontend.http.errors import HttpError, unsupported
 from frontend.http.generate_answer import answer_json, event_json
-from frontend.http.generate_body import NAMES, GenerateBody, StreamOptions, check_supported, request_fields
+from frontend.http.generate_body import (
+    NAMES,
+    GenerateBody,
+    SamplingBody,
+    StreamOptions,
+    check_supported,
+    request_fields,
+)
 from frontend.http.routing_json import JsonPieces
 from frontend.http.service import RouteTable, Service
-from frontend.http.stops import stop_strings, text_of
+from frontend.http.stops import AnswerText, stop_strings, text_of
 from frontend.http.wanted import Target, find_target, id_headers, make_wanted, named_errors
+from frontend.tokenization import Tokenizer
 
 __all__ = ["ANSWERS", "BODIES", "ROUTES"]
 
@@ -29,9 +38,16 @@ async def generate(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
     target = find_target(service, body.model)
+    tokenizer = await _tokenizer(service, target, body.sampling_params)
     sampling, fields = request_fields(body)
+    if tokenizer is not None and body.sampling_params.bad_words:
+        name = "sampling_params.bad_words"
+        sampling["bad_words_token_ids"] = bad_words_ids(body.sampling_params.bad_words, tokenizer, name)
     wanted = make_wanted(service, request, target, sampling=sampling, fields=fields, names=NAMES)
-    choices = await _choices(service, target, wanted, body)
+    choices = [
+        Choice(child, wanted, _text(wanted, body.sampling_params, tokenizer), keep=not body.stream)
+        for child in range(wanted.sampling.n)
+    ]
     with_prompt = bool(body.return_token_ids)
     if body.stream:
         events = _events(service, wanted, choices, body.stream_options or StreamOptions(), with_prompt=with_prompt)
@@ -41,36 +57,32 @@ async def generate(service: Service, request: Request) -> Response:
         return JsonPieces(answer_json(wanted, target, choices, with_prompt=with_prompt), id_headers(wanted))
 
 
-async def _choices(service: Service, target: Target, wanted: bus.GenerateRequest, body: GenerateBody) -> list[Choice]:
-    """The answers, with their text where strings in it end them.
+async def _tokenizer(service: Service, target: Target, params: SamplingBody) -> Tokenizer | None:
+    """The model's tokenizer, for fields that are text; None where there are none.
 
     Raises:
-        HttpError: 400, there is no tokenizer to make text with.
+        HttpError: 400, naming the field: it is not on this machine.
     """
-    params = body.sampling_params
-    stops, tokenizer = stop_strings(params.stop), None
-    if stops:
-        try:
-            tokenizer = await service.tokenizer(target.worker)
-        except HttpError as error:
-            raise unsupported("sampling_params.stop", error.message) from error
-    return [
-        Choice(
-            child,
-            wanted,
-            None
-            if tokenizer is None
-            else text_of(
-                wanted,
-                tokenizer,
-                stops,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            ),
-            keep=not body.stream,
-        )
-        for child in range(wanted.sampling.n)
-    ]
+    name = "stop" if params.stop else "bad_words"
+    if not getattr(params, name):
+        return None
+    try:
+        return await service.tokenizer(target.worker)
+    except HttpError as error:
+        raise unsupported(f"sampling_params.{name}", error.message) from error
+
+
+def _text(wanted: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
+    """The text in which stop strings are looked for; None where there are none."""
+    if tokenizer is None or not params.stop:
+        return None
+    return text_of(
+        wanted,
+        tokenizer,
+        stop_strings(params.stop),
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
 
 
 async def _events(

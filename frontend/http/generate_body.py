@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from frontend.http.bad_words import BadWords
 from frontend.http.errors import unsupported
 from frontend.http.stops import StopStrings
 
@@ -14,6 +15,7 @@ NAMES: Final = {
     "prompt_token_ids": "token_ids",
     "sampling": "sampling_params",
     "sampling.extra": "sampling_params",
+    "sampling.bad_words_token_ids": "sampling_params.bad_words",
     "routed_experts_prompt_start": "sampling_params.routed_experts_prompt_start",
     "return_routed_experts": "sampling_params.routed_experts_prompt_start",
     "lora": "model",
@@ -52,6 +54,8 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     allowed_token_ids: list[int] | None = None
     stop: StopStrings = None
     """Looked for in the text, which is not in the answer: the token that completes one of them is the last."""
+    bad_words: BadWords = None
+    """Never sampled; the tokenizer says which tokens they are."""
     skip_special_tokens: bool = True
     """They have no text in which to look."""
     include_stop_str_in_output: bool = False
@@ -76,8 +80,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     skip_clone: bool = False
     stream_interval: int | None = None
 
-    # Of text, and refused, as something else would come out without them.
-    bad_words: list[str] | None = None
+    # Refused, as something else would come out without it.
     logprob_token_ids: list[int] | None = None
 
 
@@ -132,7 +135,6 @@ NOT_SERVED: Final = {
     "ec_transfer_params": "caches are not handed from engine to engine by clients",
 }
 NOT_SAMPLED: Final = {
-    "bad_words": "this route takes token ids: use logit_bias",
     "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
 }
 """Fields that are known and not served, and why."""

@@ -185,6 +185,7 @@ SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ".", "detokenize": False}, "detokenize"),
     ({"bad_words": ["no"]}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words[0]"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"routed_experts_prompt_start": True}, "routed_experts_prompt_start"),

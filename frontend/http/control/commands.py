@@ -21,9 +21,9 @@ from frontend.http.control.bodies import (
     WakeBody,
 )
 from frontend.http.control.operations import begin_pause, wants_async
-from frontend.http.control.reading import either, invalid, read_fields, send_options
+from frontend.http.control.reading import either, read_fields, send_options
 from frontend.http.control.versions import with_version
-from frontend.http.errors import HttpError
+from frontend.http.errors import HttpError, invalid
 from frontend.http.service import Service
 from schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from schemas.errors import ControlError

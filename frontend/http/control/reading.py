@@ -7,11 +7,10 @@ from starlette.requests import Request
 
 from frontend.http.body import decode_body, read_body
 from frontend.http.control.bodies import SendBody
-from frontend.http.errors import HttpError
+from frontend.http.errors import invalid
 from frontend.http.service import Service
-from schemas.errors import ErrorCode
 
-__all__ = ["either", "invalid", "read_fields", "read_query", "send_options"]
+__all__ = ["either", "read_fields", "read_query", "send_options"]
 
 Fields = TypeVar("Fields", bound=SendBody)
 Query = TypeVar("Query", bound=msgspec.Struct)
@@ -19,12 +18,6 @@ Value = TypeVar("Value")
 
 REPEATED = ("workers", "request_ids", "tags")
 """Parameters that are lists: given several times in a query."""
-
-
-def invalid(field: str, problem: str, allowed: str) -> HttpError:
-    """The error of a field that is wrong."""
-    message = f"{field} {problem}; allowed: {allowed}"
-    return HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field)
 
 
 async def read_fields(service: Service, request: Request, kind: type[Fields]) -> Fields:

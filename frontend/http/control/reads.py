@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 import bus
 from bus.protocol.desired import target_version
-from frontend.http.control.reading import invalid, read_query
-from frontend.http.errors import HttpError
+from frontend.http.control.reading import read_query
+from frontend.http.errors import HttpError, invalid
 from frontend.http.service import Service
 from frontend.http.status import json_response
 from schemas.errors import ErrorCode

@@ -8,8 +8,9 @@ from starlette.responses import Response
 import bus
 from frontend.http.control.answers import VLLM, answer
 from frontend.http.control.bodies import FinishTransferBody, InitTransferBody, StartTransferBody
-from frontend.http.control.reading import either, invalid, read_fields, send_options
+from frontend.http.control.reading import either, read_fields, send_options
 from frontend.http.control.versions import with_version
+from frontend.http.errors import invalid
 from frontend.http.service import Service
 from schemas.control import LOAD_TIMEOUT_S
 from schemas.limits import MAX_WEIGHT_VERSION

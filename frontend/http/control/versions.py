@@ -5,8 +5,7 @@ from typing import Final
 
 import bus
 from bus.protocol.desired import target_version
-from frontend.http.control.reading import invalid
-from frontend.http.errors import HttpError
+from frontend.http.errors import HttpError, invalid
 from frontend.http.service import Service
 from schemas.errors import ControlCode, ControlError, ErrorCode
 

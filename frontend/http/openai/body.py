@@ -5,13 +5,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from frontend.http.bad_words import BadWords
 from frontend.http.errors import unsupported
-from frontend.http.stops import StopString, StopStrings
+from frontend.http.stops import StopStrings
 from schemas import limits
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
 
-MAX_BAD_WORDS_STRINGS: Final = 1024
 
 TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
@@ -87,7 +87,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS_STRINGS)] | None = None
+    bad_words: BadWords = None
     priority: Priority | None = None
     """Lower is more urgent."""
     cache_salt: str | None = None

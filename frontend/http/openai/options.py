@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from frontend.http.bad_words import bad_words_ids
+from frontend.http.errors import invalid
 from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody, NvExt
-from frontend.http.openai.prompts import invalid, one_of
+from frontend.http.openai.prompts import one_of
 from frontend.http.stops import stop_strings
 from frontend.http.wanted import Target
 from frontend.tokenization import Tokenizer
@@ -120,7 +122,7 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     # Of the sampled token alone they cost little, and engine_data always has them.
     fields["logprobs"] = 0 if options.top_logprobs is None and "engine_data" in options.extra else options.top_logprobs
     if body.bad_words:
-        fields["bad_words_token_ids"] = _bad_words(body.bad_words, tokenizer)
+        fields["bad_words_token_ids"] = bad_words_ids(body.bad_words, tokenizer, "bad_words")
     extra = {name: value for name in EXTRA if (value := getattr(body, name)) is not None}
     structure = _structure(body.response_format)
     if structure is not None:
@@ -131,20 +133,6 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
         extra["extra_args"] = body.vllm_xargs
     fields["extra"] = extra or None
     return fields
-
-
-def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """As vLLM: each word at the beginning of a text, and behind a blank where that is another single token."""
-    found: list[list[int]] = []
-    for word in words:
-        plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        if not plain:
-            raise invalid("bad_words", "has one without tokens", "words that the tokenizer knows")
-        found.append(plain)
-        if spaced[0] != plain[0] and len(spaced) == len(plain):
-            found.append(spaced)
-    return found
 
 
 def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from frontend.http.chat import Chat, encode_chat, encode_text
-from frontend.http.errors import HttpError
+from frontend.http.errors import HttpError, invalid
 from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody
 from frontend.http.wanted import Target
 from frontend.tokenization import Tokenizer
-from schemas.errors import ErrorCode
 
-__all__ = ["Prompt", "chat_prompt", "check_length", "completion_prompts", "invalid", "one_of"]
+__all__ = ["Prompt", "chat_prompt", "check_length", "completion_prompts", "one_of"]
 
 MAX_PROMPTS: Final = 256
 """Each is a request of its own to the fleet."""
@@ -25,11 +24,6 @@ class Prompt:
     token_ids: Sequence[int]
     field: str
     """Where in the body it comes from."""
-
-
-def invalid(field: str, problem: str, allowed: str) -> HttpError:
-    """A field is wrong."""
-    return HttpError(400, f"{field} {problem}; allowed: {allowed}", code=ErrorCode.INVALID_REQUEST, param=field)
 
 
 def one_of(**values: T | None) -> T | None:

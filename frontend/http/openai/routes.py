@@ -7,11 +7,12 @@ from starlette.responses import Response
 import bus
 from frontend.http.answer_types import ChatAnswer, CompletionAnswer
 from frontend.http.body import decode_body, read_body
+from frontend.http.errors import invalid
 from frontend.http.openai.body import ChatBody, CompletionBody, check_served
 from frontend.http.openai.job import Job
 from frontend.http.openai.nvext import Clock
 from frontend.http.openai.options import bus_fields, bus_names, read_options, sampling_fields
-from frontend.http.openai.prompts import chat_prompt, check_length, completion_prompts, invalid
+from frontend.http.openai.prompts import chat_prompt, check_length, completion_prompts
 from frontend.http.openai.shapes import CHAT, COMPLETION
 from frontend.http.service import RouteTable, Service
 from frontend.http.wanted import find_target, make_wanted, named_errors
