@@ -54,9 +54,10 @@ class Generation:
     prompt_top_logprobs: npt.NDArray[np.float32] | None = None
     """f4[Lp - 1, k]."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine found in its prefix cache."""
+    """Prompt tokens that the engine found in its prefix cache, or had from a prefill worker."""
     attempts: int = 1
-    """How often the request was published: once, and once more for each worker that was lost on the way."""
+    """How often the request was published: once, and once more for each worker that was lost on the way. Where a
+    prefill and a decode worker served it together, that is once."""
     exact: bool = True
     """What came is what an undisturbed run could have given; see `bus.protocol.stream`."""
     worker_ids: tuple[str, ...] = ()

@@ -125,12 +125,13 @@ class Prefill:
         return decided
 
     def _seats(self, model: str) -> list[Seat]:
-        found = (self._watch.get(worker) for worker in self._watch.snapshot.prefillers.get(model, ()))
+        snapshot = self._watch.snapshot
+        found = (self._watch.get(worker) for worker in snapshot.prefillers.get(model, ()))
         return [
             Seat(
                 worker=presence.worker,
                 num_slots=presence.capabilities.max_num_seqs,
-                max_model_len=presence.capabilities.max_model_len,
+                context_len=snapshot.context_lens[model],
                 weight_version=presence.weight_version,
                 loras=frozenset(info.name for info in presence.loras),
             )

@@ -55,6 +55,16 @@ class FleetSnapshot:
             for model, connectors in readable.items()
         }
 
+    @cached_property
+    def context_lens(self) -> Mapping[str, int]:
+        """By model that serving workers have: the shortest context of any of them."""
+        lens: dict[str, int] = {}
+        for worker in self.workers:
+            if worker.state is WorkerState.SERVING and worker.capabilities is not None:
+                length = worker.capabilities.max_model_len
+                lens[worker.model] = min(lens.get(worker.model, length), length)
+        return lens
+
     def is_served(self, model: str | None) -> bool:
         """Some worker takes requests for `model`, or for any, now or soon."""
         return bool(self.served) if model is None else model in self.served

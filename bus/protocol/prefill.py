@@ -45,7 +45,8 @@ class Seat(NamedTuple):
     worker: str
     num_slots: int
     """Requests that it runs at once."""
-    max_model_len: int
+    context_len: int
+    """Prompt and generated tokens together, of it and of those that are to go on."""
     weight_version: int
     loras: frozenset[str]
     """Names of the adapters that it has."""
@@ -68,7 +69,7 @@ class Wish:
     def is_met_by(self, seat: Seat) -> bool:
         """The worker can compute the prompt's KV, and one more token would follow."""
         return (
-            self.prompt_len + 1 < seat.max_model_len
+            self.prompt_len + 1 < seat.context_len
             and seat.weight_version >= self.min_weight_version
             and (self.lora is None or self.lora in seat.loras)
         )

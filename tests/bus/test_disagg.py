@@ -95,19 +95,20 @@ async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> 
         assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
 
 
-async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
-    """More than the prefill workers have slots for: each is served once and right, some without them at most."""
+async def test_five_hundred_at_once(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more than the prefill workers have slots for: each gets its turn, and is served once and right."""
+    # On a busy machine some would be served without.
+    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 60.0)
     requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
     slots = SyntheticConfig(max_num_seqs=8)
     async with disaggregated(nats_url, fleet, prefill=slots, workers=("p1", "p2", "d1", "d2")) as both:
         results = [result async for result in both.rb.complete_many(requests)]
         await check_equal(results, requests, ALONE)
 
-        stats = both.rb.stats()
-        served = Counter(result.worker_ids[0] for result in results if len(result.worker_ids) == 2)
-        assert served["p1"] > 0 < served["p2"]
-        assert served.total() + sum(stats.prefill_fallbacks.values()) == 500
-        assert stats.prefill_legs == served.total()
+        served = Counter(result.worker_ids[0] for result in results)
+        assert set(served) == {"p1", "p2"}
+        assert {len(result.worker_ids) for result in results} == {2}
+        assert both.rb.stats().prefill_legs == 500
 
 
 async def test_a_stream_is_one(nats_url: str, fleet: str) -> None:
@@ -217,10 +218,10 @@ async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, f
 
 
 async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fleet: str) -> None:
-    """Its first token is its last; with room for two, it goes both ways."""
+    """Its first token is its last, also where prefill has a longer context; with room for two, it goes both ways."""
     config = SyntheticConfig(max_model_len=100)
     requests = [long("full", 99, max_tokens=50), long("not", 98, max_tokens=50)]
-    async with disaggregated(nats_url, fleet, prefill=config, decode=config) as both:
+    async with disaggregated(nats_url, fleet, prefill=ALONE, decode=config) as both:
         results = [result async for result in both.rb.complete_many(requests)]
         await check_equal(results, requests, config)
 

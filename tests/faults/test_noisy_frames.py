@@ -3,7 +3,7 @@
 import pytest
 
 import bus
-from tests.support.fleet import synthetic_worker
+from tests.support.disagg import SHAPES, shaped, until_paired
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.nats_noise import NatsNoise
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 
 
-async def test_frames_and_acks_through_noise(nats_url: str, fleet: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: str) -> None:
     """Some frames are lost, doubled and late, some acks lost and doubled: all is right at the first attempt."""
     load = await Load.mixed(50, CONFIG)
     frames = NatsNoise(r"\.frame\.", seed=1, drop=0.01, double=0.02, delay=0.01)
@@ -27,11 +28,11 @@ async def test_frames_and_acks_through_noise(nats_url: str, fleet: str) -> None:
     ):
         before_client.make_filter, before_worker.make_filter = frames.filter, acks.filter
         async with (
-            synthetic_worker(before_worker.url, fleet, config=CONFIG) as (_, _),
-            bus.connect(before_client.url, fleet=fleet) as rb,
+            shaped(before_worker.url, fleet, shape, CONFIG) as workers,
+            bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
         ):
-            await rb.fleet.wait_for_workers()
-            results = await load.run(rb)
+            await until_paired(rb, *workers)
+            results = await load.run(rb, legs=len(workers))
             stats = rb.stats()
 
             assert {generation.attempts for generation in results} == {1}

@@ -9,6 +9,7 @@ import pytest
 import bus
 from bus.client import dispatch
 from bus.embedded import EmbeddedServer
+from tests.support.disagg import SHAPES, shaped, until_paired
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
@@ -21,26 +22,27 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 """With few slots, so that many requests wait in the queue."""
 
 
-async def test_a_server_killed_and_restarted_twice(fleet: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> None:
     """Killed under load and restarted at once: links go on, the queue is still there, no request is asked for again."""
     require_binary()
     load = await Load.mixed(60, CONFIG)
     async with (
         EmbeddedServer() as server,
         observing(server.url, fleet) as observer,
-        synthetic_worker(server.url, fleet, config=CONFIG) as (worker, _),
-        bus.connect(server.url, fleet=fleet) as rb,
+        shaped(server.url, fleet, shape, CONFIG) as workers,
+        bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
-        life = worker.presence().incarnation
+        await until_paired(rb, *workers)
+        lives = [worker.presence().incarnation for worker in workers.values()]
 
         async def restart() -> None:
             await server.kill()
             await server.restart()
 
-        results = await load.run(rb, strikes={5: restart, 30: restart})
+        results = await load.run(rb, strikes={5: restart, 30: restart}, legs=len(workers))
         assert {generation.attempts for generation in results} == {1}
-        assert worker.presence().incarnation == life
+        assert [worker.presence().incarnation for worker in workers.values()] == lives
         await observer.check_at_rest()
 
 
@@ -66,7 +68,10 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
         await observer.check_at_rest()
 
 
-async def test_a_server_that_lost_its_store(fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_server_that_lost_its_store(
+    fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
     """Killed and restarted with an empty disk: what waited in the queue is missed, and published again."""
     require_binary()
     monkeypatch.setattr(dispatch, "ORPHAN_AGE_S", 1.0)
@@ -75,16 +80,16 @@ async def test_a_server_that_lost_its_store(fleet: str, tmp_path: Path, monkeypa
     async with (
         EmbeddedServer(store_dir=store) as server,
         observing(server.url, fleet) as observer,
-        synthetic_worker(server.url, fleet, config=CONFIG),
-        bus.connect(server.url, fleet=fleet) as rb,
+        shaped(server.url, fleet, shape, CONFIG) as workers,
+        bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
+        await until_paired(rb, *workers)
 
         async def lose_store() -> None:
             await server.kill()
             shutil.rmtree(store)
             await server.restart()
 
-        await load.run(rb, strikes={5: lose_store})
+        await load.run(rb, strikes={5: lose_store}, legs=len(workers))
         assert rb.stats().orphans > 0
         await observer.check_at_rest()

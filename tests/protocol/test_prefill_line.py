@@ -201,7 +201,7 @@ class Lines(RuleBasedStateMachine):
         assert look is None or look <= min(self.waiting.values())
 
 
-Lines.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Lines.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLines = Lines.TestCase
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import bus
 from schemas.messages import KvHandover
-from schemas.presence import WorkerState
+from schemas.presence import Role, WorkerState
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from tests.support.fleet import synthetic_worker
@@ -17,7 +17,10 @@ from tests.support.invariants import Observer, observing
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
 
-__all__ = ["Disaggregated", "disaggregated", "long", "until_paired"]
+__all__ = ["SHAPES", "Disaggregated", "disaggregated", "long", "shaped", "until_paired"]
+
+SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}
+"""Fleets of one worker, and of one for prefill and one for decode, by name."""
 
 
 @dataclass
@@ -95,3 +98,16 @@ def long(request_id: str, prompt_len: int = 100, max_tokens: int = 8, **fields: 
     prompt = [sum(request_id.encode()), *range(1, prompt_len)]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return GenerateRequest(**{"prompt_token_ids": prompt, "sampling": sampling, "request_id": request_id, **fields})
+
+
+@contextlib.asynccontextmanager
+async def shaped(nats_url: str, fleet: str, shape: str, config: SyntheticConfig) -> AsyncIterator[dict[str, Worker]]:
+    """Run the workers of one of `SHAPES`; they have their names from there."""
+    roles: dict[str, Role] = {"w": "both", "p": "prefill", "d": "decode"}
+    async with contextlib.AsyncExitStack() as stack:
+        workers = {}
+        for name in SHAPES[shape]:
+            own = replace(config, role=roles[name])
+            worker, _ = await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=own, worker_id=name))
+            workers[name] = worker
+        yield workers
