@@ -1,12 +1,14 @@
 """What a user may not is an error at once, of its own type, that names user and subject."""
 
+import asyncio
 import logging
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 
 import bus
-from bus.connection import open_connection
+from bus.connection import open_connection, subscribe
 from bus.credentials import Credentials, Role
 from bus.embedded import EmbeddedServer
 from bus.nkeys import new_seed
@@ -14,7 +16,9 @@ from bus.provision import provision
 from bus.queue.streams import ensure_queue
 from bus.server import Server
 from bus.subjects import Subjects
+from schemas.control import Ack
 from schemas.errors import BusBroken, ErrorCode, InvalidRequest, PermissionDenied, RequestError
+from schemas.messages import decode_ack
 from schemas.request import GenerateRequest
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.cli.support import run_rollbus
@@ -167,3 +171,26 @@ async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
         async with bus.connect(server.url, credentials=credentials) as rb:
             assert (await rb.fleet.state()).workers == ()
             assert "boss" in repr(rb)
+
+
+async def test_a_worker_records_nothing_for_a_controller(tmp_path: Path) -> None:
+    """A command that was only said ends at once as failed: to record it would be to command."""
+    subjects = Subjects(FLEET)
+    acks: asyncio.Queue[Ack] = asyncio.Queue()
+
+    async def take(message: Msg) -> None:
+        acks.put_nowait(decode_ack(message.data))
+
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, bus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
+            await rb.fleet.wait_for_workers()
+            await subscribe(nats, subjects.acks_to("boss"), take)
+            await nats.publish(subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}')
+            answers = [await acks.get(), await acks.get()]
+            state = await rb.fleet.state()
+
+    assert [ack.status for ack in answers] == ["accepted", "failed"]
+    assert answers[1].error is not None
+    assert "worker w0 of fleet F may not publish on $KV.rollbus.F.m" in answers[1].error.message
+    assert state.desired == {}

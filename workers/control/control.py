@@ -24,6 +24,7 @@ from schemas.errors import (
     ControlError,
     EngineDead,
     InvalidRequest,
+    PermissionDenied,
     RemoteProtocolError,
 )
 from schemas.limits import MAX_SEEN_COMMANDS
@@ -186,6 +187,9 @@ class Control:
         while self._log.is_under_way(heard):
             try:
                 _, heard.epoch = await self._store.record(self._parts.config.model, heard.command)
+            except PermissionDenied as exc:
+                problem = f"{exc}: record it before it is published"
+                self._answers.end(heard, failure(ControlError(ControlCode.INVALID_COMMAND, problem)))
             except (BusBroken, BusClosed) as exc:
                 logger.warning("command.unrecorded id=%s error=%s", heard.command.id, exc)
                 await asyncio.sleep(RECORD_RETRY_S)
