@@ -1,7 +1,7 @@
-"""What is done for HTTP clients: no more at a time than allowed, and nothing for one that has left."""
+"""What is done for HTTP clients: no more at a time than allowed, nothing for one that has left, and piece by piece."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
@@ -9,10 +9,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from frontend.http.edge import SEND_BYTES
 from frontend.http.errors import HttpError, error_body, http_error
 from schemas.errors import RollbusError
 
-__all__ = ["Admission", "EventStream", "until_disconnect"]
+__all__ = ["Admission", "EventStream", "JsonPieces", "until_disconnect"]
 
 T = TypeVar("T")
 
@@ -70,6 +71,35 @@ async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientDisconnect
+
+
+class JsonPieces(Response):
+    """A JSON answer that is made while it is sent, no faster than the client reads it.
+
+    Args:
+        pieces: of the document; making them must not fail, as the status has been sent by then.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Iterable[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        gathered = bytearray()
+        for piece in self._pieces:
+            gathered += piece
+            # Small pieces are put together: each send is a system call.
+            if len(gathered) >= SEND_BYTES:
+                await send({"type": "http.response.body", "body": bytes(gathered), "more_body": True})
+                gathered.clear()
+                # Others' turn, also when this client reads as fast as it is sent to.
+                await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": bytes(gathered)})
 
 
 class EventStream(Response):

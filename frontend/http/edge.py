@@ -13,11 +13,11 @@ from frontend.http.errors import HttpError, error_response
 from schemas.checks import check_request_id
 from schemas.errors import InvalidRequest
 
-__all__ = ["REQUEST_ID_HEADER", "Delivery", "Edge", "given_request_id"]
+__all__ = ["REQUEST_ID_HEADER", "SEND_BYTES", "Delivery", "Edge", "given_request_id"]
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 SEND_BYTES: Final = 64 << 10
-"""Handed to the connection at a time: no more than this waits there for a client that does not read."""
+"""Handed to the connection at a time: not much more waits there for a client that does not read."""
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
@@ -54,9 +54,8 @@ class Edge:
             if delivery.has_begun:
                 await delivery.cut()
             else:
-                await error_response(HttpError(503, "the service stops", code="stopping"))(
-                    scope, receive, delivery.send
-                )
+                refusal = error_response(HttpError(503, "the service stops", code="stopping"))
+                await refusal(scope, receive, delivery.send)
 
 
 class Delivery:

@@ -13,6 +13,7 @@ from frontend.http.answer_types import GenerateAnswer
 from frontend.http.answers import Choice, take_whole, updates, usage_of
 from frontend.http.bad_words import bad_words_ids
 from frontend.http.body import decode_body, read_body
+from frontend.http.calls import JsonPieces
 from frontend.http.errors import HttpError, unsupported
 from frontend.http.generate_answer import answer_json, event_json
 from frontend.http.generate_body import (
@@ -23,7 +24,6 @@ from frontend.http.generate_body import (
     check_supported,
     request_fields,
 )
-from frontend.http.routing_json import JsonPieces
 from frontend.http.service import RouteTable, Service
 from frontend.http.stops import AnswerText, stop_strings, text_of
 from frontend.http.wanted import Target, find_target, id_headers, make_wanted, named_errors

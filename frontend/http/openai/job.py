@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 import bus
 from frontend.http.answers import Choice, Update, take_whole, updates, usage_of
+from frontend.http.calls import JsonPieces
 from frontend.http.logprobs_json import prompt_logprobs_json
 from frontend.http.openai.nvext import Clock, nvext_json
 from frontend.http.openai.options import Options
 from frontend.http.openai.shapes import Namer, Shape
-from frontend.http.routing_json import JsonPieces
 from frontend.http.service import Service
 from frontend.http.stops import text_of
 from frontend.http.tokens import Scores, Tokens, prompt_scores
