@@ -30,6 +30,7 @@ from tests.support.results import assert_same
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK = 32
+"""Where a worker with a connector runs on a CPU."""
 NUM_TOKENS = 12
 ABANDONED_AFTER_S = 60
 START_TIMEOUT_S = 240.0
@@ -86,7 +87,7 @@ def pair(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.T
         str(WEIGHT_VERSION),
     ]
     flags += ["--weight-root", str(tiny_moes[0].parent), "--kv-transfer-config", json.dumps(connector)]
-    flags += ["--engine-args", json.dumps({**ENGINE_ARGS, "block_size": BLOCK})]
+    flags += ["--engine-args", json.dumps(ENGINE_ARGS)]
     processes = {
         role: psutil.Popen([sys.executable, "-m", "workers", *flags, "--role", role, "--worker-id", role])
         for role in ROLES

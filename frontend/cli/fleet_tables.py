@@ -151,7 +151,7 @@ def _engine_cells(known: Capabilities) -> list[str]:
         f"{known.max_loras} LoRAs": known.max_loras > 0,
         "sleep": known.sleep,
         "priority": known.priority,
-        f"KV by {known.kv_connector}": known.kv_connector is not None,
+        f"KV by {(known.kv_connector or NONE).split()[0]}": known.kv_connector is not None,
         f"dp {known.data_parallel_size}": known.data_parallel_size > 1,
     }
     return [

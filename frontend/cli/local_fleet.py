@@ -15,6 +15,7 @@ from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.processes import ProcessSpec, run_tool, run_workers
 from frontend.cli.worker_options import python_env, python_module
 from schemas.errors import NoWorkers
+from schemas.presence import WorkerState
 
 __all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet"]
 
@@ -35,6 +36,8 @@ class LocalFleet:
     model: Path | None = None
     """Folder of the checkpoint; None: an engine that needs none."""
     num_workers: int = 1
+    num_prefill: int = 0
+    """The last so many of them compute prompts for the others."""
     worker_flags: Sequence[str] = ()
     """More flags of `python -m workers`."""
     nats_port: int = ANY_PORT
@@ -55,7 +58,13 @@ class LocalFleet:
         # One list is for one process; an engine that spreads over several shares out its cores itself.
         if cores and not any("parallel_size" in flag for flag in self.worker_flags):
             env.setdefault(CORES_VARIABLE, cores)
-        return ProcessSpec(worker_id, [*python_module("workers"), *names, *model, *self.worker_flags], env)
+        command = [*python_module("workers"), *names, *model, *self._role(worker_id), *self.worker_flags]
+        return ProcessSpec(worker_id, command, env)
+
+    def _role(self, worker_id: str) -> tuple[str, ...]:
+        if not self.num_prefill:
+            return ()
+        return ("--role", "prefill" if worker_id in self.worker_ids[-self.num_prefill :] else "decode")
 
 
 def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
@@ -95,9 +104,17 @@ async def _watch_server(server: EmbeddedServer) -> None:
 async def _wait_until_serving(fleet: LocalFleet, url: str) -> None:
     async with bus.connect(url, fleet=fleet.fleet) as rb:
         try:
-            await rb.fleet.wait_for_workers(fleet.num_workers, timeout_s=fleet.start_timeout_s)
+            async with asyncio.timeout(fleet.start_timeout_s):
+                await rb.fleet.wait_for_workers(fleet.num_workers - fleet.num_prefill, timeout_s=fleet.start_timeout_s)
+                # Those for prefill alone serve nobody by themselves. Each look takes half a second.
+                while fleet.num_workers > sum(
+                    worker.state is WorkerState.SERVING for worker in (await rb.fleet.state()).workers
+                ):
+                    pass
         except NoWorkers as exc:
             raise CommandFailed(exc.message, ExitCode.TIMEOUT) from exc
+        except TimeoutError as exc:
+            raise CommandFailed("not all prefill workers serve in time", ExitCode.TIMEOUT) from exc
 
 
 def check_vllm() -> None:

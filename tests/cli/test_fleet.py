@@ -256,3 +256,19 @@ def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "worker local-0 ended with exit code 2" in done.stderr
     assert "speed" in done.stderr.splitlines()[-1]
+
+
+def test_up_with_prefill_workers(tmp_path: Path) -> None:
+    """All workers have a role then, and long prompts go to those for prefill first."""
+    log = tmp_path / "log"
+    with running_up("--engine", "synthetic", "--prefill-workers", "1", log=log) as (_, info):
+        assert info["workers"] == ["local-0", "local-1"]
+        table = rollbus("status", nats=info["nats"]).stdout.partition("\n\n")[0]
+        assert [line.split()[:4] for line in table.splitlines()[1:]] == [
+            ["local-0", "synthetic", "decode", "serving"],
+            ["local-1", "synthetic", "prefill", "serving"],
+        ]
+        path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [5] * 100, "max_tokens": 4, "temperature": 0})
+        code, report, stderr = generate(info["nats"], path)
+        assert (code, report["failed"]) == (0, 0), stderr
+    assert "worker.ended worker=local-1 stats=WorkerStats(intake=IntakeStats(taken=1," in log.read_text()

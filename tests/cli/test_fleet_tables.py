@@ -118,7 +118,7 @@ def test_engines_that_are_alike_share_a_row() -> None:
 
 def test_prefill_and_decode_workers_share_a_row_of_their_engine() -> None:
     """What a worker is there for stands beside it; how KV goes from one to the other is something engines can do."""
-    shared = replace(MOE, kv_connector="NixlConnector")
+    shared = replace(MOE, kv_connector="NixlConnector vllm-0.30.0 bfloat16")
     workers = [replace(PAUSED, worker=role, capabilities=replace(shared, role=role)) for role in ("prefill", "decode")]
 
     assert [worker_row(worker)[2] for worker in workers] == ["prefill", "decode"]

@@ -11,13 +11,15 @@ stopped and the command ends with 1.
 
 import argparse
 import asyncio
+import json
 import socket
 from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from frontend.cli.arguments import positive_float, positive_int, without_password
+from frontend.cli.arguments import non_negative_int, positive_float, positive_int, without_password
 from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.http_service import (
     DEFAULT_ADDRESS,
@@ -44,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", metavar="DIR", type=Path, help="folder of the checkpoint (default: a tiny MoE)")
     parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="how many (default: 1)")
+    parser.add_argument(
+        "--prefill-workers",
+        metavar="N",
+        type=non_negative_int,
+        default=0,
+        help="how many more, that compute prompts for the others; their KV goes through a folder for temporary files, "
+        "or as --kv-transfer-config says (default: 0)",
+    )
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
@@ -75,10 +85,18 @@ def run(args: argparse.Namespace) -> int:
         check_vllm()
     # Taken before anything is started: who cannot have the address hears so at once.
     with ExitStack() as stack:
+        if args.prefill_workers and args.engine == "vllm" and args.kv_transfer_config is None:
+            args.kv_transfer_config = through_folder(stack.enter_context(TemporaryDirectory(prefix="rollbus-kv-")))
         listening = _http_socket(at)
         if listening is not None:
             stack.enter_context(closing(listening))
         return run_async(_up(args, port, listening))
+
+
+def through_folder(folder: str) -> str:
+    """The `--kv-transfer-config` of workers that share this folder."""
+    extra = {"shared_storage_path": folder}
+    return json.dumps({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
 
 
 def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
@@ -110,7 +128,7 @@ async def _up(args: argparse.Namespace, port: int, listening: socket.socket | No
     cancel_on_signals()
     try:
         fleet = await _prepare(args, port)
-        note(f"starting NATS and {args.workers} worker{'s' * (args.workers > 1)}; Ctrl-C stops everything")
+        note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
         async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as url, AsyncExitStack() as stack:
             http = None
             if listening is not None:
@@ -138,7 +156,8 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     return LocalFleet(
         fleet=args.fleet,
         model=model,
-        num_workers=args.workers,
+        num_workers=args.workers + args.prefill_workers,
+        num_prefill=args.prefill_workers,
         worker_flags=flags,
         nats_port=port,
         start_timeout_s=args.start_timeout,

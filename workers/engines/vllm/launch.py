@@ -35,6 +35,8 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """vLLM's own default is a share of the whole machine, so that a second worker beside the first does not start
 (v1/worker/cpu_worker.py: __init__). More with `kv_cache_memory_bytes`, `gpu_memory_utilization` or vLLM's variable."""
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+CPU_KV_BLOCK_TOKENS = 32
+"""KV goes to other engines in whole blocks; of vLLM's own, of 128 tokens, a short prompt fills none."""
 CPU_UNUSED_LORAS = 1
 """Places for adapters that stay empty: on a CPU vLLM adds what is in the last one to every request without an adapter
 (lora/ops/torch_ops/lora_ops.py takes -1, which means none, for an index)."""
@@ -181,6 +183,8 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     }
     if current_platform.is_cpu():
         defaults |= {"enforce_eager": True, "max_model_len": LARGEST_THAT_FITS}
+        if given.get(KV_FIELD) is not None:
+            defaults["block_size"] = CPU_KV_BLOCK_TOKENS
         if not any(name in given for name in KV_CACHE_ARGS) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if "worker_extension_cls" in known:
