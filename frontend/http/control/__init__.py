@@ -7,34 +7,38 @@ the workers hear of it: a client that leaves does not end it.
 from typing import Any, Final
 
 from frontend.http.control import bodies, not_served, operations, reads, rl, transfer, vllm
-from frontend.http.service import RouteTable
+from frontend.http.service import Handler, RouteTable
 
 __all__ = ["ADMIN_ROUTES", "ANSWERS", "BODIES", "QUERIES", "ROUTES"]
 
-_COMMANDS: Final[RouteTable] = {
-    ("POST", "/v1/rl/pause"): rl.pause,
-    ("POST", "/v1/rl/resume"): rl.resume,
-    ("POST", "/v1/rl/flush_cache"): rl.flush_cache,
-    ("POST", "/v1/rl/update_weights"): rl.update_weights,
-    ("POST", "/v1/rl/load_lora_adapter"): rl.load_lora,
-    ("POST", "/v1/rl/unload_lora_adapter"): rl.unload_lora,
-    ("POST", "/v1/rl/abort"): rl.abort,
-    ("POST", "/pause"): vllm.pause,
-    ("POST", "/resume"): vllm.resume,
-    ("POST", "/abort_requests"): vllm.abort_requests,
-    ("POST", "/sleep"): vllm.sleep,
-    ("POST", "/wake_up"): vllm.wake_up,
-    ("POST", "/reset_prefix_cache"): vllm.reset_prefix_cache,
-    ("POST", "/update_weights"): vllm.update_weights,
-    ("POST", "/load_lora_adapter"): vllm.load_lora,
-    ("POST", "/unload_lora_adapter"): vllm.unload_lora,
-    ("POST", "/v1/load_lora_adapter"): vllm.load_lora_adapter,
-    ("POST", "/v1/unload_lora_adapter"): vllm.unload_lora_adapter,
-    ("POST", "/init_weight_transfer_engine"): transfer.init_weight_transfer_engine,
-    ("POST", "/start_weight_update"): transfer.start_weight_update,
-    ("POST", "/finish_weight_update"): transfer.finish_weight_update,
+_COMMANDS: Final[dict[tuple[str, str], tuple[Handler, type[bodies.SendBody]]]] = {
+    ("POST", "/v1/rl/pause"): (rl.pause, bodies.PauseBody),
+    ("POST", "/v1/rl/resume"): (rl.resume, bodies.ResumeBody),
+    ("POST", "/v1/rl/flush_cache"): (rl.flush_cache, bodies.FlushBody),
+    ("POST", "/v1/rl/update_weights"): (rl.update_weights, bodies.UpdateBody),
+    ("POST", "/v1/rl/load_lora_adapter"): (rl.load_lora, bodies.LoadLoraBody),
+    ("POST", "/v1/rl/unload_lora_adapter"): (rl.unload_lora, bodies.UnloadLoraBody),
+    ("POST", "/v1/rl/abort"): (rl.abort, bodies.AbortBody),
+    ("POST", "/pause"): (vllm.pause, bodies.PauseBody),
+    ("POST", "/resume"): (vllm.resume, bodies.ResumeBody),
+    ("POST", "/abort_requests"): (vllm.abort_requests, bodies.AbortBody),
+    ("POST", "/sleep"): (vllm.sleep, bodies.SleepBody),
+    ("POST", "/wake_up"): (vllm.wake_up, bodies.WakeBody),
+    ("POST", "/reset_prefix_cache"): (vllm.reset_prefix_cache, bodies.FlushBody),
+    ("POST", "/update_weights"): (vllm.update_weights, bodies.UpdateBody),
+    ("POST", "/load_lora_adapter"): (vllm.load_lora, bodies.LoadLoraBody),
+    ("POST", "/unload_lora_adapter"): (vllm.unload_lora, bodies.UnloadLoraBody),
+    ("POST", "/v1/load_lora_adapter"): (vllm.load_lora_adapter, bodies.LoadLoraBody),
+    ("POST", "/v1/unload_lora_adapter"): (vllm.unload_lora_adapter, bodies.UnloadLoraBody),
+    ("POST", "/init_weight_transfer_engine"): (transfer.init_weight_transfer_engine, bodies.InitTransferBody),
+    ("POST", "/start_weight_update"): (transfer.start_weight_update, bodies.StartTransferBody),
+    ("POST", "/finish_weight_update"): (transfer.finish_weight_update, bodies.FinishTransferBody),
 }
-ADMIN_ROUTES: Final[RouteTable] = {**_COMMANDS, **not_served.ROUTES}
+"""What carries out a command, and what it reads: from a body, or from the query."""
+ADMIN_ROUTES: Final[RouteTable] = {
+    **{route: handler for route, (handler, _) in _COMMANDS.items()},
+    **not_served.ROUTES,
+}
 """They change the fleet, or would."""
 ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/operations/{id}"): operations.operation,
@@ -46,36 +50,13 @@ ROUTES: Final[RouteTable] = {
     ("GET", "/liveness"): reads.liveness,
 }
 """They only look."""
-_BODY_BY_HANDLER: Final[dict[object, type[bodies.SendBody]]] = {
-    rl.pause: bodies.PauseBody,
-    rl.resume: bodies.ResumeBody,
-    rl.flush_cache: bodies.FlushBody,
-    rl.update_weights: bodies.UpdateBody,
-    rl.load_lora: bodies.LoadLoraBody,
-    rl.unload_lora: bodies.UnloadLoraBody,
-    rl.abort: bodies.AbortBody,
-    vllm.abort_requests: bodies.AbortBody,
-    vllm.sleep: bodies.SleepBody,
-    vllm.wake_up: bodies.WakeBody,
-    vllm.pause: bodies.PauseBody,
-    vllm.resume: bodies.ResumeBody,
-    vllm.reset_prefix_cache: bodies.FlushBody,
-    vllm.update_weights: bodies.UpdateBody,
-    vllm.load_lora: bodies.LoadLoraBody,
-    vllm.unload_lora: bodies.UnloadLoraBody,
-    vllm.load_lora_adapter: bodies.LoadLoraBody,
-    vllm.unload_lora_adapter: bodies.UnloadLoraBody,
-    transfer.init_weight_transfer_engine: bodies.InitTransferBody,
-    transfer.start_weight_update: bodies.StartTransferBody,
-    transfer.finish_weight_update: bodies.FinishTransferBody,
-}
 BODIES: Final[dict[tuple[str, str], object]] = {
-    **{route: _BODY_BY_HANDLER[handler] for route, handler in _COMMANDS.items()},
+    **{route: body for route, (_, body) in _COMMANDS.items()},
     **dict.fromkeys(not_served.ROUTES),
 }
 """What the routes read."""
 QUERIES: Final[dict[tuple[str, str], type]] = {
-    **{route: _BODY_BY_HANDLER[handler] for route, handler in _COMMANDS.items()},
+    **{route: body for route, (_, body) in _COMMANDS.items()},
     **{route: reads.FleetQuery for route, handler in ROUTES.items() if handler is not operations.operation},
 }
 """What they take as query parameters: commands the same as in their bodies, as far as it fits into one."""
