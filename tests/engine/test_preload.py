@@ -1,6 +1,7 @@
 """Engine cores are forked from a process that has imported vLLM, where vLLM is for CPUs; others start as they did."""
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -27,11 +28,14 @@ def installed(**versions: str) -> Callable[[str], str]:
 
 
 def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, moe: RunningEngine) -> None:
-    """The parent of an engine core is that process, however the model is run."""
+    """The parent of an engine core is that process, however the model is run; it has the environment that vLLM sets."""
+    parent_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for running in (reloaded, moe):
         core = running.engine._launch.llm.engine_core.resources.engine_manager.processes[0]
 
-        assert psutil.Process(core.pid).ppid() == forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        assert psutil.Process(core.pid).ppid() == parent_pid
+    assert preload.READ_ON_IMPORT.items() <= psutil.Process(parent_pid).environ().items()
+    assert preload.READ_ON_IMPORT.items() <= os.environ.items()
 
 
 def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
@@ -66,6 +70,8 @@ def test_nothing_is_imported_beside_on_gpus(
     """A process that nobody would fork is not started."""
     begun: list[bool] = []
     monkeypatch.setattr(preload, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
+    for name in preload.READ_ON_IMPORT:
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
 

@@ -9,6 +9,7 @@ and so it can be forked safely; it ends with the worker's process.
 
 import contextlib
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,8 @@ from typing import Any
 __all__ = ["begin_preload", "forked_cores"]
 
 PRELOADED = "workers.engines.vllm.preloaded"
+READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+"""What vLLM sets for its processes (platforms/cpu.py: check_and_update_config) and torch reads when it is imported."""
 
 _forks: ContextVar[bool] = ContextVar("_forks", default=False)
 """What vLLM starts now is forked."""
@@ -29,6 +32,7 @@ def begin_preload() -> None:
     That process has the environment that this one has now.
     """
     if _is_for_cpus():
+        os.environ.update(READ_ON_IMPORT)
         multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
         forkserver.ensure_running()
 

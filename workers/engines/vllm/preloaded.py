@@ -2,7 +2,10 @@
 
 import gc
 import os
+import signal
 
+# A Ctrl-C is for the worker.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 # The worker's stdout is for machines to read; who is imported here may print.
 os.dup2(2, 1)
 # Most of what is made now stays: the garbage collector need not look for more in it, now or in any forked process.
