@@ -79,7 +79,7 @@ class Delivery:
         """As ASGI's; an answer's end comes back when the system has all of it.
 
         Raises:
-            ClientDisconnect: the client does not read.
+            ClientDisconnect: the client does not read, or left before the end.
         """
         if message["type"] == "http.response.start":
             self.has_begun = True
@@ -110,7 +110,7 @@ class Delivery:
             await self._send(message)
         finally:
             timer.cancel()
-        if self.has_stalled:
+        if self.has_stalled or (message.get("more_body", False) and self._transport.is_closing()):
             raise ClientDisconnect
 
     def _stall(self) -> None:

@@ -41,6 +41,17 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
 
 
 @pytest.mark.slow
+async def test_a_client_that_leaves_amid_an_answer_is_counted(nats_url: str, fleet: str) -> None:
+    """The rest of a whole answer is not made for nobody."""
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    async with http_service(nats_url, fleet, config=LARGE) as http:
+        async with posted(http, PATH, body) as reader:
+            assert b"200" in await reader.readline()
+        labels = {"method": "POST", "route": PATH, "model": "synthetic"}
+        await becomes(http, "rollbus_http_requests_total", 1, **labels, status="499")
+
+
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: str) -> None:
     """The limit is for each piece: what takes longer as a whole is not cut."""
     settings = Settings(client_timeout_s=0.5)
