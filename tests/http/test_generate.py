@@ -136,35 +136,6 @@ async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
 
 
-async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> None:
-    """The bytes that clients look for are there once, and what stands behind them is the base64 of the rows."""
-    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=300)) as http:
-        raw = (await generate(http, sampling_params={"max_tokens": 2, "temperature": 0})).content
-        expected = (await by_bus(http, max_tokens=2, temperature=0)).routed_experts
-
-    assert raw.count(b'"routed_experts":{"data":"') == 1
-    routed = parse_generate_response(raw)["choices"][0]["routed_experts"]
-    assert isinstance(routed["data"], memoryview)
-    assert (routed["shape"], routed["start"], routed["dtype"]) == ([5, 4, 4], 0, "uint16")
-    assert expected is not None
-    assert base64.b64decode(routed["data"], validate=True) == expected.tobytes()
-
-
-async def test_of_several_samples_the_first_is_the_one_that_is_cut_out(nats_url: str, fleet: str) -> None:
-    """Each has its rows; clients take those that come first for the first choice's, and these are."""
-    sampling: dict[str, Any] = {"max_tokens": 3, "n": 3, "seed": 5}
-    async with http_service(nats_url, fleet) as http:
-        raw = (await generate(http, sampling_params=sampling)).content
-        expected = await by_bus(http, **sampling)
-
-    assert raw.count(b'"routed_experts":{"data":"') == 3
-    choices = parse_generate_response(raw)["choices"]
-    assert isinstance(choices[0]["routed_experts"]["data"], memoryview)
-    for choice, sample in zip(choices, (expected, *expected.siblings), strict=True):
-        assert sample.routed_experts is not None
-        assert base64.b64decode(choice["routed_experts"]["data"], validate=True) == sample.routed_experts.tobytes()
-
-
 SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"typical_p": 0.5}, "typical_p"),
     ({"top_p": 0}, "top_p"),
