@@ -297,7 +297,7 @@ class Intake:
         try:
             await self._engine.add(name, request, kv)
         except RequestError as exc:
-            self._links.fail(name, exc)
+            self._links.fail(name, _not_for_kv(exc, kv))
         except EngineDead as exc:
             # The engine's own task hears of it too and ends this worker; what is open fails there.
             logger.warning("request.not_submitted name=%s error=%s", name, exc)
@@ -314,6 +314,15 @@ def _is_poison(message: QueuedRequest | None, request: GenerateRequest | Request
         return False
     # What is refused at once meets no engine, however often it comes.
     return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
+
+
+def _not_for_kv(error: RequestError, kv: KvHandover | None) -> RequestError:
+    """Why an engine refused a request; where KV came with it, it may take the request without."""
+    if kv is None or kv.is_prefill:
+        return error
+    return RequestError(
+        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused it with its KV: {error.message}"
+    )
 
 
 def _ack(message: QueuedRequest | None) -> Instructions:

@@ -5,7 +5,7 @@ import pytest
 
 from bus.protocol.step import RequestStep
 from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode
+from schemas.errors import ErrorCode, InvalidRequest
 from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
 from tests.support.disagg import long
@@ -110,6 +110,22 @@ async def test_only_kv_of_the_same_weights_and_connector_is_used(
         synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d", weight_version=4) as (worker, engine),
     ):
         assert (await given_for(worker, engine, client, kv) is not None) == is_used
+
+
+async def test_what_the_engine_refuses_with_kv_it_may_take_without(nats_url: str, fleet: str) -> None:
+    """It ends as `kv_transfer_failed`, which clients try again; without KV, the refusal stands."""
+    kv = KvHandover(params=b"x", connector="synthetic", weight_version=0)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d") as (_, engine),
+    ):
+
+        async def refuse(key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+            raise InvalidRequest(field="kv.params", problem="cannot be read", allowed="a msgpack map")
+
+        engine.add = refuse  # type: ignore[method-assign]
+        assert await answer_to(client, long("with"), "d", kv) == ErrorCode.KV_TRANSFER_FAILED
+        assert await answer_to(client, long("without"), "d", None) == ErrorCode.INVALID_REQUEST
 
 
 async def test_a_worker_for_both_computes_kv_anew(nats_url: str, fleet: str) -> None:
