@@ -163,7 +163,17 @@ class Traffic:
             if is_beat:
                 await self._beat()
 
+    @property
+    def _only_looks(self) -> bool:
+        """Workers have nothing of this client, and its name belongs to whoever has the same credentials.
+
+        It says nothing to workers then, or it would take the name from one that works.
+        """
+        return self._config.server.credentials is not None and not self.dispatch.stats.requests
+
     async def _beat(self) -> None:
+        if self._only_looks:
+            return
         await self._announce(ClientState.LIVE)
         self.links.prune(self.watch.get)
         self.links.repeat()
@@ -200,6 +210,8 @@ class Traffic:
             logger.warning("client.no_goodbye client=%s", self._config.client)
 
     async def _announce(self, state: ClientState) -> None:
+        if self._only_looks:
+            return
         presence = ClientPresence(
             client=self._config.client,
             incarnation=self._config.incarnation,

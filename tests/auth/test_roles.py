@@ -140,6 +140,21 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
+async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
+    """`rollbus status` with the credentials of a trainer that is at work: its requests go on."""
+    async with guarded(tmp_path) as guard, serving(guard, "w0", config=SyntheticConfig(step_s=0.005)):
+        async with bus.connect(guard.login("alice")) as rb:
+            await rb.fleet.wait_for_workers()
+            stream = rb.generate(ask(max_tokens=1000))
+            await anext(stream)
+            ended = await run_rollbus(guard.url, FLEET, "status", "--json", "--creds", str(guard.path("alice")))
+            chunks = [chunk async for chunk in stream]
+
+        assert ended.code == 0
+        assert len(json.loads(ended.stdout)["workers"]) == 1
+        assert chunks[-1].error is None
+
+
 async def test_the_environment_names_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """$ROLLBUS_CREDS is enough: fleet, client's name and key are in the file."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
