@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+import bus
+from frontend.cli.app import build_parser
+from frontend.cli.http_service import serve_http, settings_of
+from frontend.http.server import listen
 from frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, CONFIG
 from tests.http.small_tokenizers import make_byte_level, save
@@ -68,3 +72,19 @@ async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Pa
     assert found == expected
     assert "rollbus_client_prefill_legs_total 3.0" in metrics
     assert 'rollbus_client_prefill_fallbacks_total{reason="busy"} 0.0' in metrics
+
+
+async def test_the_threshold_is_the_operators(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--prefill-min-tokens` of the command line is that of the service's client."""
+    seen: list[int] = []
+    connect = bus.connect
+
+    def noting(*args: Any, **kwargs: Any) -> bus.Client:
+        seen.append(kwargs["prefill_min_tokens"])
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr(bus, "connect", noting)
+    args = build_parser().parse_args(["frontend", "--prefill-min-tokens", "7"])
+    settings = settings_of(prefill_min_tokens=args.prefill_min_tokens)
+    async with serve_http(nats_url, fleet, settings, listen("127.0.0.1", 0)):
+        assert seen == [7]
