@@ -11,9 +11,11 @@ If this docstring is not what `help(bus)` shows, another package called `bus` co
 from bus.client.client import Client, ClientStats, connect
 from bus.client.fleet import Fleet, FleetState
 from bus.client.generation import Generation
+from bus.credentials import Credentials
 from bus.protocol.canary import canary_request
 from bus.protocol.ledger import CommandIncomplete, Ledger
 from bus.queue.streams import QueueDepth
+from bus.server import Server, Tls
 from schemas.chunk import Chunk, FinishReason, RoutedExperts
 from schemas.errors import (
     BusBroken,
@@ -23,6 +25,7 @@ from schemas.errors import (
     ErrorCode,
     InvalidRequest,
     NoWorkers,
+    PermissionDenied,
     RequestError,
     RequestFailed,
     RequestRejected,
@@ -43,6 +46,7 @@ __all__ = [
     "CommandIncomplete",
     "ControlCode",
     "ControlError",
+    "Credentials",
     "ErrorCode",
     "FinishReason",
     "Fleet",
@@ -52,6 +56,7 @@ __all__ = [
     "InvalidRequest",
     "Ledger",
     "NoWorkers",
+    "PermissionDenied",
     "QueueDepth",
     "RequestError",
     "RequestFailed",
@@ -60,6 +65,8 @@ __all__ = [
     "RollbusError",
     "RoutedExperts",
     "SamplingParams",
+    "Server",
+    "Tls",
     "canary_request",
     "connect",
 ]

@@ -25,7 +25,16 @@ from bus.permissions import permissions
 from bus.server import Tls
 from schemas.errors import BusBroken, InvalidRequest
 
-__all__ = ["Entry", "Wanted", "accounts", "credentials_path", "ensure_users", "remove_user", "write_server_config"]
+__all__ = [
+    "SERVER_FILE",
+    "Entry",
+    "Wanted",
+    "accounts",
+    "credentials_path",
+    "ensure_users",
+    "remove_user",
+    "write_server_config",
+]
 
 USERS_FILE: Final = "users.json"
 CONFIG_FILE: Final = "users.conf"

@@ -207,7 +207,7 @@ class DesiredStore:
         headers = {"Nats-Expected-Stream": _STREAM, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
         try:
             if not sequence:
-                await self._ensure_bucket()
+                await self.ensure_bucket()
             await put(self._nats, self.subject(model), data, headers)
         except ApiError as error:
             if error.code == _WRONG_LAST_SEQUENCE:
@@ -215,7 +215,7 @@ class DesiredStore:
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
         return True
 
-    async def _ensure_bucket(self) -> None:
+    async def ensure_bucket(self) -> None:
         """Make the bucket where it is missing.
 
         Before the first write, not after its failure: workers listen where it is written to, so that to a server

@@ -12,6 +12,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, cast
 
@@ -23,6 +24,21 @@ from schemas.errors import RollbusError
 __all__ = ["Command", "build_parser", "cancel_on_signals", "main", "run_async"]
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
+DEFAULT_FLEET = "default"
+LOGIN_VARIABLES = {
+    "creds": "ROLLBUS_CREDS",
+    "tls-ca": "ROLLBUS_TLS_CA",
+    "tls-cert": "ROLLBUS_TLS_CERT",
+    "tls-key": "ROLLBUS_TLS_KEY",
+}
+"""Options that say as whom to connect, and the environment variables that say so to whatever this process starts."""
+LOGIN_HELP = {
+    "creds": "credentials of the NATS user to connect as",
+    "tls-ca": "certificates to trust",
+    "tls-cert": "certificate to show to the server",
+    "tls-key": "its key",
+}
+LOGIN_NONE = {"creds": "none", "tls-ca": "the system's", "tls-cert": "none", "tls-key": "none"}
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
 
 
@@ -33,7 +49,7 @@ class Command(Protocol):
     """One line for `rollbus --help`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the subcommand's own options."""
+        """Add the subcommand's own options. With `READS_NO_CREDENTIALS` it sees to `--creds` and `--fleet` itself."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it and return the exit code."""
@@ -49,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.excepthook = _report_bug
     command: Command = args.command
     try:
+        _take_login(args)
         return command.run(args)
     except KeyboardInterrupt:
         note("rollbus: interrupted")
@@ -60,6 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cause is None:
             raise
         return _report(cause, group, args.verbose)
+
+
+def _take_login(args: argparse.Namespace) -> None:
+    """Put into the environment what options say of the login, for this process and its children; choose the fleet.
+
+    Raises:
+        BusBroken: the credentials cannot be read.
+    """
+    for option, variable in LOGIN_VARIABLES.items():
+        path = getattr(args, option.replace("-", "_"))
+        if path:
+            os.environ[variable] = str(Path(path).absolute())
+    if args.fleet is None and not getattr(args.command, "READS_NO_CREDENTIALS", False):
+        args.fleet = _fleet_of(os.environ.get(LOGIN_VARIABLES["creds"]))
+
+
+def _fleet_of(credentials: str | None) -> str:
+    if not credentials:
+        return DEFAULT_FLEET
+    from bus.credentials import load_credentials
+
+    return load_credentials(credentials).fleet
 
 
 def run_async(coroutine: Coroutine[object, object, int]) -> int:
@@ -115,7 +154,11 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("ROLLBUS_NATS") or DEFAULT_NATS,
         help=f"address of the NATS server (default: $ROLLBUS_NATS or {DEFAULT_NATS})",
     )
-    group.add_argument("--fleet", metavar="NAME", default="default", help="name of the fleet (default: %(default)s)")
+    group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
+    for option, variable in LOGIN_VARIABLES.items():
+        group.add_argument(
+            f"--{option}", metavar="FILE", help=f"{LOGIN_HELP[option]} (default: ${variable}, or {LOGIN_NONE[option]})"
+        )
     group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
     group.add_argument("-v", "--verbose", action="store_true", help="log more, and show the traceback of an error")
 

@@ -11,6 +11,7 @@ from frontend.cli.exits import CommandFailed, ExitCode
 from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 
 if TYPE_CHECKING:
+    from bus import Server
     from frontend.http.settings import Settings
 
 __all__ = [
@@ -99,7 +100,9 @@ def settings_of(
 
 
 @asynccontextmanager
-async def serve_http(nats: str, fleet: str, settings: "Settings", listening: socket.socket) -> AsyncIterator[str]:
+async def serve_http(
+    nats: "str | Server", fleet: str, settings: "Settings", listening: socket.socket
+) -> AsyncIterator[str]:
     """Serve a fleet on a listening socket while the block lasts; yields the service's URL.
 
     Raises:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import bus
 from bus.embedded import EmbeddedServer
+from bus.provision import provision
+from bus.server import CREDENTIALS_VARIABLE, Server
 from frontend.cli.exits import CommandFailed, ExitCode
+from frontend.cli.local_users import LocalUsers
 from frontend.cli.processes import ProcessSpec, run_tool, run_workers
 from frontend.cli.worker_options import python_env, python_module
 from schemas.errors import NoWorkers
 from schemas.presence import WorkerState
 
-__all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet"]
+__all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet", "worker_names"]
 
 TINY_MOE = "tiny-moe"
 """Served name of the model that is made on the spot, and of its folder."""
@@ -43,17 +46,25 @@ class LocalFleet:
     nats_port: int = ANY_PORT
     start_timeout_s: float = 1800.0
     """Until all workers serve; loading a large model from a slow disk takes many minutes."""
+    served_model: str = ""
+    """Its served name, for who makes its queue."""
+    users: LocalUsers | None = None
+    """Who may connect; None: everybody, and may do everything."""
     worker_ids: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
         """Name the workers."""
-        object.__setattr__(self, "worker_ids", tuple(f"local-{i}" for i in range(self.num_workers)))
+        object.__setattr__(self, "worker_ids", worker_names(self.num_workers))
 
     def spec(self, worker_id: str, nats_url: str) -> ProcessSpec:
         """How to start one of the workers."""
         model = () if self.model is None else ("--model", str(self.model))
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
         env = python_env()
+        # That in our own environment is for another server.
+        env.pop(CREDENTIALS_VARIABLE, None)
+        if self.users is not None:
+            env[CREDENTIALS_VARIABLE] = str(self.users.workers[worker_id])
         cores = core_share(self.worker_ids.index(worker_id), self.num_workers, sorted(os.sched_getaffinity(0)))
         # One list is for one process; an engine that spreads over several shares out its cores itself.
         if cores and not any("parallel_size" in flag for flag in self.worker_flags):
@@ -67,6 +78,11 @@ class LocalFleet:
         return ("--role", "prefill" if worker_id in self.worker_ids[-self.num_prefill :] else "decode")
 
 
+def worker_names(num_workers: int) -> tuple[str, ...]:
+    """What the workers of one command are called."""
+    return tuple(f"local-{i}" for i in range(num_workers))
+
+
 def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
     """The cores of one of several workers as a comma-separated list; empty when there is nothing to share out."""
     if num_workers == 1 or num_workers > len(cores):
@@ -76,8 +92,8 @@ def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
 
 
 @asynccontextmanager
-async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> AsyncIterator[str]:
-    """Run NATS and the workers while the body runs; yields the URL of NATS once all workers serve.
+async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> AsyncIterator[Server]:
+    """Run NATS and the workers while the body runs; yields the NATS server to connect to once all workers serve.
 
     Args:
         on_line: hears each line that a worker prints, with the worker's name.
@@ -87,12 +103,17 @@ async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> A
         ExceptionGroup: of `CommandFailed`, when a worker did not come up in time, the last worker or NATS ended by
             itself, and of what the body raises.
     """
-    async with EmbeddedServer(port=fleet.nats_port) as server, asyncio.TaskGroup() as tasks:
+    users = fleet.users
+    listed = None if users is None else users.everybody
+    async with EmbeddedServer(port=fleet.nats_port, users=listed) as server, asyncio.TaskGroup() as tasks:
         watch = tasks.create_task(_watch_server(server), name="watch nats-server")
+        if users is not None:
+            await provision(Server(server.url, users.admin), fleet.fleet, [fleet.served_model])
+        login = Server(server.url, None if users is None else users.frontend)
         async with run_workers([fleet.spec(name, server.url) for name in fleet.worker_ids], on_line) as workers:
-            await _wait_until_serving(fleet, server.url)
+            await _wait_until_serving(fleet, login)
             workers.can_lose_some = True
-            yield server.url
+            yield login
         watch.cancel()
 
 
@@ -101,8 +122,8 @@ async def _watch_server(server: EmbeddedServer) -> None:
     raise CommandFailed(f"nats-server ended by itself; its log:\n{server.log_tail()}")
 
 
-async def _wait_until_serving(fleet: LocalFleet, url: str) -> None:
-    async with bus.connect(url, fleet=fleet.fleet) as rb:
+async def _wait_until_serving(fleet: LocalFleet, server: Server) -> None:
+    async with bus.connect(server, fleet=fleet.fleet) as rb:
         try:
             async with asyncio.timeout(fleet.start_timeout_s):
                 await rb.fleet.wait_for_workers(fleet.num_workers - fleet.num_prefill, timeout_s=fleet.start_timeout_s)

@@ -5,6 +5,9 @@ where --nats says; by default at port 4222, or at a free port if that one is tak
 --http says, by default at port 8080; its bearer tokens are read from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN. The
 workers' logs are on stderr.
 
+With --secure only users with credentials are let in, and each may do what its role needs: those of the workers, the
+HTTP service and the others are made in --auth-dir, where they stay for the next run.
+
 A worker that ends by itself is reported, and the others go on; with the last one, or the NATS server, everything is
 stopped and the command ends with 1.
 """
@@ -70,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, help="where the tiny MoE is kept (default: ~/.cache/rollbus)"
     )
+    parser.add_argument("--secure", action="store_true", help="let in only who has credentials")
+    parser.add_argument(
+        "--auth-dir", metavar="DIR", type=Path, help="where they are (default: the folder auth in --state-dir)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     from frontend.cli.local_fleet import check_vllm
 
     at = None if args.http is None else address(args.http)
+    if args.auth_dir is not None and not args.secure:
+        raise CommandFailed("--auth-dir goes with --secure", ExitCode.USAGE)
     if args.model is not None and not args.model.is_dir():
         raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
     port = nats_port(args.nats)
@@ -129,11 +138,11 @@ async def _up(args: argparse.Namespace, port: int, listening: socket.socket | No
     try:
         fleet = await _prepare(args, port)
         note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
-        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as url, AsyncExitStack() as stack:
+        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as server, AsyncExitStack() as stack:
             http = None
             if listening is not None:
-                http = await stack.enter_async_context(serve_http(url, args.fleet, settings_of(), listening))
-            _announce(args, fleet, url, http)
+                http = await stack.enter_async_context(serve_http(server, args.fleet, settings_of(), listening))
+            _announce(args, fleet, server.url, http)
             await asyncio.Event().wait()
     except asyncio.CancelledError:
         # Nobody else cancels this task.
@@ -143,8 +152,13 @@ async def _up(args: argparse.Namespace, port: int, listening: socket.socket | No
 
 async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     from frontend.cli.console import note
-    from frontend.cli.local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe
+    from frontend.cli.local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe, worker_names
+    from frontend.cli.local_users import local_users
 
+    users = None
+    if args.secure:
+        folder = args.auth_dir or (args.state_dir or default_state_dir()) / "auth"
+        users = local_users(folder, args.fleet, worker_names(args.workers + args.prefill_workers))
     flags = worker_flags(args)
     model: Path | None = args.model
     if model is None and args.engine == "vllm":
@@ -161,6 +175,8 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
         worker_flags=flags,
         nats_port=port,
         start_timeout_s=args.start_timeout,
+        served_model=args.served_model_name or (Path("synthetic") if model is None else model.resolve()).name,
+        users=users,
     )
 
 
@@ -171,14 +187,22 @@ def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str
         print_json({"nats": url, "http": http, "workers": fleet.worker_ids})
         return
     where = f" --nats {url}" if urlsplit(url).port != DEFAULT_PORT else ""
-    where += f" --fleet {args.fleet}" if args.fleet != "default" else ""
     say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving.")
     if http is not None:
         say(f"HTTP at {http}, for clients of OpenAI, vLLM and Dynamo.")
     say("From another terminal:")
-    say(f"    {program()} status{where}")
-    say(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}")
+    say(f"    {program()} status{where}{_as_user(fleet, 'viewer')}")
+    say(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}{_as_user(fleet, 'trainer')}")
+    if fleet.users is not None:
+        say(f"    {program()} pause{where}{_as_user(fleet, 'admin')}")
     say("Ctrl-C stops everything.")
+
+
+def _as_user(fleet: "LocalFleet", role: str) -> str:
+    """The options that make another command one of the fleet's users."""
+    if fleet.users is not None:
+        return f" --creds {fleet.users.others[role]}"
+    return f" --fleet {fleet.fleet}" if fleet.fleet != "default" else ""
 
 
 def nats_port(url: str) -> int:

@@ -72,17 +72,17 @@ class Tour:
         local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
         async with AsyncExitStack() as stack:
             with waiting("starting"):
-                url = await stack.enter_async_context(run_fleet(local, self._hear))
+                server = await stack.enter_async_context(run_fleet(local, self._hear))
                 tokenizer = await asyncio.to_thread(load_tokenizer, model)
-            self._say(f"      {url} ({took(started)})")
-            await self.show(url, tokenizer, next_weights)
+            self._say(f"      {server.url} ({took(started)})")
+            await self.show(server, tokenizer, next_weights)
         if not self.as_json:
             self._say(NEXT.format(program=program(), questions=_short_path(self.source), folder=self.state_dir))
         return ExitCode.OK
 
-    async def show(self, url: str, tokenizer: Tokenizer, next_weights: Path) -> None:
-        """Show the fleet at `url`, whose worker has weights of version 1: answers, routing, and commands."""
-        async with bus.connect(url, fleet=self.fleet) as rb:
+    async def show(self, server: str | bus.Server, tokenizer: Tokenizer, next_weights: Path) -> None:
+        """Show the fleet at `server`, whose worker has weights of version 1: answers, routing, and commands."""
+        async with bus.connect(server, fleet=self.fleet) as rb:
             workers = (await rb.fleet.state()).workers
             known = workers[0].capabilities if workers else None
             if known is None or known.routed_experts is None:
