@@ -108,8 +108,8 @@ async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str
     """Its requests go on at another worker as if nothing had happened, and it takes no more until it is resumed."""
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        expected = await rb.complete(ask(max_tokens=600))
-        going = tasks.create_task(rb.complete(ask(max_tokens=600)))
+        expected = await rb.complete(ask(max_tokens=1200))
+        going = tasks.create_task(rb.complete(ask(max_tokens=1200)))
         state = await until(rb, lambda state: any(worker.in_flight for worker in state.workers))
         [busy] = [worker.worker for worker in state.workers if worker.in_flight]
 
