@@ -1,0 +1,263 @@
+"""The ways from a real vLLM engine to a program that `bench.real_engine` compares, each in a process of its own.
+
+    python -m bench.real_engine_ways WAY MODEL_DIR
+
+Reads lines of `CONCURRENCY TOKENS` on stdin and answers each with one line of JSON: `seconds`, `tokens` and `rows`. All
+ways ask for the same: prompts of 16 tokens, one logprob for each token, routed experts, greedy, exactly so many tokens.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+import bus
+from bus.embedded import EmbeddedServer
+
+__all__ = ["WAYS"]
+
+PROMPT_TOKENS = 16
+VOCAB_SIZE = 512
+ENGINE_ARGS = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "enable_return_routed_experts": True,
+    "max_model_len": 512,
+    "max_num_seqs": 256,
+    "block_size": 32,
+    "gpu_memory_utilization": 0.1,
+}
+START_S = 180.0
+
+
+@dataclass(slots=True)
+class Count:
+    """What has come."""
+
+    tokens: int = 0
+    rows: int = 0
+
+
+Run = Callable[[list[list[int]], int], Awaitable[Count]]
+"""Has all prompts continued at once, each by so many tokens."""
+
+
+def make_prompts(concurrency: int, serial: int) -> list[list[int]]:
+    """Prompts that no earlier measurement had: the prefix cache must not help one way more than another."""
+    numbers = range(serial * 100_003, serial * 100_003 + concurrency)
+    return [
+        [(number * 31 + i * i * 7 + number // VOCAB_SIZE) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
+        for number in numbers
+    ]
+
+
+def bus_request(prompt: list[int], max_tokens: int) -> bus.GenerateRequest:
+    """One request over the bus."""
+    sampling = bus.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=0)
+    return bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
+
+
+@asynccontextmanager
+async def on_the_bus(model: str) -> AsyncIterator[bus.Client]:
+    """A server and a worker as users start them, and a client."""
+    async with EmbeddedServer() as server:
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "workers", "--nats", server.url, "--model", model),
+            *("--engine-args", json.dumps(ENGINE_ARGS), "--log-level", "warning"),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            async with bus.connect(server.url) as rb:
+                await rb.fleet.wait_for_workers(timeout_s=START_S)
+                yield rb
+        finally:
+            worker.terminate()
+            await worker.wait()
+
+
+@asynccontextmanager
+async def rollbus_whole(model: str) -> AsyncIterator[Run]:
+    """`complete_many`: chunks with every step underneath, whole results on top."""
+    async with on_the_bus(model) as rb:
+
+        async def run(prompts: list[list[int]], max_tokens: int) -> Count:
+            count = Count()
+            requests = [bus_request(prompt, max_tokens) for prompt in prompts]
+            async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
+                if generation.error is not None or generation.routed_experts is None:
+                    raise RuntimeError(f"no result: {generation.error}")
+                count.tokens += len(generation.token_ids)
+                count.rows += len(generation.routed_experts)
+            return count
+
+        yield run
+
+
+@asynccontextmanager
+async def rollbus_chunks(model: str) -> AsyncIterator[Run]:
+    """`generate`: a loop over the chunks of each request."""
+    async with on_the_bus(model) as rb:
+
+        async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+            async for chunk in rb.generate(bus_request(prompt, max_tokens)):
+                count.tokens += chunk.num_tokens
+                count.rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
+
+        yield gathered(one)
+
+
+def gathered(one: Callable[[list[int], int, Count], Awaitable[None]]) -> Run:
+    """All at once."""
+
+    async def run(prompts: list[list[int]], max_tokens: int) -> Count:
+        count = Count()
+        async with asyncio.TaskGroup() as tasks:
+            for prompt in prompts:
+                tasks.create_task(one(prompt, max_tokens, count))
+        return count
+
+    return run
+
+
+@asynccontextmanager
+async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
+    """`AsyncLLM.generate` with DELTA outputs, in this process: vLLM without any transport."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **ENGINE_ARGS, **more))
+
+    async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        request_id = f"{prompt}-{time.monotonic_ns()}"
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id):
+            [sample] = output.outputs
+            count.tokens += len(sample.token_ids)
+            count.rows += 0 if sample.routed_experts is None else len(sample.routed_experts)
+
+    try:
+        yield gathered(one)
+    finally:
+        llm.shutdown()
+
+
+@asynccontextmanager
+async def in_one_core(model: str) -> AsyncIterator[Run]:
+    """The same, with the model in the engine core's process, as rollbus's workers have it on a CPU."""
+    async with in_process(model, distributed_executor_backend="uni") as run:
+        yield run
+
+
+@asynccontextmanager
+async def http_server(model: str) -> AsyncIterator[Run]:
+    """The token server of vLLM itself, read as server-sent events by aiohttp and msgspec."""
+    import aiohttp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in ENGINE_ARGS.items()
+    ]
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--tokens-only", "--model", model),
+        *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "error", "--disable-log-stats", *options),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, read_bufsize=2**20) as session:
+
+        async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+            sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+            body = msgspec.json.encode({"token_ids": prompt, "sampling_params": sampling, "stream": True})
+            headers = {"Content-Type": "application/json"}
+            async with session.post("/inference/v1/generate", data=body, headers=headers) as response:
+                response.raise_for_status()
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    for choice in msgspec.json.decode(line[6:])["choices"]:
+                        count.tokens += len(choice.get("token_ids") or ())
+                        routing = choice.get("routed_experts")
+                        count.rows += 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
+
+        try:
+            await until_ready(session, server)
+            yield gathered(one)
+        finally:
+            server.terminate()
+            await server.wait()
+
+
+async def until_ready(session: Any, server: asyncio.subprocess.Process) -> None:
+    """Wait for `/health`.
+
+    Raises:
+        RuntimeError: the server has ended.
+        TimeoutError: it is not ready in time.
+    """
+    import aiohttp
+
+    async with asyncio.timeout(START_S):
+        while server.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get("/health") as response:
+                    if response.ok:
+                        return
+            await asyncio.sleep(0.2)
+    raise RuntimeError(f"the server ended with {server.returncode}")
+
+
+WAYS: dict[str, Callable[[str], Any]] = {
+    "rollbus": rollbus_whole,
+    "rollbus-chunks": rollbus_chunks,
+    "vllm-http": http_server,
+    "vllm-delta": in_process,
+    "vllm-delta-uni": in_one_core,
+}
+"""By name."""
+
+
+async def serve(way: str, model: str) -> None:
+    """Measure what stdin asks for, until it ends."""
+    async with WAYS[way](model) as run:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        serial = 0
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            concurrency, max_tokens = map(int, line.split())
+            prompts = make_prompts(concurrency, serial)
+            serial += 1
+            started = time.perf_counter()
+            count = await run(prompts, max_tokens)
+            seconds = time.perf_counter() - started
+            sys.stdout.write(f"{json.dumps({'seconds': seconds, 'tokens': count.tokens, 'rows': count.rows})}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    uvloop.run(serve(sys.argv[1], sys.argv[2]))
