@@ -7,12 +7,12 @@ the sessions that it gains or leaves.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Final
 
+from bus.protocol.rendezvous import rendezvous
 from schemas.presence import WorkerPresence
 
-__all__ = ["Sessions", "rendezvous"]
+__all__ = ["Sessions"]
 
 MAX_SESSIONS: Final = 65_536
 """Sessions that are remembered; of those not used for longest, the rendezvous finds a worker again."""
@@ -46,12 +46,3 @@ class Sessions:
             return None
         last = self._workers.get((model, session_id))
         return by_id[last] if last in by_id else by_id[rendezvous(session_id, by_id)]
-
-
-def rendezvous(session_id: str, workers: Iterable[str]) -> str:
-    """The worker of highest weight for this session, the same wherever it is asked.
-
-    Raises:
-        ValueError: there are no workers.
-    """
-    return max(workers, key=lambda worker: (blake2b(f"{worker} {session_id}".encode(), digest_size=8).digest(), worker))

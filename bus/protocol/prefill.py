@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar
+
+from bus.protocol.rendezvous import rendezvous
 
 __all__ = ["Alone", "Decision", "PrefillLine", "Seat", "Wish"]
 
@@ -206,7 +207,7 @@ class PrefillLine(Generic[K]):
         if not wish.is_session:
             least = min(self._load(seat) for seat in free)
             free = [seat for seat in free if self._load(seat) == least]
-        return max(free, key=lambda seat: _affinity(wish.affinity, seat.worker)).worker
+        return rendezvous(wish.affinity, (seat.worker for seat in free))
 
     def _load(self, seat: Seat) -> float:
         return self._num_legs.get(seat.worker, 0) / seat.num_slots
@@ -221,7 +222,3 @@ class PrefillLine(Generic[K]):
         if not self._waiting:
             return None
         return min([self._earliest, *self._shunned.values()])
-
-
-def _affinity(affinity: str, worker: str) -> bytes:
-    return blake2b(f"{worker} {affinity}".encode(), digest_size=8).digest()

@@ -8,7 +8,7 @@ from nats.js import JetStreamContext
 
 import bus
 from bus import Generation, NoWorkers, RequestRejected
-from bus.client.sessions import rendezvous
+from bus.protocol.rendezvous import rendezvous
 from bus.queue.streams import QueueLimits, ensure_queue, stream_name
 from schemas.errors import ErrorCode
 from schemas.limits import MAX_ATTEMPTS

@@ -1,6 +1,7 @@
 """Which worker a session goes to."""
 
-from bus.client.sessions import MAX_SESSIONS, Sessions, rendezvous
+from bus.client.sessions import MAX_SESSIONS, Sessions
+from bus.protocol.rendezvous import rendezvous
 from schemas.presence import WorkerPresence
 from tests.support.presences import presence
 
