@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import httpx
+import pytest
 
 import bus
 from frontend.http.app import described
@@ -16,7 +17,7 @@ from frontend.http.settings import Settings
 from tests.support.fleet import synthetic_worker
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
-__all__ = ["Http", "http_before", "http_service"]
+__all__ = ["Http", "http_before", "http_service", "noted_requests"]
 
 
 @dataclass
@@ -86,3 +87,16 @@ async def http_service(
             await rb.fleet.wait_for_workers()
         http.engine = engine
         yield http
+
+
+def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[bus.GenerateRequest]:
+    """A list that grows by what is asked of the bus for whole answers."""
+    wanted: list[bus.GenerateRequest] = []
+    complete = bus.Client.complete
+
+    async def note(client: bus.Client, request: bus.GenerateRequest) -> bus.Generation:
+        wanted.append(request)
+        return await complete(client, request)
+
+    monkeypatch.setattr(bus.Client, "complete", note)
+    return wanted

@@ -8,10 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-import bus
 from tests.http.openai_support import CHAT, COMPLETIONS, by_bus, rows_of, talking
 from tests.http.small_tokenizers import byte_level
-from tests.http.support import Http
+from tests.http.support import Http, noted_requests
 from tests.support.fleet import until_idle
 from workers.engines.synthetic import SyntheticConfig
 
@@ -134,14 +133,7 @@ async def test_bad_words_go_to_the_engine_as_tokens(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on OpenAI's routes: at the beginning of a text, and behind a blank."""
-    wanted: list[bus.GenerateRequest] = []
-    complete = bus.Client.complete
-
-    async def note(client: bus.Client, request: bus.GenerateRequest) -> bus.Generation:
-        wanted.append(request)
-        return await complete(client, request)
-
-    monkeypatch.setattr(bus.Client, "complete", note)
+    wanted = noted_requests(monkeypatch)
     async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
         one(await ask(http, max_tokens=1, bad_words=["the"]))
     expected = [byte_level().encode(text, add_special_tokens=False) for text in ("the", " the")]

@@ -18,7 +18,7 @@ from frontend.http.tokens import Scores, Tokens
 from frontend.http.wanted import Target
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, by_bus, rows_of, talking
 from tests.http.small_tokenizers import byte_level
-from tests.http.support import Http, http_service
+from tests.http.support import Http, http_service, noted_requests
 from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -137,14 +137,7 @@ async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: 
 
 async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Priority with the other sign, the salt, the session, and how to sample; the header's session if none is named."""
-    wanted: list[bus.GenerateRequest] = []
-    complete = bus.Client.complete
-
-    async def note(client: bus.Client, request: bus.GenerateRequest) -> bus.Generation:
-        wanted.append(request)
-        return await complete(client, request)
-
-    monkeypatch.setattr(bus.Client, "complete", note)
+    wanted = noted_requests(monkeypatch)
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         hints = {"agent_hints": {"priority": 7}, "cache_salt": "s", "session_control": {"session_id": "a"}}
         await ask(http, **renderers_body(nvext={**hints, "greed_sampling": True}))
