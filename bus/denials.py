@@ -46,7 +46,11 @@ class Denials:
 
     @asynccontextmanager
     async def expected(self, subject: str) -> AsyncIterator[None]:
-        """Raise `PermissionDenied` in the block, at once, when the server refuses to take what is published there."""
+        """Raise `PermissionDenied` in the block, at once, when the server refuses to take what is published there.
+
+        Of several blocks that publish to one subject side by side each has its own denial: the server refuses message
+        by message, in their order.
+        """
         waiter = _Waiter(subject, asyncio.timeout(None))
         try:
             async with waiter.scope:
@@ -71,6 +75,7 @@ class Denials:
             if waiter.denial is None:
                 waiter.denial = denial
                 waiter.scope.reschedule(asyncio.get_running_loop().time())
+                break
         if waiters:
             return None
         self.first = self.first or denial

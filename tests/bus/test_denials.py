@@ -1,0 +1,51 @@
+"""Which of those that wait is told what a server refuses."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from bus.denials import Denials
+from schemas.errors import PermissionDenied
+
+SUBJECT = "$JS.API.STREAM.CREATE.rb"
+WORDS = f'Permissions Violation for Publish to "{SUBJECT}"'
+
+
+async def publish(denials: Denials) -> None:
+    """Wait for an answer that never comes."""
+    async with denials.expected(SUBJECT):
+        await asyncio.sleep(60)
+
+
+async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> None:
+    """The server refuses twice: the second one is as expected as the first, though the first block is gone by then."""
+    denials = Denials("worker w0")
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(refused(denials)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert denials.take(WORDS) is None
+        await asyncio.wait(waiting[:1])
+        assert not waiting[1].done()
+        assert denials.take(WORDS) is None
+
+    assert denials.first is None
+
+
+async def test_what_nobody_waits_for_is_handed_back() -> None:
+    """Another subject, or a block that is over."""
+    denials = Denials("worker w0")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await publish(denials)
+    denial = denials.take(WORDS)
+
+    assert denial is not None
+    assert denial is denials.first
+    assert (denial.action, denial.subject) == ("publish", SUBJECT)
+
+
+async def refused(denials: Denials) -> None:
+    """Wait, and be refused."""
+    with pytest.raises(PermissionDenied, match="worker w0 may not publish on"):
+        await publish(denials)
