@@ -73,9 +73,7 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> None:
     """Add what all benches take: `--rounds` and `--json`."""
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
 
 
