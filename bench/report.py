@@ -6,6 +6,7 @@ of them. A figure is the median of the rounds, with their range.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from frontend.cli.console import plain_table
 
-__all__ = ["Report", "Spread", "add_arguments"]
+__all__ = ["Report", "Spread", "add_arguments", "percentile"]
 
 ROUNDS = 5
 
@@ -75,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> N
     """Add what all benches take: `--rounds` and `--json`."""
     parser.add_argument("--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of `values`, of which there must be some, that so many percent of them do not exceed."""
+    return sorted(values)[max(math.ceil(percent / 100 * len(values)) - 1, 0)]
 
 
 def cell(value: Value) -> str:
