@@ -2,21 +2,23 @@
 
     python -m bench.real_engine_ways WAY MODEL_DIR
 
-Reads lines of `CONCURRENCY TOKENS` on stdin and answers each with one line of JSON: `seconds`, `tokens` and `rows`. All
-ways ask for the same: prompts of 16 tokens, one logprob for each token, routed experts, greedy, exactly so many tokens.
+Reads lines of `CONCURRENCY TOKENS` on stdin and answers each with one line of JSON: `seconds`, `tokens`, `rows`, and
+`first_s`, of each request. All ways ask for the same: prompts of 16 tokens, one logprob for each token, routed experts,
+greedy, exactly so many tokens.
 """
 
 import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +27,10 @@ import numpy as np
 import uvloop
 
 import bus
+from bench.ways import answer
 from bus.embedded import EmbeddedServer
 
-__all__ = ["WAYS"]
+__all__ = ["WAYS", "Count", "Run", "bus_request", "gathered", "on_the_bus", "serve", "streamed"]
 
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 512
@@ -45,13 +48,24 @@ START_S = 180.0
 
 @dataclass(slots=True)
 class Count:
-    """What has come."""
+    """What has come of one request."""
 
+    started: float
+    """On `time.perf_counter`: when it and those beside it were asked for."""
     tokens: int = 0
     rows: int = 0
+    first_s: float = 0.0
+    """Until its first token was there; of whole results, all of them."""
+
+    def take(self, tokens: int, rows: int) -> None:
+        """So much more has come."""
+        if not self.tokens:
+            self.first_s = time.perf_counter() - self.started
+        self.tokens += tokens
+        self.rows += rows
 
 
-Run = Callable[[list[list[int]], int], Awaitable[Count]]
+Run = Callable[[list[list[int]], int], Awaitable[list[Count]]]
 """Has all prompts continued at once, each by so many tokens."""
 
 
@@ -71,12 +85,11 @@ def bus_request(prompt: list[int], max_tokens: int) -> bus.GenerateRequest:
 
 
 @asynccontextmanager
-async def on_the_bus(model: str) -> AsyncIterator[bus.Client]:
+async def on_the_bus(*worker_args: str) -> AsyncIterator[bus.Client]:
     """A server and a worker as users start them, and a client."""
     async with EmbeddedServer() as server:
         worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--nats", server.url, "--model", model),
-            *("--engine-args", json.dumps(ENGINE_ARGS), "--log-level", "warning"),
+            *(sys.executable, "-m", "workers", "--nats", server.url, "--log-level", "warning", *worker_args),
             stdout=asyncio.subprocess.DEVNULL,
         )
         try:
@@ -88,20 +101,26 @@ async def on_the_bus(model: str) -> AsyncIterator[bus.Client]:
             await worker.wait()
 
 
+def on_a_real_engine(model: str) -> AbstractAsyncContextManager[bus.Client]:
+    """The same with vLLM."""
+    return on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS))
+
+
 @asynccontextmanager
 async def rollbus_whole(model: str) -> AsyncIterator[Run]:
     """`complete_many`: chunks with every step underneath, whole results on top."""
-    async with on_the_bus(model) as rb:
+    async with on_a_real_engine(model) as rb:
 
-        async def run(prompts: list[list[int]], max_tokens: int) -> Count:
-            count = Count()
+        async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
+            started = time.perf_counter()
+            counts = []
             requests = [bus_request(prompt, max_tokens) for prompt in prompts]
             async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
                 if generation.error is not None or generation.routed_experts is None:
                     raise RuntimeError(f"no result: {generation.error}")
-                count.tokens += len(generation.token_ids)
-                count.rows += len(generation.routed_experts)
-            return count
+                counts.append(Count(started))
+                counts[-1].take(len(generation.token_ids), len(generation.routed_experts))
+            return counts
 
         yield run
 
@@ -109,25 +128,30 @@ async def rollbus_whole(model: str) -> AsyncIterator[Run]:
 @asynccontextmanager
 async def rollbus_chunks(model: str) -> AsyncIterator[Run]:
     """`generate`: a loop over the chunks of each request."""
-    async with on_the_bus(model) as rb:
+    async with on_a_real_engine(model) as rb:
+        yield streamed(rb)
 
-        async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
-            async for chunk in rb.generate(bus_request(prompt, max_tokens)):
-                count.tokens += chunk.num_tokens
-                count.rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
 
-        yield gathered(one)
+def streamed(rb: bus.Client) -> Run:
+    """A loop over the chunks of each request."""
+
+    async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+        async for chunk in rb.generate(bus_request(prompt, max_tokens)):
+            count.take(chunk.num_tokens, 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
+
+    return gathered(one)
 
 
 def gathered(one: Callable[[list[int], int, Count], Awaitable[None]]) -> Run:
     """All at once."""
 
-    async def run(prompts: list[list[int]], max_tokens: int) -> Count:
-        count = Count()
+    async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
+        started = time.perf_counter()
+        counts = [Count(started) for _ in prompts]
         async with asyncio.TaskGroup() as tasks:
-            for prompt in prompts:
+            for prompt, count in zip(prompts, counts, strict=True):
                 tasks.create_task(one(prompt, max_tokens, count))
-        return count
+        return counts
 
     return run
 
@@ -154,8 +178,7 @@ async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
         request_id = f"{prompt}-{time.monotonic_ns()}"
         async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id):
             [sample] = output.outputs
-            count.tokens += len(sample.token_ids)
-            count.rows += 0 if sample.routed_experts is None else len(sample.routed_experts)
+            count.take(len(sample.token_ids), 0 if sample.routed_experts is None else len(sample.routed_experts))
 
     try:
         yield gathered(one)
@@ -200,9 +223,9 @@ async def http_server(model: str) -> AsyncIterator[Run]:
                     if not line.startswith(b"data: {"):
                         continue
                     for choice in msgspec.json.decode(line[6:])["choices"]:
-                        count.tokens += len(choice.get("token_ids") or ())
                         routing = choice.get("routed_experts")
-                        count.rows += 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
+                        rows = 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
+                        count.take(len(choice.get("token_ids") or ()), rows)
 
         try:
             await until_ready(session, server)
@@ -241,23 +264,26 @@ WAYS: dict[str, Callable[[str], Any]] = {
 """By name."""
 
 
-async def serve(way: str, model: str) -> None:
+async def serve(way: AbstractAsyncContextManager[Run]) -> None:
     """Measure what stdin asks for, until it ends."""
-    async with WAYS[way](model) as run:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        serial = 0
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            concurrency, max_tokens = map(int, line.split())
-            prompts = make_prompts(concurrency, serial)
-            serial += 1
+    serials = itertools.count()
+    async with way as run:
+
+        async def measure(question: list[str]) -> dict[str, Any]:
+            concurrency, max_tokens = map(int, question)
+            prompts = make_prompts(concurrency, next(serials))
             started = time.perf_counter()
-            count = await run(prompts, max_tokens)
-            seconds = time.perf_counter() - started
-            sys.stdout.write(f"{json.dumps({'seconds': seconds, 'tokens': count.tokens, 'rows': count.rows})}\n")
-            sys.stdout.flush()
+            counts = await run(prompts, max_tokens)
+            return {
+                "seconds": time.perf_counter() - started,
+                "tokens": sum(count.tokens for count in counts),
+                "rows": sum(count.rows for count in counts),
+                "first_s": [count.first_s for count in counts],
+            }
+
+        await answer(measure)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    uvloop.run(serve(sys.argv[1], sys.argv[2]))
+    uvloop.run(serve(WAYS[sys.argv[1]](sys.argv[2])))

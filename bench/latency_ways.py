@@ -1,0 +1,77 @@
+"""The two ways from a synthetic engine to a program that `bench.latency` compares, each in a process of its own.
+
+    python -m bench.latency_ways WAY
+
+Speaks as `bench.real_engine_ways` does.
+"""
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+import uvloop
+
+from bench.real_engine_ways import Count, Run, bus_request, gathered, on_the_bus, serve, streamed
+from bus.protocol.step import RequestStep
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["IN_PROCESS", "OVER_THE_BUS"]
+
+IN_PROCESS = "in-process"
+OVER_THE_BUS = "rollbus"
+ENGINE_CONFIG = SyntheticConfig(step_s=0.02, max_num_seqs=256, num_experts=0)
+"""Steps as those of a real engine, and so cheap that a core has time to spare with 256 requests in each."""
+
+
+@asynccontextmanager
+async def in_process() -> AsyncIterator[Run]:
+    """The engine itself, in this process; what its steps made goes to a queue for each request."""
+    engine = SyntheticEngine(ENGINE_CONFIG)
+    # Of a request's queue the bound is what the request may make.
+    queues: dict[str, asyncio.Queue[RequestStep]] = {}
+    keys = map(str, itertools.count())
+
+    async def hand_out() -> None:
+        async for steps in engine.steps():
+            for step in steps:
+                queues[step.key].put_nowait(step)
+
+    async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+        key = next(keys)
+        queue = queues[key] = asyncio.Queue(max_tokens)
+        await engine.add(key, bus_request(prompt, max_tokens))
+        while True:
+            step = await queue.get()
+            count.take(len(step.token_ids), 0)
+            if step.finish_reason is not None:
+                del queues[key]
+                return
+
+    await engine.start()
+    async with asyncio.TaskGroup() as tasks:
+        handing_out = tasks.create_task(hand_out(), name="hand out")
+        yield gathered(one)
+        handing_out.cancel()
+
+
+@asynccontextmanager
+async def over_the_bus() -> AsyncIterator[Run]:
+    """A worker with the engine in a process, a server in another, and the client here."""
+    args = json.dumps(msgspec.to_builtins(ENGINE_CONFIG))
+    async with on_the_bus("--engine", "synthetic", "--engine-args", args) as rb:
+        yield streamed(rb)
+
+
+WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
+    IN_PROCESS: in_process,
+    OVER_THE_BUS: over_the_bus,
+}
+"""By name."""
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(WAYS[sys.argv[1]]()))
