@@ -98,7 +98,7 @@ async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: st
         async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(10):
             await until_idle(engine, rb)
         with pytest.raises(RequestFailed, match="client was closed"):
-            await anext(stream)
+            await exhaust(stream)
 
 
 @pytest.mark.slow
