@@ -1,5 +1,6 @@
-"""What an engine step added to one request, before it becomes chunks."""
+"""What an engine step added to its requests, before it becomes chunks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
 from schemas.errors import ErrorCode
 from schemas.rows import Rows
 
-__all__ = ["RequestStep"]
+__all__ = ["RequestStep", "TokenBatch"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,3 +43,49 @@ class RequestStep:
     """What kind of failure `error` is: also KV_TRANSFER_FAILED."""
     kv_params: bytes | None = None
     """Where the KV of the prompt lies: only in the last step of a prefill leg, and where the engine has kept it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenBatch:
+    """One token for each of several requests, of one engine step that neither began nor ended any of them.
+
+    It says what a `RequestStep` for each would say, without an object for each. All of its requests want the same:
+    logprobs or none, routing or none.
+    """
+
+    keys: Sequence[str]
+    """The keys under which the requests were added, each once."""
+    token_ids: npt.NDArray[np.int32]
+    """i4[len(keys)]: the token of each."""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """f4[len(keys)], the sampler's log probability of each token; None when `sampling.logprobs` is None."""
+    routed_experts: Rows | None = None
+    """u1|u2[len(keys), num_layers, top_k]: one row for each; None without routing."""
+    routed_experts_starts: npt.NDArray[np.int64] | None = None
+    """i8[len(keys)]: the absolute position of each one's row; None without routing."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def pick(self, indices: Sequence[int]) -> "TokenBatch":
+        """The part of it that concerns the requests at `indices`, in their order."""
+        return TokenBatch(
+            keys=[self.keys[i] for i in indices],
+            token_ids=self.token_ids[indices],
+            logprobs=None if self.logprobs is None else self.logprobs[indices],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[indices],
+            routed_experts_starts=None if self.routed_experts_starts is None else self.routed_experts_starts[indices],
+        )
+
+    def split(self) -> "list[RequestStep]":
+        """The same as a `RequestStep` for each request; their arrays are views."""
+        return [
+            RequestStep(
+                key=key,
+                token_ids=self.token_ids[i : i + 1],
+                logprobs=None if self.logprobs is None else self.logprobs[i : i + 1],
+                routed_experts=None if self.routed_experts is None else self.routed_experts[i : i + 1],
+                routed_experts_start=0 if self.routed_experts_starts is None else int(self.routed_experts_starts[i]),
+            )
+            for i, key in enumerate(self.keys)
+        ]
