@@ -17,6 +17,7 @@ from schemas.limits import MAX_PRIORITY
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
+from workers.engines.synthetic.batch import Batch
 from workers.engines.synthetic.cache import PrefixCache
 from workers.engines.synthetic.config import SyntheticConfig
 from workers.engines.synthetic.kv import Kv
@@ -58,7 +59,7 @@ class SyntheticEngine:
         self._num_loads = 0
         self._num_lora_loads = 0
         self._waiting: deque[Running] = deque()
-        self._running: dict[str, Running] = {}
+        self._running = Batch(self._model, self._weights_of)
         # Whose KV is on its way.
         self._loading: dict[str, tuple[Running, bytes]] = {}
         self._failed: list[RequestStep] = []
@@ -198,18 +199,12 @@ class SyntheticEngine:
             return output
         output += self._failed
         self._failed = []
-        while self._waiting and (len(self._running) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])):
-            running = self._waiting.popleft()
-            self._running[running.key] = running
-        for running in list(self._running.values()):
-            weights = self._weights_for(running.request)
-            step = self._model.advance(running, weights)
-            if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
-                step.kv_params = self._model.kv_of(running, weights).encode()
-            if step.finish_reason is not None:
-                del self._running[running.key]
-            output.append(step)
-        return output
+        joining: list[Running] = []
+        while self._waiting and (
+            len(self._running) + len(joining) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])
+        ):
+            joining.append(self._waiting.popleft())
+        return output + self._running.step(joining)
 
     @staticmethod
     def _is_urgent(running: Running) -> bool:
@@ -220,12 +215,12 @@ class SyntheticEngine:
         waiting = next((w for w in self._waiting if w.key == key), None)
         if waiting is not None:
             self._waiting.remove(waiting)
-        elif self._running.pop(key, None) is None:
+        elif not self._running.drop([key]):
             return []
         return [_ending(key, FinishReason.ABORT)]
 
-    def _weights_for(self, request: GenerateRequest) -> Weights:
-        adapter = None if request.lora is None else self._loras.get(request.lora)
+    def _weights_of(self, lora: str | None) -> Weights:
+        adapter = None if lora is None else self._loras.get(lora)
         return self._weights if adapter is None else self._weights.with_adapter(adapter.checksum)
 
     # Pause and cache

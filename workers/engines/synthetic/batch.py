@@ -1,0 +1,187 @@
+"""What runs in a synthetic engine, as a table: a step is a few operations on its columns, however many rows it has."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bus.protocol.step import RequestStep
+from schemas.chunk import FinishReason
+from workers.engines.synthetic.hashing import MULTIPLIER, mix
+from workers.engines.synthetic.kv import Kv
+from workers.engines.synthetic.model import Running, SyntheticModel
+from workers.engines.synthetic.weights import Weights
+
+__all__ = ["Batch"]
+
+Column = npt.NDArray[np.uint64]
+
+_COLUMNS = np.dtype(
+    [
+        # A hash of all tokens so far, in order; how many they are; and what the next is multiplied with in the hash.
+        ("context", "u8"),
+        ("length", "u8"),
+        ("power", "u8"),
+        # Tokens generated so far, how many there may be, and the last one, which is not in the context yet.
+        ("count", "u8"),
+        ("limit", "u8"),
+        ("last", "u8"),
+        # Number of the first token that may be the end of the sequence.
+        ("may_stop_at", "u8"),
+        # The sampler's own state, and what each step adds to it besides the token: 0 where sampling has no state.
+        ("sampler", "u8"),
+        ("draw", "u8"),
+    ]
+)
+"""One row for each request: unsigned, as all arithmetic of hashes is modulo 2**64."""
+
+
+class Batch:
+    """The requests that an engine runs.
+
+    Args:
+        weights_of: an adapter's name, or None, to what a request that uses it is computed with now.
+    """
+
+    def __init__(self, model: SyntheticModel, weights_of: Callable[[str | None], Weights]) -> None:
+        self._model = model
+        self._config = model.config
+        self._weights_of = weights_of
+        self._running: list[Running] = []
+        self._table = np.empty(0, _COLUMNS)
+        # Rows whose tokens or logprobs need more than the columns say, and whether any row needs the other two.
+        self._special: list[int] = []
+        self._has_loras = self._has_routing = False
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._running)
+
+    def drop(self, keys: Collection[str]) -> list[str]:
+        """Forget these requests; returns those that are here."""
+        dropped = [running.key for running in self._running if running.key in keys]
+        if dropped:
+            self._keep([running.key not in keys for running in self._running])
+        return dropped
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._keep([False] * len(self._running))
+
+    def _keep(self, is_kept: Sequence[bool]) -> None:
+        self._set(
+            [running for running, kept in zip(self._running, is_kept, strict=True) if kept],
+            self._table[np.array(is_kept, np.bool_)],
+        )
+
+    def _set(self, running: list[Running], table: npt.NDArray[np.void]) -> None:
+        self._running, self._table = running, table
+        self._special = [i for i, one in enumerate(running) if one.is_special]
+        self._has_loras = any(one.request.lora is not None for one in running)
+        self._has_routing = self._config.num_experts > 0 and any(one.has_routing for one in running)
+
+    def step(self, joining: Sequence[Running]) -> list[RequestStep]:
+        """Take the last tokens through the model, and the prompts of `joining`; then sample a token of each."""
+        self._take_last()
+        num_old = len(self._running)
+        prefilled = [self._model.prefill(running, self._weights_of(running.request.lora)) for running in joining]
+        if joining:
+            rows = np.array([self._row(running) for running in joining], _COLUMNS)
+            self._set([*self._running, *joining], np.concatenate([self._table, rows]))
+        if not self._running:
+            return []
+        tokens, experts = self._weights()
+        choices = mix(self._table["context"] + self._table["sampler"] + tokens)
+        steps = self._steps(choices, self._sample(choices), experts)
+        for step, extra in zip(steps[num_old:], prefilled, strict=True):
+            extra.add_to(step)
+        self._end(steps)
+        return steps
+
+    def _take_last(self) -> None:
+        table = self._table
+        table["context"] += (table["last"] + np.uint64(1)) * table["power"]
+        table["power"] *= np.uint64(MULTIPLIER)
+        table["length"] += np.uint64(1)
+
+    def _row(self, running: Running) -> tuple[int, ...]:
+        """Of a request whose prompt was taken in."""
+        sampling, length = running.request.sampling, running.length
+        room = max(self._config.max_model_len - length, 1)
+        return (
+            running.context,
+            length,
+            pow(MULTIPLIER, length + 1, 2**64),
+            0,
+            room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            0,
+            self._config.max_model_len if sampling.ignore_eos else sampling.min_tokens,
+            running.first_sampler_state,
+            MULTIPLIER if running.is_stateful else 0,
+        )
+
+    def _weights(self) -> tuple[Column, Column]:
+        """For tokens and for experts, of each row or of all."""
+        if not self._has_loras:
+            weights = self._weights_of(None)
+            return np.array(weights.tokens, np.uint64), np.array(weights.experts, np.uint64)
+        rows = [self._weights_of(running.request.lora) for running in self._running]
+        return np.array([row.tokens for row in rows], np.uint64), np.array([row.experts for row in rows], np.uint64)
+
+    def _sample(self, choices: Column) -> Column:
+        """The next token of each row."""
+        table, config = self._table, self._config
+        sampled = choices % np.uint64(config.vocab_size)
+        sampled += (sampled == config.eos_token_id) & (table["count"] < table["may_stop_at"])
+        for i in self._special:
+            allowed = self._running[i].request.sampling.allowed_token_ids
+            if allowed:
+                sampled[i] = allowed[int(choices[i]) % len(allowed)]
+        table["last"] = sampled
+        table["count"] += np.uint64(1)
+        table["sampler"] += np.where(table["draw"], table["draw"] + sampled, np.uint64(0))
+        return sampled
+
+    def _steps(self, choices: Column, sampled: Column, experts: Column) -> list[RequestStep]:
+        table = self._table
+        rows = self._model.rows(table["context"], experts)[:, None] if self._has_routing else [None] * len(table)
+        steps = [
+            RequestStep(
+                key=running.key,
+                token_ids=token,
+                logprobs=logprob,
+                routed_experts=row if running.has_routing else None,
+                routed_experts_start=length - 1,
+            )
+            for running, token, logprob, row, length in zip(
+                self._running,
+                sampled.astype(np.int32)[:, None],
+                self._model.logprobs(choices)[:, None],
+                rows,
+                table["length"].tolist(),
+                strict=True,
+            )
+        ]
+        for i in self._special:
+            width = self._running[i].request.sampling.logprobs
+            if width is None:
+                steps[i].logprobs = None
+            steps[i].top_logprobs = self._model.top_logprobs(int(choices[i]), width)
+        return steps
+
+    def _end(self, steps: Sequence[RequestStep]) -> None:
+        """Say of which requests these are the last steps, and forget them."""
+        table = self._table
+        is_over = (table["count"] >= table["limit"]) | (table["last"] == self._config.eos_token_id)
+        is_over[self._special] = True
+        for i in is_over.nonzero()[0].tolist():
+            running, step = self._running[i], steps[i]
+            count, length = int(table["count"][i]), int(table["length"][i])
+            step.finish_reason, step.stop_reason = self._model.finish(running, int(step.token_ids[0]), count, length)
+            if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
+                weights = self._weights_of(running.request.lora)
+                kv = Kv(num_tokens=length, context=int(table["context"][i]), weights=weights.tokens)
+                step.kv_params = kv.encode()
+            is_over[i] = step.finish_reason is not None
+        if is_over.any():
+            self._keep((~is_over).tolist())
