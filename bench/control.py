@@ -1,105 +1,128 @@
-"""How long a fleet of many workers takes to answer commands: seconds to `accepted` and to `applied`, of each worker.
+"""How long a fleet of synthetic workers takes to answer commands, and what it costs to keep one that has nothing to do.
 
-    python -m bench.control [--workers 200] [--processes 1] [--rounds 10]
+    python -m bench.control [--workers 1 10 100 1000] [--processes 2] [--rounds 5] [--json FILE]
 
-Starts a server and the workers, which have synthetic engines and nothing in flight; pauses and resumes all of them in
-turn. Prints percentiles over all workers and rounds, as the client sees the answers come. Workers in one process answer
-one after another: the last has waited for all others.
+For each number of workers a fleet of its own is started, many workers to a process, with nothing in flight. Then each
+round pauses, resumes and flushes all of them. Times are from the command to the answers as the client sees them come:
+until the last worker has said `accepted`, until half have applied the command, and until the last has. Workers in one
+process answer one after another, on cores that the server and the client need too: the last has waited for all others.
+
+In the idle seconds before, all announce themselves, and the client hears every one. A worker counts as lost that has
+gone, or begun another life, from when all were there to the end.
 """
 
 import argparse
 import asyncio
-import math
-import os
-import platform
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import psutil
 
 import bus
+from bench.report import Report, Spread, add_arguments, percentile
+from bench.ways import Way, running
 from bus.embedded import EmbeddedServer
 from schemas.control import Ack, AckStatus
 
-FLEET = "bench"
-START_TIMEOUT_S = 120.0
+__all__: list[str] = []
+
+START_TIMEOUT_S = 180.0
 """For all workers to serve, on a small machine."""
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+IDLE_S = 10.0
+"""In which every worker announces itself ten times, and reads twice what is desired of it."""
 
 
 class Clock:
-    """Seconds from a command to each worker's answers, by command and status."""
+    """Milliseconds from a command to each worker's answers, by status."""
 
     def __init__(self) -> None:
-        self.seconds: dict[tuple[str, AckStatus], list[float]] = defaultdict(list)
-        self._started = 0.0
-
-    def start(self) -> None:
-        """A command is given."""
+        self._ms: dict[AckStatus, list[float]] = defaultdict(list)
         self._started = time.perf_counter()
 
     def take(self, ack: Ack) -> None:
         """An answer came."""
-        if ack.status is not AckStatus.PROGRESS:
-            self.seconds[ack.command, ack.status].append(time.perf_counter() - self._started)
+        self._ms[ack.status].append(1000 * (time.perf_counter() - self._started))
 
-    def lines(self) -> list[str]:
-        """One line for each command and status."""
-        lines = []
-        for (command, status), seconds in self.seconds.items():
-            seconds.sort()
-            values = (seconds[max(math.ceil(part * len(seconds)) - 1, 0)] for part in QUANTILES.values())
-            shown = "  ".join(f"{name} {1000 * value:7.1f}" for name, value in zip(QUANTILES, values, strict=True))
-            lines.append(f"{command:<8} {status:<9} {len(seconds):>6} answers, ms: {shown}")
-        return lines
+    def ms(self, status: AckStatus, percent: float) -> float:
+        """Until so many percent of the workers had said so."""
+        return percentile(self._ms[status], percent)
 
 
-async def measure(rb: bus.Client, rounds: int) -> Clock:
-    """Pause and resume `rounds` times; every worker has to apply each."""
-    clock = Clock()
-    for _ in range(rounds):
-        for command in (rb.fleet.pause, rb.fleet.resume):
-            clock.start()
-            await command(on_ack=clock.take)
-    return clock
+@asynccontextmanager
+async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncIterator[tuple[bus.Client, list[Way]]]:
+    """Start the workers; yields a client that sees all of them, and their processes."""
+    fleet = f"bench-{num_workers}"
+    async with AsyncExitStack() as stack:
+        processes = []
+        for i in range(min(num_processes, num_workers)):
+            count = num_workers // num_processes + (i < num_workers % num_processes)
+            args = (url, fleet, f"p{i}-w", count)
+            processes.append(await stack.enter_async_context(running(f"process {i}", "bench.many_workers", *args)))
+        rb = await stack.enter_async_context(bus.connect(url, fleet=fleet))
+        await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
+        yield rb, processes
 
 
-async def run(num_workers: int, num_processes: int, rounds: int) -> None:
-    """Start a server and the workers, measure, print."""
+async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_processes: int, rounds: int) -> None:
+    """Add the rows of one fleet."""
+    async with fleet_of(server.url, num_workers, num_processes) as (rb, processes):
+        lives = lives_in(rb)
+        sides = {"workers": [way.pid for way in processes], "server": [server.pid], "client": [psutil.Process().pid]}
+        before, started = cpu_s(sides), time.perf_counter()
+        await asyncio.sleep(IDLE_S)
+        after, seconds = cpu_s(sides), time.perf_counter() - started
+        cores = {f"{side}_cores": (after[side] - before[side]) / seconds for side in sides}
+        commands: list[Callable[..., Awaitable[object]]] = [rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache]
+        clocks: dict[str, list[Clock]] = defaultdict(list)
+        # The first makes the bucket of the desired state, and what is only made once.
+        for counts in [False] + [True] * rounds:
+            for command in commands:
+                clock = Clock()
+                await command(on_ack=clock.take)
+                if counts:
+                    clocks[command.__name__].append(clock)
+        lost = len(lives - lives_in(rb))
+        report.add(workers=num_workers, command="none", **cores, lost=lost)
+        for name, taken in clocks.items():
+            report.add(
+                workers=num_workers,
+                command=name,
+                accepted_last_ms=Spread.of([clock.ms(AckStatus.ACCEPTED, 100) for clock in taken]),
+                applied_half_ms=Spread.of([clock.ms(AckStatus.APPLIED, 50) for clock in taken]),
+                applied_last_ms=Spread.of([clock.ms(AckStatus.APPLIED, 100) for clock in taken]),
+            )
+
+
+def lives_in(rb: bus.Client) -> set[tuple[str, str]]:
+    """Worker and incarnation of all that live."""
+    return {(worker.worker, worker.incarnation) for worker in rb.fleet.workers}
+
+
+def cpu_s(sides: dict[str, list[int]]) -> dict[str, float]:
+    """CPU seconds that the processes of each side have used."""
+    times = {side: [psutil.Process(pid).cpu_times() for pid in pids] for side, pids in sides.items()}
+    return {side: sum(each.user + each.system for each in taken) for side, taken in times.items()}
+
+
+async def run(report: Report, counts: Sequence[int], num_processes: int, rounds: int) -> None:
+    """Measure one fleet after another, on one server."""
     async with EmbeddedServer() as server:
-        processes: list[Process] = []
-        try:
-            for i in range(num_processes):
-                count = num_workers // num_processes + (i < num_workers % num_processes)
-                processes.append(
-                    await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", "bench.many_workers", server.url, FLEET, f"p{i}-w", str(count)),
-                        stdin=PIPE,
-                    )
-                )
-            async with bus.connect(server.url, fleet=FLEET) as rb:
-                await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
-                await measure(rb, 1)
-                clock = await measure(rb, rounds)
-            sys.stdout.write("".join(f"{line}\n" for line in clock.lines()))
-        finally:
-            for process in processes:
-                if process.stdin is not None:
-                    process.stdin.close()
-            for process in processes:
-                await process.wait()
+        for num_workers in counts:
+            await measure(report, server, num_workers, num_processes, rounds)
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.control", description="How quickly commands are answered.")
-    parser.add_argument("--workers", type=int, default=200)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--processes", type=int, default=2, help="that the workers share (default: %(default)s)")
+    add_arguments(parser)
     args = parser.parse_args()
-    sys.stdout.write(f"{' '.join(['python -m bench.control', *sys.argv[1:]])}\n")
-    sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    asyncio.run(run(args.workers, args.processes, args.rounds))
+    report = Report("control")
+    asyncio.run(run(report, args.workers, args.processes, args.rounds))
+    report.finish(args.json)
 
 
 if __name__ == "__main__":

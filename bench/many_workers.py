@@ -1,6 +1,7 @@
 """Many workers with synthetic engines in one process: `python -m bench.many_workers URL FLEET PREFIX COUNT`.
 
-They run until standard input ends, so that they go with the program that started them.
+It says `ready` when they have been started, not when they serve. They run until standard input ends, so that they go
+with the program that started them.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import uvloop
 
+from bench.ways import say
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
@@ -21,9 +23,11 @@ LEASE_S = 30.0
 
 
 @contextlib.asynccontextmanager
-async def many_workers(url: str, fleet: str, prefix: str, count: int) -> AsyncIterator[list[Worker]]:
-    """Run `count` workers, called `prefix` and a number, until the block ends."""
-    config = SyntheticConfig(max_num_seqs=4)
+async def many_workers(
+    url: str, fleet: str, prefix: str, count: int, config: SyntheticConfig | None = None
+) -> AsyncIterator[list[Worker]]:
+    """Run `count` workers, called `prefix` and a number, until the block ends; `config` is of all their engines."""
+    config = config or SyntheticConfig(max_num_seqs=4)
     workers = [
         Worker(
             WorkerConfig(nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}", lease_s=LEASE_S),
@@ -43,6 +47,7 @@ async def many_workers(url: str, fleet: str, prefix: str, count: int) -> AsyncIt
 
 async def _main(url: str, fleet: str, prefix: str, count: str) -> None:
     async with many_workers(url, fleet, prefix, int(count)):
+        say("ready")
         await asyncio.to_thread(sys.stdin.read)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["Way", "answer", "running"]
+__all__ = ["Way", "answer", "running", "say"]
 
 MAX_LINE_BYTES = 2**24
 """Of an answer: figures of a hundred thousand requests."""
@@ -28,6 +28,11 @@ class Way:
         self.name = name
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Of its process, which may have children."""
+        return self._process.pid
+
     async def ask(self, *question: object) -> dict[str, Any]:
         """Have it measure once; returns what it says.
 
@@ -37,7 +42,10 @@ class Way:
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
         self._process.stdin.write(f"{' '.join(map(str, question))}\n".encode())
-        answer: dict[str, Any] = json.loads(await self.line())
+        while not (line := await self.line()).startswith("{"):
+            # Engines print there whenever they like.
+            pass
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def line(self) -> str:
@@ -66,7 +74,6 @@ async def running(name: str, module: str, *args: object) -> AsyncIterator[Way]:
     try:
         way = Way(name, process)
         while (await way.line()).strip() != "ready":
-            # Others print there too while they start.
             pass
         yield way
     finally:
