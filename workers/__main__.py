@@ -18,6 +18,7 @@ from typing import Any, get_args
 import uvloop
 
 from bus.credentials import worker_identity
+from bus.logs import LogFormat, is_json, set_up
 from bus.server import Server, default_url
 from schemas.errors import BusBroken, InvalidRequest, RollbusError
 from schemas.presence import Role
@@ -26,6 +27,8 @@ from workers.engines import ENGINES, make_engine
 from workers.worker import Worker
 
 __all__ = ["main"]
+
+logger = logging.getLogger("workers")
 
 KV_ARG = "kv_transfer_config"
 """The engine argument that `--kv-transfer-config` stands for."""
@@ -74,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="do not load the checkpoint a second time to prove that weights can be replaced",
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="json: one object a line")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
     return parser
 
@@ -101,9 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it is told to stop; returns the exit code."""
     arguments = parser()
     args = arguments.parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    set_up(args.log_level.upper(), args.log_format)
     if args.model is None and args.engine != "synthetic":
         arguments.error(f"--model is needed for the engine {args.engine}")
     try:
@@ -137,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: RollbusError) -> int:
-    sys.stderr.write(f"rollbus worker: {error}\n")
+    if is_json():
+        logger.error("worker.failed error=%s", error)
+    else:
+        sys.stderr.write(f"rollbus worker: {error}\n")
     return 1
 
 

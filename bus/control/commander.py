@@ -180,9 +180,12 @@ class Commander:
         """
         ledger = outcome.ledger
         columns = ("applied", "failed", "unsupported", "stale", "late", "missing")
-        counts = " ".join(f"{column}={len(getattr(ledger, column))}" for column in columns)
         what = (ledger.command, ledger.id, ledger.epochs, ledger.seconds)
-        logger.info("command.ended command=%s id=%s epochs=%s seconds=%.3f %s", *what, counts)
+        logger.info(
+            "command.ended command=%s id=%s epochs=%s seconds=%.3f"
+            " applied=%d failed=%d unsupported=%d stale=%d late=%d missing=%d",
+            *(*what, *(len(getattr(ledger, column)) for column in columns)),
+        )
         if ledger.is_complete:
             return ledger
         notes = [

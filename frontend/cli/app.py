@@ -17,11 +17,13 @@ from types import TracebackType
 from typing import Protocol, cast
 
 from frontend.cli import commands
-from frontend.cli.console import note
+from frontend.cli.console import log_notes, note
 from frontend.cli.exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
 from schemas.errors import RollbusError
 
 __all__ = ["Command", "build_parser", "cancel_on_signals", "main", "run_async"]
+
+logger = logging.getLogger("rollbus")
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 DEFAULT_FLEET = "default"
@@ -58,9 +60,7 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rollbus` with `argv`, or the process's own arguments, and return the exit code."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.DEBUG if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    _set_up_logs(args)
     if not args.verbose:
         sys.excepthook = _report_bug
     command: Command = args.command
@@ -71,12 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         note("rollbus: interrupted")
         return INTERRUPTED
     except (RollbusError, OSError) as exc:
-        return _report(exc, exc, args.verbose)
+        return _report(exc, exc, args)
     except BaseExceptionGroup as group:
         cause = cause_of(group)
         if cause is None:
             raise
-        return _report(cause, group, args.verbose)
+        return _report(cause, group, args)
+
+
+def _set_up_logs(args: argparse.Namespace) -> None:
+    from bus.logs import set_up
+
+    set_up(logging.DEBUG if args.verbose else logging.WARNING, args.log_format, "%(levelname)s %(name)s: %(message)s")
+    if args.log_format == "json":
+        log_notes()
 
 
 def _take_login(args: argparse.Namespace) -> None:
@@ -160,18 +168,25 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
             f"--{option}", metavar="FILE", help=f"{LOGIN_HELP[option]} (default: ${variable}, or {LOGIN_NONE[option]})"
         )
     group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of what is on stderr; json: one object a line"
+    )
     group.add_argument("-v", "--verbose", action="store_true", help="log more, and show the traceback of an error")
 
 
-def _report(cause: RollbusError | OSError, raised: BaseException, verbose: bool) -> ExitCode:
-    if verbose:
+def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse.Namespace) -> ExitCode:
+    code = exit_code_of(cause)
+    if args.log_format == "json":
+        logger.error("command.failed error=%s exit_code=%d", cause, code, exc_info=raised if args.verbose else None)
+        return code
+    if args.verbose:
         traceback.print_exception(raised)
     note(f"rollbus: {cause}")
-    return exit_code_of(cause)
+    return code
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Stand in for `sys.excepthook`: an error that nobody expected is one line, too, unless -v is given."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    note(f"rollbus: internal error, run again with -v for the traceback: {error!r}")
+    note(f"rollbus: internal error, run again with -v for the traceback: {error!r}", logging.ERROR)

@@ -3,6 +3,7 @@
 On a terminal, tables have borders and long work shows a bar; into pipes and files goes plain text of any width.
 """
 
+import logging
 import os
 import shutil
 import sys
@@ -11,7 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["note", "plain_table", "print_json", "print_table", "program", "progress", "say", "waiting"]
+__all__ = ["log_notes", "note", "plain_table", "print_json", "print_table", "program", "progress", "say", "waiting"]
+
+_notes = logging.getLogger("rollbus")
+# Above all: notes are no log until `log_notes` says so.
+_notes.setLevel(logging.CRITICAL + 1)
 
 
 def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
@@ -26,9 +31,17 @@ def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
             os.dup2(nowhere.fileno(), out.fileno())
 
 
-def note(text: str) -> None:
-    """Write a line on stderr."""
-    say(text, out=sys.stderr)
+def note(text: str, level: int = logging.INFO) -> None:
+    """Write a line on stderr; after `log_notes` as a line of the log, of this level."""
+    if _notes.isEnabledFor(level):
+        _notes.log(level, "%s", text)
+    else:
+        say(text, out=sys.stderr)
+
+
+def log_notes() -> None:
+    """Make what `note` is given lines of the log from here on, since something is to read them there."""
+    _notes.setLevel(logging.INFO)
 
 
 def print_json(value: object) -> None:

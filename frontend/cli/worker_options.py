@@ -72,6 +72,8 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
         flags.append("--no-prove-reload")
     if args.verbose:
         flags += ["--log-level", "debug"]
+    if args.log_format != "text":
+        flags += ["--log-format", args.log_format]
     return flags
 
 

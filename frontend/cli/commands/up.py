@@ -138,7 +138,7 @@ async def _up(args: argparse.Namespace, port: int, listening: socket.socket | No
     try:
         fleet = await _prepare(args, port)
         note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
-        async with run_fleet(fleet, lambda name, line: note(f"[{name}] {line}")) as server, AsyncExitStack() as stack:
+        async with run_fleet(fleet, _hear) as server, AsyncExitStack() as stack:
             http = None
             if listening is not None:
                 http = await stack.enter_async_context(serve_http(server, args.fleet, settings_of(), listening))
@@ -148,6 +148,16 @@ async def _up(args: argparse.Namespace, port: int, listening: socket.socket | No
         # Nobody else cancels this task.
         note("stopped")
     return ExitCode.OK
+
+
+def _hear(name: str, line: str) -> None:
+    from bus.logs import adopted, is_json, write_line
+    from frontend.cli.console import note
+
+    if is_json():
+        write_line(adopted(line, name))
+    else:
+        note(f"[{name}] {line}")
 
 
 async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bus.logs import is_json
 from schemas.errors import EngineDead
 from workers.engines.vllm.cores import compute_in_core
 from workers.engines.vllm.extension import extension_name
@@ -40,6 +41,8 @@ CPU_KV_BLOCK_TOKENS = 32
 CPU_UNUSED_LORAS = 1
 """Places for adapters that stay empty: on a CPU vLLM adds what is in the last one to every request without an adapter
 (lora/ops/torch_ops/lora_ops.py takes -1, which means none, for an index)."""
+JSON_LOGS = Path(__file__).with_name("json_logs.json")
+"""How vLLM logs where this process logs JSON: here and in its processes, each of which reads it."""
 LARGEST_THAT_FITS = -1
 """As `max_model_len`: the model's own, or as much of it as the KV cache holds."""
 
@@ -152,6 +155,8 @@ def set_environment(model: str, log_level: str | None) -> None:
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     if log_level is not None:
         os.environ["VLLM_LOGGING_LEVEL"] = log_level
+    if is_json():
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(JSON_LOGS))
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

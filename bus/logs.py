@@ -1,0 +1,160 @@
+"""How a process of rollbus writes its log on stderr: as text for people, or as one JSON object a line for programs.
+
+What the packages log is an event and its fields, `logger.info("worker.ready worker=%s slots=%d", ...)`, and both
+forms are made of that. A library sets up no logs: this is for the programs `rollbus` and `rollbus worker`.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, Literal
+
+__all__ = ["EVENT", "JsonFormatter", "LineHandler", "LogFormat", "adopted", "is_json", "set_up", "write_line"]
+
+LogFormat = Literal["text", "json"]
+
+EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")
+"""The form of what our packages log: the event's name, and a placeholder for each field."""
+MESSAGE: Final = "message"
+"""The event of lines that others log, and the field that has their text."""
+
+_FIELD: Final = re.compile(r" (\w+)=(%[-.\d]*[a-z])")
+_PLACEHOLDER: Final = re.compile(r"%[a-z]")
+_USER_OF_URL: Final = re.compile(r"(?<=://)\S*@")
+_STDERR: Final = 2
+TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def set_up(level: int | str, log_format: LogFormat, text: str = TEXT) -> None:
+    """Log on stderr from here on, unless this process has log handlers already.
+
+    As JSON, warnings of Python and exceptions that nobody catches are lines of the log as well.
+
+    Args:
+        level: what is less is left out.
+        text: the form of lines that are text.
+    """
+    if log_format == "text":
+        handler: logging.Handler = logging.StreamHandler()
+        handler.setFormatter(_TextFormatter(text))
+    else:
+        handler = LineHandler()
+        handler.setFormatter(JsonFormatter())
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_of_thread
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def is_json() -> bool:
+    """Whether `set_up` made this process log JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object: `time`, `level`, `logger`, `event`, `fields`, and `traceback` where there is one.
+
+    Fields that are numbers, true, false or null stay so; everything else is text.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        event, fields = _event_of(record)
+        line: dict[str, Any] = {
+            "time": _iso(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": event,
+            "fields": fields,
+        }
+        if record.exc_info:
+            line["traceback"] = _without_users(self.formatException(record.exc_info))
+        return json.dumps(line)
+
+
+class LineHandler(logging.Handler):
+    """Writes each line on stderr at once and whole.
+
+    Past `sys.stderr`, which vLLM makes put a prefix before each line in its processes.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line."""
+        try:
+            write_line(self.format(record))
+        except Exception:  # noqa: BLE001 - the boundary of logging: what cannot be logged harms nobody else
+            self.handleError(record)
+
+
+def write_line(line: str) -> None:
+    """Write a line on stderr."""
+    rest = f"{line}\n".encode()
+    while rest:
+        rest = rest[os.write(_STDERR, rest) :]
+
+
+def adopted(line: str, process: str) -> str:
+    """What another process logged, as a JSON object that names the process; anything else becomes a message."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        now = _iso(datetime.now(UTC).timestamp())
+        fields = {MESSAGE: _without_users(line)}
+        value = {"time": now, "level": "info", "logger": process, "event": MESSAGE, "fields": fields}
+    return json.dumps({**value, "process": process})
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _without_users(super().format(record))
+
+
+def _event_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
+    found = EVENT.fullmatch(record.msg) if isinstance(record.msg, str) else None
+    if found is None:
+        return MESSAGE, {MESSAGE: _without_users(record.getMessage())}
+    # A dict that is the only argument stands for itself: see LogRecord.
+    args = iter(record.args if isinstance(record.args, tuple) else (record.args,))
+    event = _PLACEHOLDER.sub(lambda _: str(next(args)), found[1])
+    return event, dict(_fields(found[2], args))
+
+
+def _fields(template: str, args: Iterator[object]) -> Iterator[tuple[str, Any]]:
+    for (name, placeholder), value in zip(_FIELD.findall(template), args, strict=True):
+        if isinstance(value, float):
+            shown = float(placeholder % value)
+            # JSON has no other numbers.
+            yield name, shown if math.isfinite(shown) else str(shown)
+        elif value is None or isinstance(value, int):
+            yield name, value
+        else:
+            yield name, _without_users(str(value) if isinstance(value, str) else placeholder % (value,))
+
+
+def _without_users(text: str) -> str:
+    """Whoever logs a URL: user, password or token in it are left out."""
+    return _USER_OF_URL.sub("***@", text)
+
+
+def _iso(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("process.failed error=%r", error, exc_info=(kind, error, trace))
+
+
+def _log_uncaught_of_thread(args: threading.ExceptHookArgs) -> None:
+    error = args.exc_value or args.exc_type()
+    name = args.thread.name if args.thread is not None else None
+    exc_info = (args.exc_type, error, args.exc_traceback)
+    logging.getLogger(__name__).critical("thread.failed thread=%s error=%r", name, error, exc_info=exc_info)

@@ -1,0 +1,118 @@
+import ast
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.logs import EVENT, JsonFormatter, adopted
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
+METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+def line_of(message: object, *args: object, **more: Any) -> dict[str, Any]:
+    """What becomes of `logger.info(message, *args)`."""
+    record = logging.LogRecord("some.logger", logging.INFO, "file.py", 1, message, args, more.get("exc_info"))
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_an_event_and_its_fields_are_a_line() -> None:
+    """Time, level, logger, event and fields stand by themselves; the event may have a part that is filled in."""
+    line = line_of("worker.%s worker=%s reason=%s", "paused", "w0", "it was told to")
+
+    assert line.pop("time").endswith("Z")
+    fields = {"worker": "w0", "reason": "it was told to"}
+    assert line == {"level": "info", "logger": "some.logger", "event": "worker.paused", "fields": fields}
+
+
+def test_numbers_stay_numbers() -> None:
+    """Numbers, truth and nothing are what they are in JSON, rounded as the text is; all else is its text."""
+    values = (3, 1.23456, float("nan"), None, True, {"a": 1}, ValueError("no"), "x")
+    line = line_of("an.event n=%d s=%.3f nan=%.1f none=%s yes=%s map=%s error=%s text=%r", *values)
+
+    assert line["fields"] == {
+        "n": 3,
+        "s": 1.235,
+        "nan": "nan",
+        "none": None,
+        "yes": True,
+        "map": "{'a': 1}",
+        "error": "no",
+        "text": "x",
+    }
+
+
+def test_a_dict_alone_is_a_field() -> None:
+    """What logging takes for named arguments is the one field that it was given for."""
+    assert line_of("an.event map=%s", {"a": 1})["fields"] == {"map": "{'a': 1}"}
+
+
+@pytest.mark.parametrize(
+    ("message", "args"), [("Started server process [%d]", (7,)), ("100%", ()), ("see http://a.b", ())]
+)
+def test_what_others_log_is_a_message(message: str, args: tuple[object, ...]) -> None:
+    """A line that is no event of ours is one of the name `message`, with its text in the field of that name."""
+    line = line_of(message, *args)
+
+    assert (line["event"], line["fields"]) == ("message", {"message": message % args if args else message})
+
+
+def test_a_traceback_is_text_of_the_same_line() -> None:
+    """An exception does not break the line."""
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        line = line_of("an.event", exc_info=sys.exc_info())
+
+    assert line["traceback"].startswith("Traceback")
+    assert line["traceback"].endswith("ValueError: first\nsecond")
+
+
+def test_users_of_urls_are_left_out() -> None:
+    """A password in a URL is in no line: not in a field, a message, a traceback or another process's line."""
+    url = "nats://user:geheim@host:4222"
+    try:
+        raise ValueError(url)
+    except ValueError:
+        lines = [line_of("an.event url=%s error=%s", url, ValueError(url), exc_info=sys.exc_info()), line_of(url)]
+
+    shown = json.dumps(lines) + adopted(f"cannot reach {url}", "w0")
+    assert shown.count("nats://***@host:4222") == 5
+    assert "geheim" not in shown
+
+
+def test_a_line_of_another_process_names_it() -> None:
+    """A JSON object stays and says whose it is; other output becomes a message, whatever it is."""
+    assert json.loads(adopted('{"event": "a.b", "fields": {"n": 1}}', "w0")) == {
+        "event": "a.b",
+        "fields": {"n": 1},
+        "process": "w0",
+    }
+    for text in ("Segmentation fault", "[1]", "7", ""):
+        line = json.loads(adopted(text, "w0"))
+        assert (line["event"], line["fields"], line["process"]) == ("message", {"message": text}, "w0")
+
+
+def test_all_that_the_packages_log_are_events() -> None:
+    """Each call of a logger gives an event's name and named fields, and never text made beforehand."""
+    found, others = 0, []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "_log"), attr=method), args=[first, *_]):
+                    if method not in METHODS:
+                        continue
+                    is_event = isinstance(first, ast.Constant) and EVENT.fullmatch(str(first.value))
+                    found += 1
+                    if not is_event:
+                        others.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+
+    assert others == []
+    assert found > 50

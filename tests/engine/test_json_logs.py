@@ -1,0 +1,40 @@
+"""vLLM's log lines are JSON where the worker's are, also in the processes that vLLM starts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# What an engine core's process does before it says anything: vLLM's own set-up, and its prefix before each line.
+CORE = """
+from vllm.logger import init_logger
+from vllm.utils.system_utils import decorate_logs
+decorate_logs("EngineCore")
+init_logger("vllm.some.module").warning("it is %s", "so")
+init_logger("vllm.some.module").info("not shown")
+import logging
+logging.getLogger("workers.engines.vllm.extension").error("lora.load_failed name=%s", "math")
+"""
+WORKER = f"""
+import subprocess, sys
+from bus.logs import set_up
+from workers.engines.vllm.launch import set_environment
+set_up("INFO", "json")
+set_environment("model", None)
+subprocess.run([sys.executable, "-c", {CORE!r}], check=True)
+"""
+
+
+def test_an_engine_core_logs_json() -> None:
+    """A line of vLLM is one of JSON, of the level that vLLM has here, and so are our own in that process."""
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
+
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    shown = [(line["level"], line["logger"], line["event"], line["fields"]) for line in lines]
+    assert shown == [
+        ("warning", "vllm.some.module", "message", {"message": "it is so"}),
+        ("error", "workers.engines.vllm.extension", "lora.load_failed", {"name": "math"}),
+    ]
