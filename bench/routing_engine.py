@@ -1,0 +1,112 @@
+"""An engine that hands out routing made beforehand, so that nothing but its way to the client is measured."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from bus.protocol.step import RequestStep
+from schemas.messages import KvHandover
+from schemas.presence import Capabilities, RoutedExpertsInfo
+from schemas.request import GenerateRequest
+from schemas.rows import DTYPES, Rows, dtype_for
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["CASES", "CLOCK", "Case", "RoutedEngine", "clock_us", "make_rows"]
+
+CLOCK = 2**31
+"""Token ids count microseconds up to here, which is half an hour, and then from 0."""
+
+
+class Case(NamedTuple):
+    """The routing of one request, whose tokens but for one are its prompt."""
+
+    num_tokens: int
+    """Rows."""
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_tokens * self.num_layers * self.top_k * DTYPES[dtype_for(self.num_experts)].itemsize
+
+
+CASES = {"u1": Case(32_768, 48, 8, 128), "u2": Case(32_768, 61, 8, 384)}
+"""By the dtype of their rows: 12.6 MB, as of Qwen3-30B-A3B, and 32 MB, as of Kimi-K2."""
+
+
+def make_rows(case: Case) -> Rows:
+    """u1|u2[num_tokens, num_layers, top_k], the same each time."""
+    shape = (case.num_tokens, case.num_layers, case.top_k)
+    dtype = DTYPES[dtype_for(case.num_experts)]
+    return np.random.default_rng(1).integers(0, case.num_experts, shape, dtype)
+
+
+def clock_us() -> int:
+    """Microseconds on the clock that all processes of a machine share, as token ids count them."""
+    return time.monotonic_ns() // 1000 % CLOCK
+
+
+class RoutedEngine(SyntheticEngine):
+    """A synthetic engine whose rows are those of a case, and whose token ids say when they were handed over.
+
+    No request may be longer than the case.
+
+    Args:
+        step_s: seconds between two steps.
+        is_fresh: each request's rows are an array of its own, as of a real engine, whose memory counts; otherwise all
+            are views of one, and an engine that works in the process of its worker takes nobody's time.
+
+    Attributes:
+        handed_at: when the last step was handed over, on `time.monotonic()`.
+    """
+
+    def __init__(self, case: Case, *, step_s: float, is_fresh: bool) -> None:
+        super().__init__(SyntheticConfig(num_experts=0, step_s=step_s))
+        self._case = case
+        self._rows = make_rows(case)
+        self._is_fresh = is_fresh
+        self._positions: dict[str, int] = {}
+        self._prompts: dict[str, int] = {}
+        self.handed_at = 0.0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of a synthetic engine that has this routing."""
+        _, num_layers, top_k, num_experts = self._case
+        routing = RoutedExpertsInfo(
+            num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
+        )
+        return replace(super().capabilities, routed_experts=routing)
+
+    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+        """Queue a request."""
+        self._positions[key], self._prompts[key] = request.routed_experts_prompt_start, request.prompt_len
+        await super().add(key, request, kv)
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Yield one batch of output a step, with its rows."""
+        async for steps in super().steps():
+            for step in steps:
+                self._route(step)
+            now = clock_us()
+            for step in steps:
+                step.token_ids[:] = now
+            self.handed_at = time.monotonic()
+            yield steps
+
+    def _route(self, step: RequestStep) -> None:
+        """The prompt's rows with the first token, then a row with each."""
+        if len(step.token_ids):
+            start = self._positions[step.key]
+            end = max(start + 1, self._prompts[step.key])
+            rows = self._rows[start:end]
+            step.routed_experts = rows.copy() if self._is_fresh else rows
+            step.routed_experts_start = start
+            self._positions[step.key] = end
+        if step.finish_reason is not None:
+            del self._positions[step.key], self._prompts[step.key]
