@@ -1,70 +1,100 @@
-"""Tokens a second from the synthetic engine in a process of its own to a client, one token a step, with routing.
+"""Tokens a second, and CPU, of the transport alone: rollbus beside a good server of server-sent events.
 
-    python -m bench.transport [--concurrency 64 256] [--tokens 128] [--rounds 5]
+    python -m bench.transport [--loads 64x1024 256x512] [--ways rollbus sse ...] [--rounds 5] [--json FILE]
 
-Prints one line for each concurrency: the median of the rounds, and their range. The synthetic engine's own work is in
-it, and there is no peer in this run: the figures compare versions of rollbus on one machine.
+A synthetic engine makes one token a step for each request, as fast as it can; every chunk and event has logprobs and
+the weights' version. All ways have the same engine, in the process of their worker or server; their clients are
+processes too, and all must give the same tokens and logprobs. A load of 64x1024 is 64 requests at once, of 1,024 tokens
+each. The ways: `bench.transport_ways`; `engine` is the engine alone, with nothing behind it.
+
+CPU is in milliseconds per 1,000 tokens: of the worker (or server, with its engine), the client, nats-server, and all
+together. `times_sse` is tokens a second, and `share_of_sse_cpu` the CPU of all, each by that of `sse` in the same
+round.
 """
 
 import argparse
 import asyncio
-import os
-import platform
-import statistics
-import sys
-import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from bus.embedded import EmbeddedServer
+from bench.report import Report, Spread, Value, add_arguments
+from bench.transport_ways import WAYS
+from bench.ways import Way, running
 
+__all__: list[str] = []
 
-async def measure(rb: bus.Client, concurrency: int, tokens: int) -> float:
-    """Tokens a second of `concurrency` requests at once."""
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    requests = [GenerateRequest(prompt_token_ids=[i + 1], sampling=sampling) for i in range(concurrency)]
-    started = time.perf_counter()
-    received = 0
-    async for generation in rb.complete_many(requests, max_in_flight=concurrency):
-        if generation.error is not None:
-            raise generation.error
-        received += len(generation.token_ids)
-    return received / (time.perf_counter() - started)
+PEER = "sse"
+Load = tuple[int, int]
+"""Requests at once, and tokens of each."""
+Answer = dict[str, Any]
+"""A `bench.transport_ways.Round`."""
 
 
-async def run(concurrencies: list[int], tokens: int, rounds: int) -> None:
-    """Start a server and a worker, measure, print."""
-    async with EmbeddedServer() as server:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--nats", server.url, "--engine", "synthetic"),
-            *("--engine-args", '{"max_num_seqs": 1024}', "--log-level", "warning"),
-        )
-        try:
-            async with bus.connect(server.url) as rb:
-                await rb.fleet.wait_for_workers(timeout_s=30)
-                for concurrency in concurrencies:
-                    await measure(rb, concurrency, tokens)
-                    rates = [await measure(rb, concurrency, tokens) for _ in range(rounds)]
-                    middle, low, high = statistics.median(rates), min(rates), max(rates)
-                    sys.stdout.write(
-                        f"{concurrency:>5} concurrent x {tokens} tokens: {middle:>9,.0f} tokens/s "
-                        f"(median of {rounds}; {low:,.0f} to {high:,.0f})\n"
-                    )
-        finally:
-            worker.terminate()
-            await worker.wait()
+async def measure(names: Sequence[str], loads: Sequence[Load], rounds: int, report: Report) -> None:
+    """Fill the report, in the order of loads and ways."""
+    async with AsyncExitStack() as stack:
+        ways = [await stack.enter_async_context(running(name, "bench.transport_ways", name)) for name in names]
+        for load in loads:
+            await turn(ways, load, 0)
+            turns = [await turn(ways, load, serial) for serial in range(1, rounds + 1)]
+            for name in names:
+                report.add(**row(name, load, turns))
+
+
+async def turn(ways: Sequence[Way], load: Load, serial: int) -> dict[str, Answer]:
+    """One measurement of each way.
+
+    Raises:
+        RuntimeError: a way has ended, or gave too few tokens, or others than the rest.
+    """
+    answers = {way.name: await way.ask(*load, serial) for way in ways}
+    results = {(one["tokens"], one["token_sum"], one["logprob_sum"]) for one in answers.values()}
+    if len(results) != 1 or next(iter(results))[0] != load[0] * load[1]:
+        raise RuntimeError(f"not {load[0]}x{load[1]} tokens, the same by all ways: {answers}")
+    return answers
+
+
+def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, Value]:
+    """What the rounds gave of one way."""
+    own = [answers[name] for answers in turns]
+    columns: dict[str, Value] = {
+        "way": name,
+        "load": f"{load[0]}x{load[1]}",
+        "tokens_per_s": Spread.of([rate(one) for one in own]),
+    }
+    if len(own[0]["cpu_s"]) > 1:
+        columns["tokens_per_chunk"] = own[0]["tokens"] / own[0]["chunks"]
+    for process in own[0]["cpu_s"]:
+        columns[f"{process}_cpu_ms"] = Spread.of([1e6 * one["cpu_s"][process] / one["tokens"] for one in own])
+    columns["cpu_ms"] = Spread.of([cpu_ms(one) for one in own])
+    if name != PEER and PEER in turns[0]:
+        columns["times_sse"] = Spread.of([rate(answers[name]) / rate(answers[PEER]) for answers in turns])
+        columns["share_of_sse_cpu"] = Spread.of([cpu_ms(answers[name]) / cpu_ms(answers[PEER]) for answers in turns])
+    return columns
+
+
+def rate(one: Answer) -> float:
+    """Tokens a second."""
+    return float(one["tokens"] / one["seconds"])
+
+
+def cpu_ms(one: Answer) -> float:
+    """Of all processes, per 1,000 tokens."""
+    return float(1e6 * sum(one["cpu_s"].values()) / one["tokens"])
 
 
 def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m bench.transport", description="Tokens a second through the bus.")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.transport", description="The transport alone.")
+    parser.add_argument("--loads", nargs="+", default=["64x1024", "256x512"], metavar="REQUESTSxTOKENS")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    add_arguments(parser)
     args = parser.parse_args()
-    sys.stdout.write(f"{' '.join(['python -m bench.transport', *sys.argv[1:]])}\n")
-    sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    asyncio.run(run(args.concurrency, args.tokens, args.rounds))
+    loads = [(int(load.split("x")[0]), int(load.split("x")[1])) for load in args.loads]
+    report = Report("transport")
+    asyncio.run(measure(args.ways, loads, args.rounds, report))
+    report.finish(args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""The peer of `bench.transport`: a synthetic engine behind Starlette and uvicorn, on uvloop, httptools and orjson.
+
+    python -m bench.transport_sse ENGINE_ARGS
+
+Says the port that it listens on. `/inference/v1/generate` answers with one event for each token, of the fields that
+vLLM's server of the same name writes, in their order, and `weight_version` besides, as each of rollbus's chunks has it.
+"""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import orjson
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from bench.ways import say
+from bus import GenerateRequest, SamplingParams
+from bus.protocol.step import RequestStep
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__: list[str] = []
+
+WEIGHT_VERSION = 0
+
+
+class Stream:
+    """What the engine made of one request and nobody has taken: no more than its tokens."""
+
+    def __init__(self) -> None:
+        self._steps: list[RequestStep] = []
+        self._has_some = asyncio.Event()
+
+    def put(self, step: RequestStep) -> None:
+        """Add a step."""
+        self._steps.append(step)
+        self._has_some.set()
+
+    async def take(self) -> list[RequestStep]:
+        """All that is there, at least one."""
+        await self._has_some.wait()
+        self._has_some.clear()
+        steps, self._steps = self._steps, []
+        return steps
+
+
+class Service:
+    """An engine and the streams of what it runs."""
+
+    def __init__(self, engine: SyntheticEngine) -> None:
+        self._engine = engine
+        self._streams: dict[str, Stream] = {}
+        self._num_requests = 0
+
+    async def run(self) -> None:
+        """Hand over what each step made, until cancelled."""
+        async for steps in self._engine.steps():
+            for step in steps:
+                stream = self._streams.get(step.key)
+                if stream is not None:
+                    stream.put(step)
+
+    async def generate(self, request: Request) -> StreamingResponse:
+        """Take a request and answer with its events."""
+        body = orjson.loads(await request.body())
+        sampling = SamplingParams(**body["sampling_params"])
+        self._num_requests += 1
+        key = f"generate-tokens-{self._num_requests:032x}"
+        self._streams[key] = stream = Stream()
+        asked = GenerateRequest(
+            prompt_token_ids=body["token_ids"], sampling=sampling, request_id=key, return_routed_experts=False
+        )
+        await self._engine.add(key, asked)
+        return StreamingResponse(self._events(key, stream), media_type="text/event-stream")
+
+    async def _events(self, key: str, stream: Stream) -> AsyncIterator[bytes]:
+        try:
+            is_over = False
+            while not is_over:
+                steps = await stream.take()
+                is_over = steps[-1].finish_reason is not None
+                yield b"".join([event(key, step) for step in steps])
+            yield b"data: [DONE]\n\n"
+        finally:
+            del self._streams[key]
+            await self._engine.abort([key])
+
+
+def event(key: str, step: RequestStep) -> bytes:
+    """One step as vLLM's `GenerateStreamResponse` has it."""
+    [token] = step.token_ids.tolist()
+    [logprob] = step.logprobs.tolist() if step.logprobs is not None else [None]
+    name = f"token_id:{token}"
+    top = {"token": name, "logprob": logprob, "bytes": None}
+    choice = {
+        "index": 0,
+        "logprobs": {"content": [{"token": name, "logprob": logprob, "bytes": None, "top_logprobs": [top]}]},
+        "finish_reason": step.finish_reason,
+        "token_ids": [token],
+        "routed_experts": None,
+        "sampling_mask": None,
+    }
+    body = {"request_id": key, "choices": [choice], "usage": None, "weight_version": WEIGHT_VERSION}
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+async def serve(engine_args: dict[str, object]) -> None:
+    """Serve until terminated."""
+    engine = SyntheticEngine(SyntheticConfig.from_args(engine_args))
+    await engine.start()
+    service = Service(engine)
+    app = Starlette(routes=[Route("/inference/v1/generate", service.generate, methods=["POST"])])
+    server = uvicorn.Server(
+        uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_level="error")
+    )
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        say(str(listening.getsockname()[1]))
+        async with asyncio.TaskGroup() as tasks:
+            steps = tasks.create_task(service.run(), name="steps")
+            await server.serve(sockets=[listening])
+            steps.cancel()
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        uvloop.run(serve(json.loads(sys.argv[1])))

@@ -1,0 +1,268 @@
+"""The ways from a synthetic engine to a program that `bench.transport` compares, each in a process of its own.
+
+    python -m bench.transport_ways WAY
+
+This process is the client; the engine is in a worker, or a server, of its own. Reads lines of `REQUESTS TOKENS SERIAL`
+on stdin and answers each with one line of JSON, a `Round`. All ways ask for the same: prompts of 16 tokens, one logprob
+for each token, no routing, greedy, exactly so many tokens.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
+
+import aiohttp
+import numpy as np
+import orjson
+import psutil
+import uvloop
+
+import bus
+from bench.ways import answer
+from bus.embedded import EmbeddedServer
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+
+__all__ = ["WAYS", "Round"]
+
+PROMPT_TOKENS = 16
+ENGINE_ARGS = {"max_num_seqs": 1024}
+START_S = 60.0
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of one request, as a program has it that goes on with it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    chunks: int
+    """In how many pieces it came."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What one measurement gave."""
+
+    seconds: float
+    tokens: int
+    chunks: int
+    token_sum: int
+    logprob_sum: float
+    """With `token_sum`: whether the ways gave the same. Exact, as the engine's logprobs are multiples of 1/256."""
+    cpu_s: Mapping[str, float]
+    """CPU seconds, user and system, of each process."""
+
+
+Prompts = list[list[int]]
+Run = Callable[[Prompts, int], Awaitable[list[Result]]]
+"""Has all prompts continued at once, each by so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One that runs."""
+
+    run: Run
+    pids: Mapping[str, int]
+    """Of the processes besides this one."""
+
+
+def make_prompts(requests: int, serial: int) -> Prompts:
+    """Prompts of one measurement, all different."""
+    return [[serial, number, *range(2, PROMPT_TOKENS)] for number in range(requests)]
+
+
+def bus_request(prompt: list[int], max_tokens: int) -> bus.GenerateRequest:
+    """One request over the bus, or to the engine."""
+    sampling = bus.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=0)
+    return bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, return_routed_experts=False)
+
+
+@asynccontextmanager
+async def engine_alone() -> AsyncIterator[Way]:
+    """The engine in this process, read as a worker reads it: what no transport can exceed."""
+    engine = SyntheticEngine(SyntheticConfig.from_args(ENGINE_ARGS))
+    await engine.start()
+    # The engine goes on where it was left: one reader for all measurements.
+    batches = engine.steps()
+
+    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+        results = {str(i): Result([], [], 0) for i in range(len(prompts))}
+        for key, prompt in zip(results, prompts, strict=True):
+            await engine.add(key, bus_request(prompt, max_tokens))
+        kept = []
+        num_open = len(prompts)
+        while num_open:
+            steps = await anext(batches)
+            kept.append(steps)
+            num_open -= sum(step.finish_reason is not None for step in steps)
+        for step in (step for steps in kept for step in steps):
+            results[step.key].token_ids += step.token_ids.tolist()
+            results[step.key].logprobs += [] if step.logprobs is None else step.logprobs.tolist()
+        return list(results.values())
+
+    yield Way(run, {})
+    await engine.close()
+
+
+@asynccontextmanager
+async def on_the_bus() -> AsyncIterator[tuple[bus.Client, Mapping[str, int]]]:
+    """A server and a worker as users start them, and a client; with the pids of the former."""
+    async with EmbeddedServer() as server:
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "workers", "--nats", server.url, "--engine", "synthetic"),
+            *("--engine-args", json.dumps(ENGINE_ARGS), "--log-level", "warning"),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            async with bus.connect(server.url) as rb:
+                await rb.fleet.wait_for_workers(timeout_s=START_S)
+                yield rb, {"worker": worker.pid, "nats": server.pid}
+        finally:
+            worker.terminate()
+            await worker.wait()
+
+
+@asynccontextmanager
+async def rollbus_whole() -> AsyncIterator[Way]:
+    """`complete_many`: chunks with every step underneath, whole results on top."""
+    async with on_the_bus() as (rb, pids):
+
+        async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+            results = []
+            requests = [bus_request(prompt, max_tokens) for prompt in prompts]
+            async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
+                if generation.error is not None or generation.logprobs is None:
+                    raise RuntimeError(f"no result: {generation.error}")
+                results.append(Result(generation.token_ids.tolist(), generation.logprobs.tolist(), 1))
+            return results
+
+        yield Way(run, pids)
+
+
+@asynccontextmanager
+async def rollbus_chunks() -> AsyncIterator[Way]:
+    """`generate`: a loop over the chunks of each request."""
+    async with on_the_bus() as (rb, pids):
+
+        async def one(prompt: list[int], max_tokens: int) -> Result:
+            result = Result([], [], 0)
+            async for chunk in rb.generate(bus_request(prompt, max_tokens)):
+                if chunk.logprobs is None:
+                    raise RuntimeError(f"a chunk without logprobs: {chunk!r}")
+                result.token_ids += chunk.token_ids.tolist()
+                result.logprobs += chunk.logprobs.tolist()
+                result.chunks += 1
+            return result
+
+        yield Way(at_once(one), pids)
+
+
+def at_once(one: Callable[[list[int], int], Awaitable[Result]]) -> Run:
+    """All prompts at once."""
+
+    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+        results: list[Result] = []
+
+        async def add(prompt: list[int]) -> None:
+            results.append(await one(prompt, max_tokens))
+
+        async with asyncio.TaskGroup() as tasks:
+            for prompt in prompts:
+                tasks.create_task(add(prompt))
+        return results
+
+    return run
+
+
+@asynccontextmanager
+async def sse() -> AsyncIterator[Way]:
+    """`bench.transport_sse`, read by aiohttp and orjson: each read as much as is there, an event for each token."""
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.transport_sse", json.dumps(ENGINE_ARGS)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        if server.stdout is None:
+            raise RuntimeError("started without a pipe")
+        port = int(await asyncio.wait_for(server.stdout.readline(), START_S))
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+
+            async def one(prompt: list[int], max_tokens: int) -> Result:
+                sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+                body = orjson.dumps({"token_ids": prompt, "sampling_params": sampling, "stream": True})
+                headers = {"Content-Type": "application/json"}
+                result, rest = Result([], [], 0), b""
+                async with session.post("/inference/v1/generate", data=body, headers=headers) as response:
+                    response.raise_for_status()
+                    async for data in response.content.iter_any():
+                        *events, rest = (rest + data).split(b"\n\n")
+                        for event in events:
+                            take(event, result)
+                return result
+
+            yield Way(at_once(one), {"worker": server.pid})
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+def take(event: bytes, result: Result) -> None:
+    """Add what an event says."""
+    if not event.startswith(b"data: {"):
+        return
+    [choice] = orjson.loads(event[6:])["choices"]
+    result.token_ids += choice["token_ids"]
+    result.logprobs += [token["logprob"] for token in choice["logprobs"]["content"]]
+    result.chunks += 1
+
+
+WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Way]]] = {
+    "engine": engine_alone,
+    "rollbus": rollbus_whole,
+    "rollbus-chunks": rollbus_chunks,
+    "sse": sse,
+}
+"""By name."""
+
+
+async def measure(way: Way, requests: int, tokens: int, serial: int) -> Round:
+    """One measurement."""
+    processes = {"client": psutil.Process(), **{name: psutil.Process(pid) for name, pid in way.pids.items()}}
+    prompts = make_prompts(requests, serial)
+    before = {name: cpu_s(process) for name, process in processes.items()}
+    started = time.perf_counter()
+    results = await way.run(prompts, tokens)
+    seconds = time.perf_counter() - started
+    return Round(
+        seconds=seconds,
+        cpu_s={name: cpu_s(process) - before[name] for name, process in processes.items()},
+        tokens=sum(len(result.token_ids) for result in results),
+        chunks=sum(result.chunks for result in results),
+        token_sum=int(np.sum([sum(result.token_ids) for result in results])),
+        logprob_sum=sum(sum(result.logprobs) for result in results),
+    )
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds that a process has used so far, by all of its threads."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def serve(name: str) -> None:
+    """Measure what stdin asks for, until it ends."""
+    async with WAYS[name]() as way:
+
+        async def measured(words: list[str]) -> object:
+            return asdict(await measure(way, *map(int, words)))
+
+        await answer(measured)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(sys.argv[1]))
