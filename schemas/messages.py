@@ -5,8 +5,8 @@ what it should be; nothing else leaves them, whatever bytes come in.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,8 +21,10 @@ from schemas.errors import InvalidRequest, RemoteProtocolError
 from schemas.presence import ClientPresence, WorkerPresence
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
+from schemas.wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
 
 __all__ = [
+    "WIRE_VERSION",
     "Frame",
     "KvHandover",
     "LinkMessage",
@@ -44,7 +46,6 @@ __all__ = [
     "request_id_of",
 ]
 
-WIRE_VERSION: Final = 1
 Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 OptionalIncarnation = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
@@ -211,8 +212,6 @@ class _OnlyId(msgspec.Struct):
 
 
 _only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that decoders raise on hostile bytes: bad UTF-8 is no `DecodeError`, and deep nesting hits Python's own limit."""
 
 
 def encode(message: GenerateRequest | RequestMessage | Frame | LinkMessage) -> bytes:
@@ -229,13 +228,13 @@ def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
     """The request id in an encoded `GenerateRequest` that may be wrong elsewhere; None when there is no valid one."""
     try:
         return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
-    except (*_MALFORMED, InvalidRequest):
+    except (*MALFORMED, InvalidRequest):
         return None
 
 
 def decode_request_message(data: bytes) -> RequestMessage:
     """Decode the envelope of a request; the request itself is left for `decode_request`."""
-    return _decode(_request_message_decoder, data, "request message")
+    return _decode(_request_message_decoder.decode, data, "request message", "map")
 
 
 def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
@@ -251,12 +250,12 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None
         problem = str(exc)
-    except _MALFORMED as exc:
+    except MALFORMED as exc:
         raise RemoteProtocolError(f"request: {exc}") from None
     # msgspec's errors know no ranges: build the request from plain values, and its own checks name them.
     try:
         fields = _untyped_decoder.decode(raw)
-    except _MALFORMED as exc:
+    except MALFORMED as exc:
         raise RemoteProtocolError(f"request: {exc}") from None
     if not isinstance(fields, dict):
         raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
@@ -311,17 +310,17 @@ def _build_request(fields: Mapping[str, object]) -> GenerateRequest:
 
 def decode_frame(data: bytes) -> Frame:
     """Decode a frame; nothing in it refers to `data` any more."""
-    return _decode(_frame_decoder, data, "frame")
+    return _decode(_frame_decoder.decode, data, "frame", "array")
 
 
 def decode_link_message(data: bytes) -> LinkMessage:
     """Decode a client's message to a worker."""
-    return _decode(_link_decoder, data, "link message")
+    return _decode(_link_decoder.decode, data, "link message", "array")
 
 
 def decode_presence(data: bytes) -> WorkerPresence:
     """Decode a worker's presence from JSON."""
-    return _decode(_presence_decoder, data, "presence")
+    return _decode(_presence_decoder.decode, data, "presence")
 
 
 def decode_command(data: bytes) -> AnyCommand:
@@ -336,8 +335,10 @@ def decode_command(data: bytes) -> AnyCommand:
     except msgspec.ValidationError as exc:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None
+        if (version := other_version(data, "json")) is not None:
+            raise InvalidRequest(field="v", problem=f"is {version}", allowed=str(WIRE_VERSION)) from None
         raise _wrong_command(str(exc)) from None
-    except _MALFORMED as exc:
+    except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
         # Each worker would make up its own, and nobody could tell whose the answers are.
@@ -367,34 +368,30 @@ def command_id_of(data: bytes) -> str | None:
     """The id in a command that may be wrong elsewhere; None when there is no valid one."""
     try:
         return check_request_id("id", _only_command_id_decoder.decode(data).id)
-    except (*_MALFORMED, InvalidRequest):
+    except (*MALFORMED, InvalidRequest):
         return None
 
 
 def decode_ack(data: bytes) -> Ack:
     """Decode a worker's word on a command from JSON."""
-    return _decode(_ack_decoder, data, "ack")
+    return _decode(_ack_decoder.decode, data, "ack")
 
 
 def decode_desired(data: bytes) -> DesiredState:
     """Decode a model's desired state from JSON."""
-    return _decode(_desired_decoder, data, "desired state")
+    return _decode(_desired_decoder.decode, data, "desired state")
 
 
 def decode_client_presence(data: bytes) -> ClientPresence:
     """Decode a client's presence from JSON."""
-    return _decode(_client_presence_decoder, data, "client presence")
+    return _decode(_client_presence_decoder.decode, data, "client presence")
 
 
-_T_co = TypeVar("_T_co", covariant=True)
+_T = TypeVar("_T")
 
 
-class _Decoder(Protocol[_T_co]):
-    def decode(self, data: bytes, /) -> _T_co: ...
-
-
-def _decode(decoder: _Decoder[_T_co], data: bytes, what: str) -> _T_co:
+def _decode(decode: Callable[[bytes], _T], data: bytes, what: str, form: Form = "json") -> _T:
     try:
-        return decoder.decode(data)
-    except _MALFORMED as exc:
-        raise RemoteProtocolError(f"{what}: {exc}") from None
+        return decode(data)
+    except MALFORMED as exc:
+        raise RemoteProtocolError(f"{what}: {why_malformed(exc, data, form)}") from None

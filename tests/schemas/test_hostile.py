@@ -117,11 +117,11 @@ def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
 def test_another_wire_version_is_refused() -> None:
     """A message of another wire version is refused, never half understood."""
     message = RequestMessage(client="c", incarnation="i", request=msgspec.Raw(request_with()))
-    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
+    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
         decode_frame(pack([2, "i", 0, [], []]))
-    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\[0\]`"):
+    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
         decode_link_message(pack([2, []]))
-    with pytest.raises(RemoteProtocolError, match=r"2 - at `\$\.v`"):
+    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
         decode_request_message(pack(msgspec.msgpack.decode(encode(message)) | {"v": 2}))
 
 
