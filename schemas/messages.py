@@ -106,6 +106,8 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     from there. None without that, and in later attempts, which it does not drop."""
     kv: KvHandover | None = None
     """Of a prefill or a decode leg; None: the request is whole."""
+    stream: bool = True
+    """False: nobody reads the chunks one by one, so that the worker may gather tokens for a moment."""
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
 

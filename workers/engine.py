@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 
-__all__ = ["Engine", "RequestStep"]
+__all__ = ["Engine", "RequestStep", "TokenBatch"]
 
 
 class Engine(Protocol):
@@ -55,8 +55,8 @@ class Engine(Protocol):
         Never called for one whose KV may be on its way: one with `kv.params` that has made no step yet.
         """
 
-    def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
-        """Yield what each engine step produced; called once.
+    def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
+        """Yield what each engine step produced; called once. A request is in one element of a step at most.
 
         Raises:
             EngineDead: the engine died; every open request is lost.

@@ -9,7 +9,7 @@ from schemas.errors import EngineDead
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
-from workers.engine import Engine, RequestStep
+from workers.engine import Engine, RequestStep, TokenBatch
 
 __all__ = ["EngineRunner"]
 
@@ -83,7 +83,7 @@ class EngineRunner:
         await self._engine.start()
         self._capabilities = self._engine.capabilities
 
-    async def run(self, on_steps: Callable[[Sequence[RequestStep]], None]) -> NoReturn:
+    async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:
         """Hand over what each step of the engine produced, until it dies.
 
         Raises:
@@ -92,6 +92,9 @@ class EngineRunner:
         async for steps in self._engine.steps():
             self._quiet_s = 0.0
             for step in steps:
+                if isinstance(step, TokenBatch):
+                    # Its requests neither begin nor end.
+                    continue
                 if step.finish_reason is not None:
                     self._inside.discard(step.key)
                 if step.key in self._fetching:

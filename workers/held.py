@@ -40,6 +40,8 @@ class Held:
     """When this worker ends the request; None where its client does."""
     lora: str | None = None
     """The adapter that it uses."""
+    gathers: bool = False
+    """Its client takes the result whole: tokens may be gathered for a moment."""
     awaits_kv: bool = False
     """A prefill or decode leg that has no token yet."""
     last_at: float = 0.0

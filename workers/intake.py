@@ -11,7 +11,14 @@ from bus.queue.puller import GIVE_BACK_S, QueuedRequest
 from bus.subjects import Subjects
 from schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from schemas.limits import MAX_DELIVERIES
-from schemas.messages import KvHandover, RequestKey, decode_request, decode_request_message, request_id_of
+from schemas.messages import (
+    KvHandover,
+    RequestKey,
+    RequestMessage,
+    decode_request,
+    decode_request_message,
+    request_id_of,
+)
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
 from workers.admission import (
@@ -201,7 +208,8 @@ class Intake:
             self._return([arrival.message])
             return
         try:
-            origin, given, kv = self._read(arrival)
+            origin, given, envelope = self._read(arrival)
+            kv = envelope.kv
         except RemoteProtocolError as exc:
             self.stats.bad += 1
             logger.warning("request.bad client=%s error=%s", arrival.client, exc)
@@ -232,12 +240,12 @@ class Intake:
         if kv is not None and not can_use(kv, request, capabilities, self._links.versions):
             self.stats.kv_unused += 1
             kv = None
-        name = self._links.offer(origin, request, capabilities, now, kv)
+        name = self._links.offer(origin, request, capabilities, now, kv=kv, gathers=not envelope.stream)
         self._carry_out(Instructions())
         await self._submit(name, request, kv)
 
-    def _read(self, arrival: Arrival) -> tuple[Origin, GenerateRequest | RequestError, KvHandover | None]:
-        """Who asks for what, and the KV that goes with it; an error in place of a request that is wrong.
+    def _read(self, arrival: Arrival) -> tuple[Origin, GenerateRequest | RequestError, RequestMessage]:
+        """Who asks for what, and what came with it; an error in place of a request that is wrong.
 
         Raises:
             RemoteProtocolError: there is nobody to be told what is wrong.
@@ -266,7 +274,7 @@ class Intake:
             raise RemoteProtocolError(f"without a usable request_id: {request}")
         key = RequestKey(request_id, attempt, envelope.child)
         origin = Origin(arrival.client, envelope.incarnation, key, arrival.message, envelope.reply_to)
-        return origin, request, envelope.kv
+        return origin, request, envelope
 
     def _checked(
         self, arrival: Arrival, request: GenerateRequest | RequestError, capabilities: Capabilities

@@ -1,8 +1,9 @@
 """What happened on the links of a worker, counted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from workers.held import Held
 
 __all__ = ["LinkStats"]
@@ -72,3 +73,13 @@ class LinkStats:
             self.first_tokens += 1
             self.first_tokens_s += now - held.last_at
         held.last_at, held.has_token = now, True
+
+    def count_batch(self, batch: TokenBatch, gathered: Sequence[Held], now: float) -> None:
+        """Count a batch that was taken for these requests, of which none has its first token there."""
+        if batch.routed_experts is not None:
+            self.routing_bytes += batch.routed_experts.nbytes
+        self.generated_tokens += len(gathered)
+        self.next_tokens += len(gathered)
+        self.next_tokens_s += len(gathered) * now - sum([held.last_at for held in gathered])
+        for held in gathered:
+            held.last_at = now

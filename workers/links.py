@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable
 from bus.protocol.chunking import ChunkWriter
 from bus.protocol.lease import ClientLeases, Ended
 from bus.protocol.states import HeldEvent, HeldState
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from bus.queue.puller import QueuedRequest
 from bus.subjects import Subjects
-from schemas.chunk import ChunkError, FinishReason
-from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, RequestError
+from schemas.chunk import ChunkError
+from schemas.errors import ErrorCode, RemoteProtocolError, RequestError
 from schemas.limits import DEFAULT_TIMEOUT_S
 from schemas.messages import KvHandover, LinkMessage, RequestKey
 from schemas.presence import Capabilities, ClientPresence, ClientState
@@ -27,6 +27,7 @@ from workers.config import LEASE_MARGIN_S, WorkerConfig
 from workers.endings import Endings
 from workers.held import Held, HeldRequests, Instructions, Origin
 from workers.link_stats import LinkStats
+from workers.outputs import Outputs
 from workers.routes import ClientLink, Outgoing, PlainRoute, Route, Routes
 from workers.versions import Versions
 
@@ -56,6 +57,7 @@ class Links:
         self.routes = Routes(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
         self.stats = LinkStats()
         self._endings = Endings(self._held, self.routes, self.versions, self.stats)
+        self._outputs = Outputs(self._held, self.routes, self.versions, self._endings, self.stats)
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -64,6 +66,11 @@ class Links:
     def __len__(self) -> int:
         """Open requests."""
         return len(self._held)
+
+    @property
+    def is_gathering(self) -> bool:
+        """There are tokens that no route has been given yet; `hand_over` gives them."""
+        return self._outputs.is_gathering
 
     @property
     def names(self) -> list[str]:
@@ -133,12 +140,15 @@ class Links:
         request: GenerateRequest,
         capabilities: Capabilities,
         now: float,
+        *,
         kv: KvHandover | None = None,
+        gathers: bool = False,
     ) -> str:
         """Take a request in hand and offer it to its client; returns its engine name. It must not be here already.
 
         Args:
             kv: which the engine is given with it.
+            gathers: its tokens may be gathered for a moment.
         """
         routing = None if request.return_routed_experts is False else capabilities.routed_experts
         writer = ChunkWriter(
@@ -156,6 +166,8 @@ class Links:
         self.stats.prompt_tokens += request.prompt_len
         held = self._take_in_hand(origin, writer, now, deadline, request.lora)
         held.awaits_kv, held.last_at = kv is not None, now
+        # An adapter may change while other weights stay: such tokens go on at once, with the version that holds.
+        held.gathers = gathers and request.lora is None
         return held.name
 
     def _take_in_hand(
@@ -185,33 +197,17 @@ class Links:
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, part_bytes=self.routes.part_bytes)
         self._endings.fail(self._take_in_hand(origin, writer, now), error)
 
-    def take(self, steps: Iterable[RequestStep], now: float) -> Instructions:
+    def take(self, steps: Iterable[RequestStep | TokenBatch], now: float) -> Instructions:
         """Take what the engine made; requests whose output makes no sense are failed and aborted."""
         todo = Instructions()
-        for step in steps:
-            held = self._held.open(step.key)
-            if held is None:
-                self.stats.late_steps += 1
-                continue
-            try:
-                lora_version = None if held.lora is None else self.versions.loras.get(held.lora)
-                if step.kv_params is not None and len(step.kv_params) > self.routes.part_bytes:
-                    self.stats.kv_too_large += 1
-                    step.kv_params = None
-                held.route.take(held.origin.key, step, self.versions.weight_version, lora_version)
-            except LocalProtocolError as exc:
-                logger.error("request.broken name=%s error=%s", step.key, exc)
-                self._endings.fail(held, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
-                todo.abort.append(step.key)
-                continue
-            self.stats.count(step, held, now)
-            self.routes.touch(held.route)
-            held.awaits_kv = held.awaits_kv and not len(step.token_ids)
-            if step.finish_reason is not None:
-                self.stats.ended += 1
-                was_stopped = step.finish_reason is FinishReason.ABORT
-                self._held.end(held, HeldEvent.STOPPED if was_stopped else HeldEvent.FINISHED)
+        self._outputs.take(steps, now, todo)
         self._endings.keep_within(2 * self._max_held_bytes, todo)
+        return todo
+
+    def hand_over(self) -> Instructions:
+        """Give the routes all that was gathered."""
+        todo = Instructions()
+        self._outputs.hand_over(todo)
         return todo
 
     def fail(self, name: str, error: RequestError) -> None:
@@ -357,6 +353,7 @@ class Links:
     def fence(self, incarnation: str, now: float, *, max_payload: int) -> Instructions:
         """Give up everything and go on as another incarnation; nothing is acked."""
         names = self._held.clear()
+        self._outputs.clear()
         self.stats.fenced += len(names)
         self.routes.restart(incarnation, max_payload=max_payload)
         self._leases.renew_all(now)

@@ -232,6 +232,7 @@ class Dispatch:
                 child=child.index,
                 target_version=child.live.target_version if child.is_first_attempt else None,
                 kv=kv,
+                stream=child.live.call.streams,
                 request=msgspec.Raw(child.payload()),
             )
         )

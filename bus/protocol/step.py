@@ -1,6 +1,6 @@
 """What an engine step added to its requests, before it becomes chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
 from schemas.errors import ErrorCode
 from schemas.rows import Rows
 
-__all__ = ["RequestStep", "TokenBatch"]
+__all__ = ["RequestStep", "TokenBatch", "split"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class TokenBatch:
             routed_experts_starts=None if self.routed_experts_starts is None else self.routed_experts_starts[indices],
         )
 
-    def split(self) -> "list[RequestStep]":
+    def split(self) -> list[RequestStep]:
         """The same as a `RequestStep` for each request; their arrays are views."""
         return [
             RequestStep(
@@ -89,3 +89,8 @@ class TokenBatch:
             )
             for i, key in enumerate(self.keys)
         ]
+
+
+def split(steps: Iterable[RequestStep | TokenBatch]) -> list[RequestStep]:
+    """The same steps, with each batch taken apart."""
+    return [one for step in steps for one in (step.split() if isinstance(step, TokenBatch) else [step])]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bus.client.generation import Generation
+from bus.protocol.step import split
 from schemas.chunk import FinishReason, TopLogprobs
 from schemas.request import GenerateRequest, expand_children
 from schemas.sampling import SamplingParams
@@ -83,7 +84,7 @@ async def undisturbed(requests: Sequence[GenerateRequest], config: SyntheticConf
     num_open = len(outputs)
     steps = engine.steps()
     while num_open:
-        for step in await anext(steps):
+        for step in split(await anext(steps)):
             outputs[step.key].steps.append(step)
             num_open -= step.finish_reason is not None
     await engine.close()

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from bus.protocol.step import RequestStep, split
 from schemas.chunk import FinishReason
 from schemas.errors import ErrorCode
 from schemas.messages import KvHandover
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
-from workers.engine import RequestStep
 from workers.engines.vllm.loaded import Loaded
 from workers.engines.vllm.outputs import OpenRequests, Output
 
@@ -31,7 +31,8 @@ def step_of(kv: KvHandover | None, start: int, **output: Any) -> tuple[RequestSt
     engine_id = requests.add("key", request, kv)
     rows = np.zeros((PROMPT_LEN - start, 2, 2), np.uint8)
     fields = {"token_ids": [7], "routed_experts": rows, "cached_tokens": 0, **output}
-    [step], broken = requests.read([Output(engine_id=engine_id, **fields)])
+    steps, broken = requests.read([Output(engine_id=engine_id, **fields)])
+    [step] = split(steps)
     return step, broken
 
 

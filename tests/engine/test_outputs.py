@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bus.protocol.step import RequestStep, split
 from schemas.chunk import FinishReason
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
-from workers.engine import RequestStep
 from workers.engines.vllm.outputs import LogprobTable, OpenRequests, Output
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
@@ -33,9 +33,14 @@ def rows(count: int) -> Any:
 
 def only(requests: OpenRequests, output: Output) -> RequestStep:
     """Return the one step that `output` becomes."""
-    steps, _ = requests.read([output])
-    assert len(steps) == 1
-    return steps[0]
+    [step] = split(requests.read([output])[0])
+    return step
+
+
+def apart(requests: OpenRequests, *outputs: Output) -> tuple[list[RequestStep], list[str]]:
+    """Return what `outputs` become, with batches taken apart, and who is to be stopped."""
+    steps, broken = requests.read(outputs)
+    return split(steps), broken
 
 
 def test_rows_are_counted_from_the_start() -> None:
@@ -53,7 +58,7 @@ def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
     """Too few or too many rows never leave: the request fails, and the engine is told to stop it."""
     requests, engine_id = opened(start=1)
 
-    steps, broken = requests.read([Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(count))])
+    steps, broken = apart(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(count)))
 
     assert broken == [engine_id]
     assert steps[0].finish_reason is FinishReason.ERROR
@@ -154,6 +159,6 @@ def test_error_of_the_engine_ends_one_request() -> None:
     """What the engine fails by itself needs no abort, and says why."""
     requests, engine_id = opened()
 
-    steps, broken = requests.read([Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd")])
+    steps, broken = apart(requests, Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd"))
 
     assert (steps[0].error, broken) == ("odd", [])

@@ -15,7 +15,7 @@ import pytest
 from renderers.client import parse_generate_response  # type: ignore[import-untyped]
 
 import bus
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, split
 from frontend.http.generate_body import SamplingBody
 from schemas.chunk import FinishReason
 from schemas.messages import KvHandover
@@ -337,9 +337,9 @@ class FailingEngine(SyntheticEngine):
         """Fail what has had its steps."""
         seen: dict[str, int] = {}
         async for steps in super().steps():
-            for step in steps:
+            for step in split(steps):
                 seen[step.key] = seen.get(step.key, 0) + 1
-            failed = [step.key for step in steps if seen[step.key] == self.after]
+            failed = [step.key for step in split(steps) if seen[step.key] == self.after]
             await self.abort(failed)
             yield [
                 RequestStep(
@@ -350,7 +350,7 @@ class FailingEngine(SyntheticEngine):
                 )
                 if step.key in failed
                 else step
-                for step in steps
+                for step in split(steps)
                 if seen[step.key] <= self.after
             ]
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.protocol.chunking import ChunkWriter
+from bus.protocol.step import split
 from bus.protocol.stream import Stream
 from schemas.chunk import Chunk, FinishReason
 from schemas.errors import ErrorCode
@@ -58,7 +59,7 @@ async def leg_chunks(
         part_bytes=part_bytes,
     )
     async for steps in engine.steps():
-        for step in steps:
+        for step in split(steps):
             assert step.error is None
             writer.take(step, 0)
             for chunk in drain(writer):
@@ -229,7 +230,7 @@ async def test_kv_of_another_prompt_is_no_kv() -> None:
     decode = SyntheticEngine(SyntheticConfig(role="decode"))
     for params in (b"\xc1", b"\x83\xaanum_tokens\x02\xa7context\x03\xa7weights\x04"):
         await decode.add("k", greedy(40, 5), KvHandover(params=params, connector="synthetic", weight_version=0))
-        [step] = await anext(aiter(decode.steps()))
+        [step] = split(await anext(aiter(decode.steps())))
         assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, ErrorCode.KV_TRANSFER_FAILED)
 
 
@@ -243,7 +244,7 @@ async def test_stale_rows_would_show() -> None:
         stream.add(chunk)
     decode = SyntheticEngine(config(WIDE, "decode"))
     await decode.add("k", request, stream.handover)
-    [step] = await anext(aiter(decode.steps()))
+    [step] = split(await anext(aiter(decode.steps())))
     rows = whole.arrays()["routed_experts"]
 
     assert step.routed_experts is not None

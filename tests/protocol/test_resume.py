@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.protocol.chunking import ChunkWriter
+from bus.protocol.step import split
 from bus.protocol.stream import Stream
 from schemas.chunk import Chunk, FinishReason
 from schemas.messages import RequestKey
@@ -35,7 +36,7 @@ async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int
     )
     count = 0
     async for steps in engine.steps():
-        for step in steps:
+        for step in split(steps):
             writer.take(step, attempt)
             count += 1
             if count % gather and step.finish_reason is None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
 from workers.config import WorkerConfig
@@ -33,7 +33,7 @@ class GatedEngine(SyntheticEngine):
         await self._pass("start")
         await super().start()
 
-    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
         """Wait, then go on as ever."""
         await self._pass("steps")
         async for steps in super().steps():

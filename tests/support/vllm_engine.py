@@ -5,16 +5,16 @@ import contextlib
 import multiprocessing
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from bus.protocol.step import RequestStep, split
 from schemas.request import GenerateRequest
 from schemas.rows import Rows
-from workers.engine import RequestStep
 from workers.engines.vllm import VllmEngine
 
 __all__ = ["Result", "RunningEngine", "running_engines"]
@@ -61,7 +61,7 @@ class RunningEngine:
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
-        self._steps: AsyncIterator[Sequence[RequestStep]] = engine.steps()
+        self._steps = engine.steps()
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
 
@@ -87,7 +87,7 @@ class RunningEngine:
 
     async def next(self) -> Sequence[RequestStep]:
         """What the next engine step produced."""
-        return await anext(self._steps)
+        return split(await anext(self._steps))
 
     async def finish(self, *keys: str) -> dict[str, Result]:
         """Read steps until each of `keys` has ended."""

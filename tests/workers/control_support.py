@@ -18,7 +18,7 @@ from workers.control.flow import Flow
 from workers.control.loras import Loras
 from workers.control.transfer import Transfer
 from workers.control.weights import Weights
-from workers.engine import RequestStep
+from workers.engine import RequestStep, TokenBatch
 from workers.engine_runner import EngineRunner
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.held import Instructions
@@ -95,7 +95,7 @@ class Rig:
     def _carry_out(self, todo: Instructions) -> None:
         self.runner.abort(todo.abort)
 
-    def on_steps(self, steps: Sequence[RequestStep]) -> None:
+    def on_steps(self, steps: Sequence[RequestStep | TokenBatch]) -> None:
         """As a worker does."""
         self.flow.take(steps)
         self._heard.set()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch, split
 from schemas.chunk import FinishReason
 from schemas.errors import ErrorCode, InvalidRequest
 from schemas.messages import KvHandover
@@ -146,11 +146,11 @@ async def test_kv_parameters_that_fit_no_frame_are_left_out(nats_url: str, fleet
     ):
         step = engine._step
 
-        def large() -> list[RequestStep]:
-            steps = step()
+        def large() -> list[RequestStep | TokenBatch]:
+            steps = split(step())
             for made in steps:
                 made.kv_params = b"x" * 200_000 if made.finish_reason is FinishReason.LENGTH else None
-            return steps
+            return [*steps]
 
         engine._step = large  # type: ignore[method-assign]
         assert await answer_to(client, long("r", max_tokens=1), "p", KvHandover()) is None

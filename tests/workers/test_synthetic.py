@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, split
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, InvalidRequest
 from schemas.request import GenerateRequest
@@ -43,7 +43,7 @@ class Reader:
         """Read until cancelled."""
         async for steps in self.engine.steps():
             async with self._changed:
-                for step in steps:
+                for step in split(steps):
                     self.steps.setdefault(step.key, []).append(step)
                 self._changed.notify_all()
 

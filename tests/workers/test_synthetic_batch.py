@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, split
 from schemas.chunk import FinishReason
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
@@ -52,7 +52,7 @@ async def run(joining: list[list[str]], aborted: dict[int, str] | None = None) -
     num_steps = 0
     async for steps in engine.steps():
         num_steps += 1
-        for step in steps:
+        for step in split(steps):
             made.setdefault(step.key, []).append(step)
             num_open -= step.finish_reason is not None
         if not num_open:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from bus.protocol.step import split
 from bus.queue.puller import QueuePuller
 from schemas.chunk import FinishReason
 from schemas.control import PauseMode
 from schemas.errors import ControlCode, ControlError, ErrorCode, RequestError
 from schemas.request import GenerateRequest
-from workers.engine import RequestStep
+from workers.engine import RequestStep, TokenBatch
 from workers.engine_runner import EngineRunner
 from workers.held import Instructions
 from workers.intake import Intake
@@ -27,6 +28,9 @@ __all__ = ["Flow"]
 logger = logging.getLogger(__name__)
 
 NO_TOKENS = np.empty(0, np.int32)
+GATHER_S = 0.1
+"""How long tokens are gathered whose clients take results whole: a few steps of a large model, and what a worker that
+dies costs at most on top."""
 
 
 class Flow:
@@ -56,6 +60,7 @@ class Flow:
         # The worker's own requests, of which there is one at a time.
         self._own: dict[str, list[RequestStep]] = {}
         self._num_own = 0
+        self._gather_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -116,6 +121,7 @@ class Flow:
             EngineDead: the engine is gone.
         """
         await self._runner.pause()
+        self.hand_over()
 
     async def thaw(self) -> None:
         """Let the engine make steps; nothing is taken because of that.
@@ -172,8 +178,26 @@ class Flow:
             raise ControlError(ControlCode.ENGINE_ERROR, f"{request.request_id} failed: {steps[-1].error}")
         return steps
 
-    def take(self, steps: Sequence[RequestStep]) -> None:
+    def take(self, steps: Sequence[RequestStep | TokenBatch]) -> None:
         """Take what the engine made."""
+        if self._own or self._kept is not None:
+            self._take_apart(split(steps))
+        else:
+            self._carry_out(self._links.take(steps, time.monotonic()))
+            if self._gather_timer is None and self._links.is_gathering:
+                self._gather_timer = asyncio.get_running_loop().call_later(GATHER_S, self._end_gathering)
+        self.look()
+
+    def _end_gathering(self) -> None:
+        self._gather_timer = None
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Let go of what was gathered."""
+        self._carry_out(self._links.hand_over())
+
+    def _take_apart(self, steps: list[RequestStep]) -> None:
+        """Take them where requests of the worker's own run as well, or where they are kept back."""
         if self._own:
             for step in steps:
                 if step.key in self._own:
@@ -183,7 +207,6 @@ class Flow:
             self._kept.extend(steps)
         else:
             self._carry_out(self._links.take(steps, time.monotonic()))
-        self.look()
 
     def look(self) -> None:
         """Something may have ended."""

@@ -284,6 +284,7 @@ class Reconciler:
         """See off what was sampled so far."""
         try:
             async with asyncio.timeout(CUT_S):
+                self._flow.hand_over()
                 await self._sending.wait_sent()
         except TimeoutError:
             logger.warning("command.frames_wait links=%r", self._links)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from schemas.chunk import FinishReason
 from workers.engines.synthetic.hashing import MULTIPLIER, mix
 from workers.engines.synthetic.kv import Kv
@@ -49,8 +49,11 @@ class Batch:
         self._weights_of = weights_of
         self._running: list[Running] = []
         self._table = np.empty(0, _COLUMNS)
-        # Rows whose tokens or logprobs need more than the columns say, and whether any row needs the other two.
+        self._keys: list[str] = []
+        # Rows whose tokens or logprobs need more than the columns say; those that want what all have in common and no
+        # more; and whether any row needs the other two.
         self._special: list[int] = []
+        self._is_alike: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._has_loras = self._has_routing = False
 
     def __len__(self) -> int:
@@ -76,11 +79,15 @@ class Batch:
 
     def _set(self, running: list[Running], table: npt.NDArray[np.void]) -> None:
         self._running, self._table = running, table
+        self._keys = [one.key for one in running]
         self._special = [i for i, one in enumerate(running) if one.is_special]
         self._has_loras = any(one.request.lora is not None for one in running)
         self._has_routing = self._config.num_experts > 0 and any(one.has_routing for one in running)
+        self._is_alike = np.array(
+            [not one.is_special and one.has_routing == self._has_routing for one in running], np.bool_
+        )
 
-    def step(self, joining: Sequence[Running]) -> list[RequestStep]:
+    def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
         """Take the last tokens through the model, and the prompts of `joining`; then sample a token of each."""
         self._take_last()
         num_old = len(self._running)
@@ -92,11 +99,18 @@ class Batch:
             return []
         tokens, experts = self._weights()
         choices = mix(self._table["context"] + self._table["sampler"] + tokens)
-        steps = self._steps(choices, self._sample(choices), experts)
-        for step, extra in zip(steps[num_old:], prefilled, strict=True):
+        made = self._made(choices, self._sample(choices), experts)
+        is_plain = self._is_alike & ~self._may_be_over()
+        is_plain[num_old:] = False
+        batch = made if is_plain.all() else made.pick(is_plain.nonzero()[0].tolist())
+        apart = (~is_plain).nonzero()[0].tolist()
+        steps = made.pick(apart).split() if apart else []
+        for i, step in zip(apart, steps, strict=True):
+            self._add_wishes(step, self._running[i], int(choices[i]))
+        for step, extra in zip(steps[len(steps) - len(joining) :], prefilled, strict=True):
             extra.add_to(step)
-        self._end(steps)
-        return steps
+        self._end(apart, steps)
+        return [batch, *steps] if len(batch) else list(steps)
 
     def _take_last(self) -> None:
         table = self._table
@@ -142,46 +156,44 @@ class Batch:
         table["sampler"] += np.where(table["draw"], table["draw"] + sampled, np.uint64(0))
         return sampled
 
-    def _steps(self, choices: Column, sampled: Column, experts: Column) -> list[RequestStep]:
+    def _made(self, choices: Column, sampled: Column, experts: Column) -> TokenBatch:
+        """What all have in common, whether or not they want it."""
         table = self._table
-        rows = self._model.rows(table["context"], experts)[:, None] if self._has_routing else [None] * len(table)
-        steps = [
-            RequestStep(
-                key=running.key,
-                token_ids=token,
-                logprobs=logprob,
-                routed_experts=row if running.has_routing else None,
-                routed_experts_start=length - 1,
-            )
-            for running, token, logprob, row, length in zip(
-                self._running,
-                sampled.astype(np.int32)[:, None],
-                self._model.logprobs(choices)[:, None],
-                rows,
-                table["length"].tolist(),
-                strict=True,
-            )
-        ]
-        for i in self._special:
-            width = self._running[i].request.sampling.logprobs
-            if width is None:
-                steps[i].logprobs = None
-            steps[i].top_logprobs = self._model.top_logprobs(int(choices[i]), width)
-        return steps
+        return TokenBatch(
+            keys=self._keys,
+            token_ids=sampled.astype(np.int32),
+            logprobs=self._model.logprobs(choices),
+            routed_experts=self._model.rows(table["context"], experts) if self._has_routing else None,
+            routed_experts_starts=table["length"].astype(np.int64) - 1 if self._has_routing else None,
+        )
 
-    def _end(self, steps: Sequence[RequestStep]) -> None:
-        """Say of which requests these are the last steps, and forget them."""
+    def _may_be_over(self) -> npt.NDArray[np.bool_]:
         table = self._table
-        is_over = (table["count"] >= table["limit"]) | (table["last"] == self._config.eos_token_id)
-        is_over[self._special] = True
-        for i in is_over.nonzero()[0].tolist():
-            running, step = self._running[i], steps[i]
+        is_full: npt.NDArray[np.bool_] = table["count"] >= table["limit"]
+        is_full |= table["last"] == self._config.eos_token_id
+        return is_full
+
+    def _add_wishes(self, step: RequestStep, running: Running, choice: int) -> None:
+        """Make it what this request wants."""
+        width = running.request.sampling.logprobs
+        if width is None:
+            step.logprobs = None
+        step.top_logprobs = self._model.top_logprobs(choice, width)
+        if not running.has_routing:
+            step.routed_experts, step.routed_experts_start = None, 0
+
+    def _end(self, rows: Sequence[int], steps: Sequence[RequestStep]) -> None:
+        """Say which of these steps are the last of their requests, and forget those."""
+        table = self._table
+        is_kept = [True] * len(self._running)
+        for i, step in zip(rows, steps, strict=True):
+            running = self._running[i]
             count, length = int(table["count"][i]), int(table["length"][i])
             step.finish_reason, step.stop_reason = self._model.finish(running, int(step.token_ids[0]), count, length)
             if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
                 weights = self._weights_of(running.request.lora)
                 kv = Kv(num_tokens=length, context=int(table["context"][i]), weights=weights.tokens)
                 step.kv_params = kv.encode()
-            is_over[i] = step.finish_reason is not None
-        if is_over.any():
-            self._keep((~is_over).tolist())
+            is_kept[i] = step.finish_reason is None
+        if not all(is_kept):
+            self._keep(is_kept)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, TokenBatch
 from schemas.chunk import FinishReason
 from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
 from schemas.limits import MAX_PRIORITY
@@ -169,7 +169,7 @@ class SyntheticEngine:
 
     # Steps
 
-    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
         """Yield one batch of output a step; waits while there is nothing to do."""
         while True:
             self._all_taken.set()
@@ -192,9 +192,9 @@ class SyntheticEngine:
     def _has_work(self) -> bool:
         return bool(self._aborted) or (not self._is_frozen and bool(self._waiting or self._running or self._failed))
 
-    def _step(self) -> list[RequestStep]:
+    def _step(self) -> list[RequestStep | TokenBatch]:
         aborted, self._aborted = self._aborted, []
-        output = [step for key in aborted for step in self._abort(key)]
+        output: list[RequestStep | TokenBatch] = [step for key in aborted for step in self._abort(key)]
         if self._is_frozen:
             return output
         output += self._failed

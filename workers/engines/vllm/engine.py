@@ -17,7 +17,7 @@ from schemas.messages import KvHandover
 from schemas.presence import Capabilities, Role
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
-from workers.engine import RequestStep
+from workers.engine import RequestStep, TokenBatch
 from workers.engines.vllm.adapters import Adapters
 from workers.engines.vllm.calls import Calls
 from workers.engines.vllm.capabilities import describe_engine, find_refusals
@@ -160,7 +160,7 @@ class VllmEngine:
         if self._feed is not None and not self._is_closed:
             await self._feed.abort(self._requests.engine_ids(keys))
 
-    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
         """Yield what each engine step produced; called once. Ends when the engine is closed.
 
         Raises:
@@ -292,7 +292,7 @@ class VllmEngine:
                 await self.add(f"warm-up-{number}", request)
             while len(self._requests):
                 for step in await self._next_steps():
-                    if step.finish_reason is FinishReason.ERROR:
+                    if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
                         raise _Unfit(f"a first request failed: {step.error}")
 
     async def _shut_down(self) -> None:
@@ -308,7 +308,7 @@ class VllmEngine:
                     # vLLM's own task: cancelled by its shutdown, and gone when this returns.
                     await asyncio.wait({reader})
 
-    async def _next_steps(self) -> list[RequestStep]:
+    async def _next_steps(self) -> list[RequestStep | TokenBatch]:
         feed = self._running_feed()
         try:
             outputs = await feed.next()

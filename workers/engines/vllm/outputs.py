@@ -1,6 +1,6 @@
 """From what the engine reports to `RequestStep`s: one place that counts tokens and rows and lets nothing odd pass."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from schemas.messages import KvHandover
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
 from schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
-from workers.engine import RequestStep
+from workers.engine import RequestStep, TokenBatch
 from workers.engines.vllm.kv.params import packed
 
 __all__ = ["LogprobTable", "OpenRequests", "Output"]
@@ -54,6 +54,16 @@ class Output:
     error: str = "the engine failed this request; its log says why"
     """Only with `finish_reason` ERROR."""
 
+    @property
+    def is_plain(self) -> bool:
+        """One token, and nothing began or ended with it."""
+        return (
+            len(self.token_ids) == 1
+            and self.finish_reason is None
+            and self.prompt_logprobs is None
+            and self.cached_tokens is None
+        )
+
 
 class _UnusableOutput(Exception):
     """The engine reported something that must not leave the worker; ends the request, harms no other."""
@@ -78,6 +88,16 @@ class _Open:
     num_tokens: int = 0
     num_rows: int = 0
     has_begun: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Beside a token it wants its logprob and row at most."""
+        return self.has_begun and not self.num_logprobs and self.kv is None
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Which requests may share a batch: whether they want logprobs, and routing."""
+        return self.num_logprobs is not None, self.returns_rows
 
 
 class OpenRequests:
@@ -134,29 +154,77 @@ class OpenRequests:
         """The engine's ids of those of `keys` that are open."""
         return [self._engine_ids[key] for key in keys if key in self._engine_ids]
 
-    def read(self, outputs: Iterable[Output]) -> tuple[list[RequestStep], list[str]]:
-        """Turn one step's outputs into `RequestStep`s; outputs of requests that are not open are passed over.
+    def read(self, outputs: Iterable[Output]) -> tuple[list[RequestStep | TokenBatch], list[str]]:
+        """Turn one step's outputs into what the worker takes; outputs of requests that are not open are passed over.
 
         Returns:
             The steps, and the engine's ids of requests that were ended here while the engine still works on them.
         """
-        steps: list[RequestStep] = []
+        steps: list[RequestStep | TokenBatch] = []
         broken: list[str] = []
+        plain: dict[tuple[bool, bool], list[tuple[_Open, Output]]] = {}
         for output in outputs:
             request = self._open.get(output.engine_id)
             if request is None:
                 continue
-            try:
-                step = self._step(request, output)
-            except _UnusableOutput as exc:
-                step = _failed(request, str(exc))
-                self.has_seen_nan |= isinstance(exc, _NotANumber)
-                if output.finish_reason is None:
-                    broken.append(output.engine_id)
-            if step.finish_reason is not None:
-                self.remove(output.engine_id)
-            steps.append(step)
+            if self._rows_with_tokens and request.is_plain and output.is_plain:
+                plain.setdefault(request.kind, []).append((request, output))
+            else:
+                steps.append(self._read_one(request, output, broken))
+        for (has_logprobs, has_rows), found in plain.items():
+            batch = self._batch(found, has_logprobs=has_logprobs, has_rows=has_rows)
+            steps += [self._read_one(*one, broken) for one in found] if batch is None else [batch]
         return steps, broken
+
+    def _read_one(self, request: _Open, output: Output, broken: list[str]) -> RequestStep:
+        try:
+            step = self._step(request, output)
+        except _UnusableOutput as exc:
+            step = _failed(request, str(exc))
+            self.has_seen_nan |= isinstance(exc, _NotANumber)
+            if output.finish_reason is None:
+                broken.append(output.engine_id)
+        if step.finish_reason is not None:
+            self.remove(output.engine_id)
+        return step
+
+    def _batch(self, found: Sequence[tuple[_Open, Output]], *, has_logprobs: bool, has_rows: bool) -> TokenBatch | None:
+        """Plain outputs of requests of one kind; None where something about one of them is odd."""
+        logprobs = rows = starts = None
+        if has_logprobs:
+            tables = [output.logprobs for _, output in found]
+            logprobs = np.array([np.nan if table is None else table.logprobs[0, 0] for table in tables], np.float32)
+            if np.isnan(logprobs).any():
+                return None
+        if has_rows:
+            rows = self._batched_rows([output.routed_experts for _, output in found])
+            if rows is None:
+                return None
+            starts = np.array([request.start + request.num_rows for request, _ in found], np.int64)
+        for request, _ in found:
+            request.num_tokens += 1
+            request.num_rows += has_rows
+        return TokenBatch(
+            keys=[request.key for request, _ in found],
+            token_ids=np.array([output.token_ids[0] for _, output in found], np.int32),
+            logprobs=logprobs,
+            routed_experts=rows,
+            routed_experts_starts=starts,
+        )
+
+    def _batched_rows(self, parts: Sequence[npt.NDArray[Any] | None]) -> Rows | None:
+        """One row of each; None where that is not what came. As many came before as belong to the tokens before."""
+        routing = self._routing
+        found = [part for part in parts if part is not None]
+        if routing is None or len(found) < len(parts):
+            return None
+        wanted = (1, routing.num_layers, routing.top_k)
+        if any(part.shape != wanted for part in found):
+            return None
+        try:
+            return rows_as_wire(np.concatenate(found), routing.dtype)
+        except ValueError:
+            return None
 
     def _step(self, request: _Open, output: Output) -> RequestStep:
         if output.finish_reason is FinishReason.ERROR:

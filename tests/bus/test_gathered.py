@@ -1,0 +1,93 @@
+"""Results that are taken whole come in fewer, larger chunks, and say the same."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bus
+from bus import GenerateRequest, Generation, SamplingParams
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import observing
+from workers.engines.synthetic import SyntheticConfig
+
+WISHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "other prompt": {"prompt_token_ids": [9, 8, 7]},
+    "no logprobs": {"logprobs": None},
+    "top logprobs": {"logprobs": 2},
+    "no routing": {"return_routed_experts": False},
+    "neither": {"logprobs": None, "return_routed_experts": False},
+    "rows from within": {"prompt_token_ids": [1, 2, 3, 4], "routed_experts_prompt_start": 3},
+    "seeded": {"temperature": 1.0, "seed": 3},
+    "short": {"max_tokens": 3},
+    "long": {"max_tokens": 400},
+}
+
+
+def request_of(wish: str) -> GenerateRequest:
+    """One request of each kind."""
+    fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], **WISHES[wish]}
+    sampling: dict[str, Any] = {"max_tokens": 150, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    sampling |= {name: fields.pop(name) for name in list(fields) if name in {*sampling, "seed"}}
+    return GenerateRequest(sampling=SamplingParams(**sampling), **fields)
+
+
+async def streamed(rb: bus.Client, wish: str) -> list[bus.Chunk]:
+    """The chunks of a request that is read as it comes."""
+    return [chunk async for chunk in rb.generate(request_of(wish))]
+
+
+def check_same(wish: str, whole: Generation, chunks: list[bus.Chunk]) -> None:
+    """The result says what the chunks say."""
+    np.testing.assert_array_equal(whole.token_ids, np.concatenate([chunk.token_ids for chunk in chunks]), wish)
+    logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    rows = [chunk.routed_experts.numpy() for chunk in chunks if chunk.routed_experts is not None]
+    assert (whole.logprobs is None) == (not logprobs)
+    assert (whole.routed_experts is None) == (not rows)
+    if whole.logprobs is not None:
+        np.testing.assert_array_equal(whole.logprobs, np.concatenate(logprobs), wish)
+    if whole.routed_experts is not None:
+        np.testing.assert_array_equal(whole.routed_experts, np.concatenate(rows), wish)
+
+
+@pytest.mark.slow
+async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str) -> None:
+    """Every kind of request at once, whole and streamed side by side, so that both share the engine's steps."""
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.002)),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks:
+            whole = {wish: tasks.create_task(rb.complete(request_of(wish))) for wish in WISHES}
+            streams = {wish: tasks.create_task(streamed(rb, wish)) for wish in WISHES}
+        for wish in WISHES:
+            check_same(wish, whole[wish].result(), streams[wish].result())
+        assert len(streams["long"].result()) > 100
+        before = rb.stats().frames
+        await rb.complete(request_of("long"))
+        assert rb.stats().frames - before < 100
+        await observer.check_at_rest()
+
+
+async def test_a_pause_lets_go_of_what_was_gathered(nats_url: str, fleet: str) -> None:
+    """Nothing that was sampled before a pause waits for its end: the engine stands still with all of it delivered."""
+    async with (
+        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as (worker, _),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(rb.complete(request_of("long")))
+            stream = rb.generate(request_of("plain"))
+            await anext(stream)
+            await stream.aclose()
+            await rb.fleet.pause(mode="keep")
+            made = worker.stats().links.generated_tokens
+            assert 0 < made < 400
+            assert not worker._links.is_gathering
+            await rb.fleet.resume()
+        assert len(running.result().token_ids) == 400

@@ -1,0 +1,139 @@
+"""Tokens that come one at a time for many requests leave as the runs that each request's own steps would be."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.gathering import MAX_RUN_BYTES, MAX_RUN_TOKENS, Gathering
+from bus.protocol.step import RequestStep, TokenBatch
+from schemas.errors import LocalProtocolError
+
+NAMES = [f"r{i}" for i in range(100)]
+ROW_SHAPE = (2, 3)
+
+
+def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *, logprobs: bool = True) -> TokenBatch:
+    """Tokens that say whose and of which step they are; rows from `starts` on, if given."""
+    numbers = np.array([1000 * NAMES.index(key) + step for key in keys], np.int32)
+    return TokenBatch(
+        keys=keys,
+        token_ids=numbers,
+        logprobs=-numbers.astype(np.float32) if logprobs else None,
+        routed_experts=None if starts is None else np.repeat(numbers % 251, 6).astype(np.uint8).reshape(-1, *ROW_SHAPE),
+        routed_experts_starts=None if starts is None else np.array([starts[key] for key in keys], np.int64),
+    )
+
+
+def check(run: RequestStep | None, key: str, steps: list[int], start: int | None) -> None:
+    """The run is that of the steps at which the request had a token."""
+    assert run is not None
+    numbers = np.array([1000 * NAMES.index(key) + step for step in steps])
+    np.testing.assert_array_equal(run.token_ids, numbers)
+    assert run.logprobs is not None
+    np.testing.assert_array_equal(run.logprobs, -numbers)
+    assert run.token_ids.dtype.name == "int32"
+    assert run.logprobs.dtype.name == "float32"
+    if start is None:
+        assert run.routed_experts is None
+    else:
+        assert run.routed_experts is not None
+        assert run.routed_experts.shape == (len(steps), *ROW_SHAPE)
+        np.testing.assert_array_equal(run.routed_experts[:, 0, 0], numbers % 251)
+        assert run.routed_experts_start == start
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 99), min_size=1), st.sets(st.integers(0, 99), max_size=3)), max_size=40),
+    st.booleans(),
+)
+def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
+    """Against lists: any requests share a step, and any are popped after it."""
+    gathering, expected = Gathering(), dict[str, list[int]]()
+    made = dict.fromkeys(NAMES, 10)
+    for step, (present, popped) in enumerate(script):
+        keys = [NAMES[i] for i in present]
+        full = gathering.add(batch_of(keys, step, made if has_rows else None), 7)
+        for key in keys:
+            expected.setdefault(key, []).append(step)
+            made[key] += 1
+        assert full == []
+        for key in [NAMES[i] for i in popped]:
+            run, steps = gathering.pop(key), expected.pop(key, [])
+            if steps:
+                check(run, key, steps, made[key] - len(steps) if has_rows else None)
+            else:
+                assert run is None
+    assert sorted(gathering.keys) == sorted(expected)
+    assert len(gathering) == len(expected)
+    for key, steps in expected.items():
+        check(gathering.pop(key), key, steps, made[key] - len(steps) if has_rows else None)
+
+
+def test_a_run_has_a_bound() -> None:
+    """It is said when a request has no room for another token, and the run is still a small chunk."""
+    gathering = Gathering()
+    full: list[str] = []
+    for step in range(MAX_RUN_TOKENS):
+        assert full == []
+        full = gathering.add(batch_of(["r1"], step), 0)
+    assert full == ["r1"]
+
+    wide = TokenBatch(
+        keys=["r2"],
+        token_ids=np.zeros(1, np.int32),
+        routed_experts=np.zeros((1, 61, 8), np.uint16),
+        routed_experts_starts=np.zeros(1, np.int64),
+    )
+    gathering.clear()
+    count = 1
+    while not gathering.add(wide, 0):
+        wide.routed_experts_starts = np.array([count])
+        count += 1
+    run = gathering.pop("r2")
+    assert run is not None
+    assert run.routed_experts is not None
+    assert len(run.token_ids) == count
+    assert run.routed_experts.nbytes + run.token_ids.nbytes <= MAX_RUN_BYTES
+
+
+def test_what_differs_does_not_share() -> None:
+    """Other weights, other routing, or logprobs on one side alone: what is here has to leave first."""
+    gathering = Gathering()
+    assert gathering.takes(batch_of(["r1"], 0), 3)
+    gathering.add(batch_of(["r1"], 0), 3)
+    assert gathering.takes(batch_of(["r2"], 0), 3)
+    assert not gathering.takes(batch_of(["r2"], 0), 4)
+    assert not gathering.takes(batch_of(["r2"], 0, logprobs=False), 3)
+    assert not gathering.takes(batch_of(["r2"], 0, {"r2": 0}), 3)
+    assert gathering.weight_version == 3
+    gathering.pop("r1")
+    gathering.add(batch_of(["r2"], 0, {"r2": 0}), 4)
+    assert gathering.weight_version == 4
+
+
+def test_rows_that_do_not_follow_are_refused() -> None:
+    """A row of another position, or arrays of other lengths: nothing of the batch is taken."""
+    gathering = Gathering()
+    gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
+    with pytest.raises(LocalProtocolError, match="do not follow"):
+        gathering.add(batch_of(["r1", "r2"], 1, {"r1": 7, "r2": 0}), 0)
+    short = batch_of(["r1", "r2"], 1, {"r1": 6, "r2": 0})
+    short.token_ids = short.token_ids[:1]
+    with pytest.raises(LocalProtocolError, match="other lengths"):
+        gathering.add(short, 0)
+
+    assert gathering.keys == ["r1"]
+    check(gathering.pop("r1"), "r1", [0], 5)
+
+
+def test_runs_are_copies() -> None:
+    """What comes later in the same place changes no run that has left."""
+    gathering = Gathering()
+    gathering.add(batch_of(["r1"], 0), 0)
+    run = gathering.pop("r1")
+    gathering.add(batch_of(["r2"], 1), 0)
+    check(run, "r1", [0], None)
+    gathering.drop("r2")
+    gathering.drop("r2")
+    assert not gathering
