@@ -8,13 +8,13 @@ from pathlib import Path
 
 import bus
 from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
-from frontend.cli.arguments import without_password
 from frontend.cli.console import progress
 from frontend.cli.exits import CommandFailed, ExitCode
 from frontend.cli.prompts import Defaults, InputSummary, Prompt, read_prompts
 from frontend.cli.results import ResultsFile, error_line, first_error, result_line
+from frontend.cli.serving import serving_workers
 from frontend.tokenization import Tokenizer, load_tokenizer
-from schemas.presence import WorkerPresence, WorkerState
+from schemas.presence import WorkerPresence
 
 __all__ = ["Counts", "Job"]
 
@@ -59,13 +59,7 @@ class Job:
         """
         async with bus.connect(nats_url, fleet=fleet) as rb:
             workers = (await rb.fleet.state()).workers
-            if not any(worker.state is WorkerState.SERVING for worker in workers):
-                others = ", ".join(f"{worker.worker} is {worker.state}" for worker in workers) or "none is there"
-                raise CommandFailed(
-                    f"no worker serves in fleet {fleet!r} at {without_password(nats_url)} ({others}); "
-                    "start one with `rollbus up` or `rollbus worker`",
-                    ExitCode.NO_WORKERS,
-                )
+            serving_workers(workers, nats_url=nats_url, fleet=fleet)
             folder = await asyncio.to_thread(self._find_tokenizer, workers)
             if folder is not None:
                 self._tokenizer = await asyncio.to_thread(load_tokenizer, folder)

@@ -13,8 +13,20 @@ from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "auth", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora", "make-queue"),
-    *("pause", "reset", "resume", "sleep", "status", "unload-lora", "up", "update-weights", "wake", "worker"),
+    *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
+    *(
+        "make-queue",
+        "pause",
+        "reset",
+        "resume",
+        "sleep",
+        "status",
+        "unload-lora",
+        "up",
+        "update-weights",
+        "wake",
+        "worker",
+    ),
 )
 NEEDED = {
     "abort": ["id"],

@@ -1,0 +1,374 @@
+"""`rollbus bench`; the engine is the synthetic one, as it is not what is tested. No test looks at how fast it is."""
+
+import asyncio
+import json
+import signal
+import socket
+import uuid
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import bus
+from bus import GenerateRequest, NoWorkers
+from frontend.cli import app, main
+from frontend.cli.bench import Outcome, Wanted
+from frontend.cli.bench.bench import Target, target_of
+from frontend.cli.bench.load import Load
+from frontend.cli.bench.report import Report
+from frontend.cli.bench.rounds import Round, measure
+from frontend.cli.exits import CommandFailed, ExitCode, cause_of
+from frontend.cli.figures import Spread, percentile
+from schemas.errors import InvalidRequest
+from schemas.presence import WorkerPresence, WorkerState
+from tests.cli.support import ENV, command, run_rollbus
+from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.invariants import observing, until
+from tests.support.presences import capabilities, presence
+from workers.engines.synthetic import SyntheticConfig
+
+SMALL = Load(input_tokens=7, output_tokens=5)
+ROW_BYTES = 16
+"""Of the synthetic model: 4 layers, top 4, a byte each."""
+ENGINE = SyntheticConfig().capabilities
+NOBODY = "no_workers: no live worker serves synthetic"
+OPTIONS = ("--input-tokens", "7", "--output-tokens", "5", "--requests", "6", "--rounds", "2", "--json")
+
+
+def requests(load: Load = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000) -> list[GenerateRequest]:
+    """What a round of `count` requests sends."""
+    return list(load.requests("synthetic", vocab_size, count, np.random.default_rng(seed)))
+
+
+def prompts(of: Iterable[GenerateRequest]) -> list[tuple[int, ...]]:
+    """Their prompts, to be compared."""
+    return [tuple(np.asarray(request.prompt_token_ids).tolist()) for request in of]
+
+
+def once_more(request: GenerateRequest) -> GenerateRequest:
+    """The same with an id of its own."""
+    return replace(request, request_id=uuid.uuid4().hex)
+
+
+def report(*outcomes: Outcome, streams: bool = False, is_synthetic: bool = False) -> Report:
+    """A report of a fleet of one worker."""
+    wanted = Wanted(load=SMALL, concurrencies=[1], rounds=2, streams=streams)
+    target = Target("m", [])
+    return Report(
+        command="rollbus bench", fleet="f", target=target, wanted=wanted, outcomes=outcomes, is_synthetic=is_synthetic
+    )
+
+
+def test_a_figure_is_a_median_with_its_range() -> None:
+    """Of any number of rounds, with the digits that the median is worth; the same value three times is said once."""
+    assert Spread.of([3.0, 100.0, 2.0]) == Spread(3.0, 2.0, 100.0)
+    assert Spread.of([1234.5, 1000.0, 2000.4]).text() == "1,234 (1,000 to 2,000)"
+    assert Spread.of([0.01234, 0.5]).text() == "0.256 (0.012 to 0.500)"
+    assert Spread.of([12.5, 12.5]).text() == "12.5"
+
+
+def test_percentiles_are_those_of_all_values() -> None:
+    """Half of the values are at most p50; without values there is none."""
+    values = array("f", range(101))
+
+    assert (percentile(values, 50), percentile(values, 99)) == (50.0, 99.0)
+    assert percentile(array("f"), 50) is None
+
+
+def test_every_prompt_is_new() -> None:
+    """Prompts differ in a round and from seed to seed; a seed repeats them, with another cache salt in each run."""
+    first, again, other = requests(), requests(Load(input_tokens=7, output_tokens=5)), requests(seed=1)
+
+    assert len(set(prompts(first))) == 6
+    assert prompts(first) == prompts(again)
+    assert not set(prompts(first)) & set(prompts(other))
+    assert first[0].cache_salt == first[5].cache_salt != again[0].cache_salt
+    assert {token for prompt in prompts(requests(vocab_size=3, count=50)) for token in prompt} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (Load(input_tokens=65_530, output_tokens=7), "65537 together; allowed: 65536, the max_model_len"),
+        (Load(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
+        (Load(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
+    ],
+)
+def test_what_no_engine_can_do_is_a_usage_error(load: Load, words: str) -> None:
+    """Before anything is sent; of several workers the weakest counts."""
+    without_experts = SyntheticConfig(num_experts=0, max_model_len=70_000).capabilities
+    strong = SyntheticConfig(max_model_len=70_000).capabilities
+
+    with pytest.raises(CommandFailed, match=words) as caught:
+        load.check([strong, ENGINE, without_experts])
+    assert caught.value.exit_code == ExitCode.USAGE
+    Load(input_tokens=65_530, output_tokens=6, logprobs=20).check([strong, ENGINE, without_experts])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--requests", "5", "--concurrency", "2", "6"], "--requests 5; allowed: 6 or more"),
+        (["--concurrency", "65537"], "--concurrency 65537; allowed: 65536"),
+        (["--concurrency", "4096", "--output-tokens", "4096"], "allowed: 50000000, with fewer"),
+        (["--synthetic", "--model", "m"], "--synthetic has a model of its own"),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_refused(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that names the options, and nothing is started."""
+    assert main(["bench", *argv, "--nats", "nats://127.0.0.1:9"]) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [["--logprobs", "all"], ["--concurrency", "0"], ["--concurrency"], ["--rounds", "0"]])
+def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By the parser, which names the option."""
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *argv])
+    assert caught.value.code == ExitCode.USAGE
+    assert argv[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool) -> None:
+    """Tokens and routing of each request by the row rule, in both ways; times only where chunks are taken."""
+    ended: list[int] = []
+    async with synthetic_worker(nats_url, fleet, weight_version=3), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
+        without = Load(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
+        bare = await measure(rb, requests(without), 4, streams=streams)
+
+    assert (taken.requests, taken.tokens, len(ended)) == (6, 30, 6)
+    assert taken.routing_bytes == 6 * (7 + 5 - 1) * ROW_BYTES
+    assert (bare.tokens, bare.routing_bytes) == (30, 0)
+    assert (taken.weight_versions, taken.failures, taken.retries, taken.gaps) == ({3}, {}, 0, 0)
+    assert min(taken.seconds, taken.cpu_s) > 0
+    times = [len(times) for times in (taken.first_token_s, taken.chunk_s, taken.request_s)]
+    assert times == ([6, pytest.approx(12, abs=12), 6] if streams else [0, 0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str, streams: bool) -> None:
+    """A request that is refused, and one that a stop token ends early, are failures by name; the others count."""
+    refused = GenerateRequest(prompt_token_ids=[10**6])
+    early = GenerateRequest(
+        prompt_token_ids=[1], sampling=bus.SamplingParams(stop_token_ids=range(1024), allowed_token_ids=[5])
+    )
+    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        taken = await measure(rb, [*requests(), refused, early, once_more(early)], 9, streams=streams)
+
+    assert (taken.requests, taken.tokens) == (6, 30)
+    assert taken.failures == {"invalid_request": 1, "stop": 2}
+    assert taken.first_failure != ""
+
+
+@pytest.mark.slow
+async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
+    """It does not count as failed, one after the other, what nobody was there to take."""
+    ended: list[object] = []
+
+    async def end(streams: bool) -> None:
+        try:
+            await measure(rb, requests(), 1, streams=streams)
+        except* NoWorkers as group:
+            ended.append(cause_of(group))
+
+    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+        for streams in (False, True):
+            tasks.create_task(end(streams))
+
+    assert list(map(str, ended)) == [NOBODY, NOBODY]
+
+
+def test_a_report_has_a_column_for_each_concurrency() -> None:
+    """Medians and ranges of the rounds, the sums of what went wrong, and every version that sampled a token."""
+    one, two = Outcome(1, 32), Outcome(64, 256)
+    for tokens in (100, 300, 200):
+        one.add(Round(seconds=2.0, cpu_s=0.5, requests=1, tokens=tokens, routing_bytes=2_000_000, weight_versions={7}))
+    both = {7, 8}
+    streamed = Round(seconds=1.0, cpu_s=0.1, requests=2, tokens=100, retries=3, gaps=4, weight_versions=both)
+    streamed.first_token_s.append(0.25)
+    streamed.request_s.append(0.5)
+    two.add(streamed)
+
+    rows = {label: cells for label, *cells in report(one, two).rows()}
+
+    assert rows["tokens/s"] == ["100 (50 to 150)", "100"]
+    assert rows["requests/s"] == ["0.500", "2.00"]
+    assert rows["client CPU, ms per 1,000 tokens"] == ["2,500 (1,667 to 5,000)", "1,000"]
+    assert rows["routing, MB/s"] == ["1.00", "0.000"]
+    assert rows["time to first token, p99, ms"] == ["-", "250"]
+    assert "time between chunks, p50, ms" not in rows
+    assert rows["attempts above the first"] == ["0", "3"]
+    assert rows["gaps in frames"] == ["0", "4"]
+    assert rows["weight versions"] == ["7", "7, 8"]
+    first, second = json.loads(json.dumps(report(one, two).as_json()))["results"]
+    assert first["tokens_per_s"] == {"median": 100, "low": 50, "high": 150}
+    assert "first_token_p50_ms" not in first
+    assert (second["first_token_p50_ms"]["median"], second["retries"], second["weight_versions"]) == (250, 3, [7, 8])
+
+
+def test_a_failure_is_never_hidden() -> None:
+    """Also that of a request which was sent to warm up: by its code in table and JSON, and in the last line."""
+    outcome, other = Outcome(1, 32), Outcome(2, 32)
+    warm_up = Round()
+    warm_up.fail("timeout", "not finished within 3 s")
+    warm_up.fail("engine_error", "it is broken")
+    outcome.add_failures(warm_up)
+    counted = Round(seconds=1.0, requests=1, tokens=1)
+    counted.fail("engine_error", "it still is")
+    counted.fail("engine_error", "and again")
+    outcome.add(counted)
+    other.add(Round(seconds=1.0, requests=1, tokens=1))
+    told = report(outcome, other)
+
+    rows = {label: cells for label, *cells in told.rows()}
+    assert rows["requests that failed"] == ["engine_error 3, timeout 1", "0"]
+    assert told.failure() == "requests that failed: engine_error 3, timeout 1; the first: not finished within 3 s"
+    assert report(other).failure() is None
+
+
+@pytest.mark.slow
+async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
+    """Not even those of an earlier run with the same seed; the same requests once more would be."""
+    earlier, later = (requests(Load(input_tokens=40, output_tokens=5)) for _ in range(2))
+    config = SyntheticConfig(prefix_cache=True)
+    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
+        cached.append((await measure(rb, map(once_more, later), 6, streams=True)).cached_tokens)
+
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+
+
+@pytest.mark.slow
+async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
+    """As JSON: the fleet's own model and version, both concurrencies, every round whole; the warm-up is not in it."""
+    async with observing(nats_url, fleet), synthetic_worker(nats_url, fleet, weight_version=3) as (worker, _):
+        ended = await run_rollbus(nats_url, fleet, "bench", *OPTIONS, "--concurrency", "2", "3", "--stream")
+        counted = worker.stats().links.ended
+
+    assert (ended.code, ended.stderr) == (0, "")
+    told = json.loads(ended.stdout)
+    assert (told["model"], told["fleet"], told["transport_only"]) == ("synthetic", fleet, False)
+    assert counted == (2 + 3) + 2 * (6 + 6)
+    assert [one["concurrency"] for one in told["results"]] == [2, 3]
+    for one in told["results"]:
+        assert (one["requests"], one["failures"], one["weight_versions"]) == (6, {}, [3])
+        assert one["tokens_per_s"]["high"] == pytest.approx(5 * one["requests_per_s"]["high"])
+        assert one["first_token_p50_ms"]["low"] <= one["request_p99_ms"]["high"]
+
+
+@pytest.mark.slow
+async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fleet: str) -> None:
+    """What an operator aborts is in the table and in the last line; the rest is measured all the same."""
+    options = ("--concurrency", "2", "--output-tokens", "40", "--requests", "4", "--rounds", "1", "--json")
+    config = SyntheticConfig(step_s=0.01)
+    async with (
+        synthetic_worker(nats_url, fleet, config=config) as (worker, engine),
+        bus.connect(nats_url, fleet=fleet) as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        running = tasks.create_task(run_rollbus(nats_url, fleet, "bench", *options))
+
+        # Behind the two that warm up, and with many to follow.
+        async def is_measured() -> bool:
+            return worker.stats().links.ended >= 2 and not is_idle(engine)
+
+        await until(is_measured, True)
+        await rb.fleet.pause(mode="abort")
+        await rb.fleet.resume()
+        ended = await running
+
+    told: dict[str, Any] = json.loads(ended.stdout)["results"][0]
+    assert (ended.code, list(told["failures"])) == (ExitCode.FAILED, ["abort"])
+    assert ended.stderr.startswith("rollbus: requests that failed: abort ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+async def test_ctrl_c_aborts_what_is_open(nats_url: str, fleet: str) -> None:
+    """The engine has nothing more to do, and the command says that it was interrupted, with 130."""
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.01)) as (_, engine),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            *command("bench", "--output-tokens", "20000", "--concurrency", "3", "--fleet", fleet),
+            env={**ENV, "ROLLBUS_NATS": nats_url},
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+        async def runs_all() -> bool:
+            return "running=3" in repr(engine)
+
+        await until(runs_all, True)
+        process.send_signal(signal.SIGINT)
+        _, stderr = await process.communicate()
+        await observer.check_at_rest()
+
+    assert (process.returncode, stderr) == (130, b"rollbus: interrupted\n")
+
+
+PAUSED = presence(state=WorkerState.PAUSED, capabilities=capabilities())
+SERVES = presence(worker="v", capabilities=capabilities())
+PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "error", "words"),
+    [
+        ([], None, CommandFailed, r"in fleet 'f' at nats://h \(none is there\); start one"),
+        ([PAUSED, PREFILL], None, CommandFailed, r"\(w is paused, u is there for prefill alone\)"),
+        ([SERVES], "n", InvalidRequest, "model is 'n'; allowed: one of m"),
+        ([SERVES, replace(SERVES, model="n")], None, InvalidRequest, "model is missing; allowed: one of m, n"),
+        ([PAUSED, replace(SERVES, model="n")], "m", CommandFailed, r"\(w is paused\)"),
+        ([presence()], None, CommandFailed, "the workers of m do not say"),
+    ],
+)
+def test_without_a_worker_there_is_nothing_to_measure(
+    workers: list[WorkerPresence], model: str | None, error: type[Exception], words: str
+) -> None:
+    """It is said what those do that are there, or which models are served; what is paused would only wait."""
+    with pytest.raises(error, match=words):
+        target_of(workers, model, nats_url="nats://user:secret@h", fleet="f")
+
+
+def test_the_workers_that_serve_are_the_target() -> None:
+    """Those of the model that was named, or of the only one; a prefill worker alone serves nobody."""
+    other = replace(SERVES, model="n")
+
+    assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == Target("m", [SERVES])
+    assert target_of([SERVES, other], "n", nats_url="", fleet="f") == Target("n", [other])
+
+
+@pytest.mark.slow
+def test_where_no_fleet_is_the_transport_alone_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No fleet named, nobody listening at the default address: it brings its own, and says so above the figures."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(app, "DEFAULT_NATS", f"nats://127.0.0.1:{unused.getsockname()[1]}")
+        for variable in ("ROLLBUS_NATS", "ROLLBUS_CREDS"):
+            monkeypatch.delenv(variable, raising=False)
+
+        assert main(["bench", *OPTIONS[:-1], "--concurrency", "3"]) == ExitCode.OK
+
+    captured = capfd.readouterr()
+    assert captured.err.startswith("starting a NATS server and a worker that makes its tokens up")
+    assert captured.out.splitlines()[2].startswith("TRANSPORT ONLY: ")
+    assert "requests that failed" in captured.out
