@@ -15,8 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
 ROOT_ENTRIES = {
-    *PACKAGES, "bench", "docs", "examples", "tests", ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
-    "Makefile", "README.md", "compose.yaml", "pyproject.toml", "requirements-cpu.lock",
+    *PACKAGES, "bench", "docker", "docs", "examples", "tests", ".ci", ".dockerignore", ".env.example", ".gitignore",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml", "pyproject.toml",
+    "requirements-cpu.lock",
 }  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
