@@ -35,6 +35,6 @@ def digits(value: float) -> int:
     return next((shown for shown, limit in enumerate((100, 10, 1)) if abs(value) >= limit), 3)
 
 
-def percentile(values: "array[float]", percent: float) -> float | None:
-    """What `percent` of `values`, floats of 4 bytes, are at most; None without any."""
-    return float(np.percentile(np.frombuffer(values, np.float32), percent)) if values else None
+def percentile(values: "Sequence[float] | array[float]", percent: float) -> float:
+    """The smallest of `values`, of which there must be some, that so many percent of them do not exceed."""
+    return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))

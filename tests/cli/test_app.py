@@ -14,19 +14,8 @@ from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
     *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
-    *(
-        "make-queue",
-        "pause",
-        "reset",
-        "resume",
-        "sleep",
-        "status",
-        "unload-lora",
-        "up",
-        "update-weights",
-        "wake",
-        "worker",
-    ),
+    *("make-queue", "pause", "reset", "resume", "sleep", "status", "unload-lora", "up", "update-weights", "wake"),
+    "worker",
 )
 NEEDED = {
     "abort": ["id"],

@@ -71,12 +71,11 @@ def test_a_figure_is_a_median_with_its_range() -> None:
     assert Spread.of([12.5, 12.5]).text() == "12.5"
 
 
-def test_percentiles_are_those_of_all_values() -> None:
-    """Half of the values are at most p50; without values there is none."""
-    values = array("f", range(101))
+def test_a_percentile_is_one_of_the_values() -> None:
+    """The smallest that so many percent of them do not exceed, in whatever order they come."""
+    values = array("f", range(100, 0, -1))
 
-    assert (percentile(values, 50), percentile(values, 99)) == (50.0, 99.0)
-    assert percentile(array("f"), 50) is None
+    assert (percentile(values, 50), percentile(values, 99), percentile([3.0, 1.0, 2.0], 50)) == (50.0, 99.0, 2.0)
 
 
 def test_every_prompt_is_new() -> None:

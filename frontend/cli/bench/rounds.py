@@ -177,8 +177,8 @@ class Figure:
 
 def _percentile_ms(times: Callable[[Round], "array[float]"], percent: float) -> Callable[[Round], float | None]:
     def value(taken: Round) -> float | None:
-        seconds = percentile(times(taken), percent)
-        return None if seconds is None else 1000 * seconds
+        seconds = times(taken)
+        return 1000 * percentile(seconds, percent) if seconds else None
 
     return value
 
