@@ -6,39 +6,20 @@ of them. A figure is the median of the rounds, with their range.
 
 import argparse
 import json
-import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from frontend.cli.console import plain_table
+from frontend.cli.figures import Spread, digits, percentile
 
 __all__ = ["Report", "Spread", "add_arguments", "percentile"]
 
 ROUNDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """What the rounds of one measurement gave."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """The median of `values`, and their range."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def text(self, digits: int = 0) -> str:
-        """As a table has it: `median (low to high)`."""
-        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
 
 
 Value = Spread | float | int | str
@@ -78,23 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> N
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of `values`, of which there must be some, that so many percent of them do not exceed."""
-    return sorted(values)[max(math.ceil(percent / 100 * len(values)) - 1, 0)]
-
-
 def cell(value: Value) -> str:
     """A value as text, with as many digits as it is worth."""
     if isinstance(value, Spread):
-        return value.text(digits(value.median))
+        return value.text()
     if isinstance(value, float):
         return f"{value:,.{digits(value)}f}"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def digits(value: float) -> int:
-    """Behind the point: three figures at least."""
-    return next((shown for shown, limit in enumerate((100, 10, 1)) if abs(value) >= limit), 3)
 
 
 def as_json(value: Value) -> object:

@@ -207,7 +207,7 @@ def test_a_report_has_a_column_for_each_concurrency() -> None:
     assert rows["tokens/s"] == ["100 (50 to 150)", "100"]
     assert rows["requests/s"] == ["0.500", "2.00"]
     assert rows["client CPU, ms per 1,000 tokens"] == ["2,500 (1,667 to 5,000)", "1,000"]
-    assert rows["routing, MB/s"] == ["1.00", "0.000"]
+    assert rows["routing, MB/s"] == ["1.00", "-"]
     assert rows["time to first token, p99, ms"] == ["-", "250"]
     assert "time between chunks, p50, ms" not in rows
     assert rows["attempts above the first"] == ["0", "3"]

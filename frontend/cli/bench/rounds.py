@@ -201,7 +201,7 @@ FIGURES: Final = (
         "client CPU, ms per 1,000 tokens",
         lambda taken: 1e6 * taken.cpu_s / taken.tokens,
     ),
-    Figure("routing_mb_per_s", "routing, MB/s", lambda taken: taken.routing_bytes / taken.seconds / 1e6),
+    Figure("routing_mb_per_s", "routing, MB/s", lambda taken: taken.routing_bytes / taken.seconds / 1e6 or None),
 )
 """What is measured, in the order in which it is shown. Each needs a round of which a request ended as it should."""
 
