@@ -1,0 +1,223 @@
+"""What a request costs, in CPU and memory, as fleets grow and as queues do: it should depend on neither.
+
+    python -m bench.scale [--parts fleet models backlog] [--requests 1000] [--queued 100000] [--rounds 2]
+        [--json FILE] [--plot FILE.svg]
+
+Synthetic engines; server, workers and clients in processes of their own, so that each side's CPU seconds and memory
+can be told apart. CPU seconds are those of the processes: other work on the machine changes them little. Parts:
+
+- `fleet`: the same load, 8,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. What
+  a fleet costs by being there (`idle`, CPU ms a second) is measured first, and is not in the cost of a request.
+- `models`: what a token costs with the routing of real models, from 4 workers to one client.
+- `backlog`: one client has 100,000 requests queued in front of paused workers, then they are served; then as many pass
+  with 10,000 of them waiting at any time. In slices: `at` is how many were queued or done at the end of one.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bench.report import Report, Spread, add_arguments
+from bench.scale_fleet import Fleet, Used, started_fleet
+from bus.client.dispatch import ORPHAN_AGE_S
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]
+
+SIZES: Final = (1, 4, 16, 64)
+SHAPES: Final = tuple(
+    dict.fromkeys([*((n, 1) for n in SIZES), *((1, n) for n in SIZES), *((n, n) for n in SIZES)]),
+)
+"""Workers and clients: more of the one, of the other, of both."""
+NUM_TOKENS: Final = 16
+SLOTS: Final = 16
+STEP_S: Final = 0.002
+"""Of one worker alone. Of more of them a step takes as many times longer: together they make 8,000 tokens a second."""
+IDLE_S: Final = 2.0
+
+MODEL_WORKERS: Final = 4
+MODEL_SLOTS: Final = 64
+MODEL_TOKENS: Final = 256
+MODEL_STEP_S: Final = 0.05
+"""20 tokens a second of each request, as of large models: 5,000 of all together."""
+MODELS: Final = {
+    "no routing": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_experts=0),
+    "30B-A3B": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_layers=48, top_k=8, num_experts=128),
+    "1T-A32B": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_layers=61, top_k=8, num_experts=384),
+}
+"""By the shape of their routing: 0, 384 and 976 bytes a token."""
+
+BACKLOG_WORKERS: Final = 4
+BACKLOG_SLOTS: Final = 32
+NUM_SLICES: Final = 10
+PASSING: Final = 10
+"""Of those that pass, one in so many is in flight at any time."""
+POLL_S: Final = 0.1
+MEGABYTE: Final = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a fleet used while it completed requests."""
+
+    used: Used
+    num_requests: int
+    num_frames: int
+
+    @property
+    def frames(self) -> float:
+        """Received for a request, heartbeats included."""
+        return self.num_frames / self.num_requests
+
+
+async def idle(fleet: Fleet) -> Used:
+    """What a fleet uses that has nothing to do."""
+    before = fleet.used()
+    await asyncio.sleep(IDLE_S)
+    return fleet.used().since(before)
+
+
+async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: int) -> Work:
+    """What it uses while each client completes so many requests."""
+    counts, before = await fleet.counts(), fleet.used()
+    await fleet.begin(num_requests, num_tokens, max_in_flight)
+    await fleet.finish()
+    used, now = fleet.used().since(before), await fleet.counts()
+    return Work(used, now.done - counts.done, now.frames - counts.frames)
+
+
+def cost(used: Used, count: float, name: str = "{}_ms") -> dict[str, float]:
+    """CPU milliseconds of each side, for each of `count`."""
+    return {name.format(side): 1000 * one.cpu_s / count for side, one in used.sides.items()}
+
+
+def memory(used: Used) -> dict[str, float]:
+    """Megabytes of each side, in all of its processes."""
+    return {f"{side}_mb": one.rss_bytes / MEGABYTE for side, one in used.sides.items()}
+
+
+def spreads(rounds: list[dict[str, float]]) -> dict[str, Spread]:
+    """Each figure over all rounds."""
+    return {name: Spread.of([one[name] for one in rounds]) for name in rounds[0]}
+
+
+# The parts
+
+
+async def measure_fleets(report: Report, args: argparse.Namespace) -> None:
+    """The same load for fleets of several sizes."""
+    for num_workers, num_clients in SHAPES:
+        engine = SyntheticConfig(max_num_seqs=SLOTS, step_s=STEP_S * num_workers)
+        # Of each client; half as many again in flight as run, so that some wait.
+        load = max(args.requests // num_clients, 1), NUM_TOKENS, max(3 * num_workers * SLOTS // (2 * num_clients), 2)
+        async with started_fleet(num_workers, num_clients, engine) as fleet:
+            # Opens the links, which an idle fleet keeps up.
+            await work(fleet, *load)
+            rounds = [of_fleet(await idle(fleet), await work(fleet, *load)) for _ in range(args.rounds)]
+            used = fleet.used()
+        report.add(part="fleet", workers=num_workers, clients=num_clients, **spreads(rounds), **memory(used))
+
+
+def of_fleet(resting: Used, working: Work) -> dict[str, float]:
+    """The figures of one round: a request's are beyond what the fleet would have used meanwhile, doing nothing."""
+    idle_s = working.used.at_s / resting.at_s
+    at_work, at_rest = cost(working.used, working.num_requests), cost(resting, working.num_requests)
+    net = {name: at_work[name] - at_rest[name] * idle_s for name in at_work}
+    return {**net, "frames": working.frames, **cost(resting, resting.at_s, "{}_idle")}
+
+
+async def measure_models(report: Report, args: argparse.Namespace) -> None:
+    """What 1,000 tokens cost with each model's routing, that of their short prompts included."""
+    slots = MODEL_WORKERS * MODEL_SLOTS
+    for model, engine in MODELS.items():
+        async with started_fleet(MODEL_WORKERS, 1, engine) as fleet:
+            await work(fleet, slots, NUM_TOKENS, slots)
+            done = [await work(fleet, slots, MODEL_TOKENS, slots) for _ in range(args.rounds)]
+            used = fleet.used()
+        rounds = [{**cost(one.used, one.num_requests * MODEL_TOKENS / 1000), "frames": one.frames} for one in done]
+        report.add(part=model, workers=MODEL_WORKERS, clients=1, **spreads(rounds), **memory(used))
+
+
+async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
+    """A queue that fills, waits and empties; then one through which as many pass."""
+    engine = SyntheticConfig(max_num_seqs=BACKLOG_SLOTS)
+    total = args.queued
+    async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as queue:
+        await work(fleet, BACKLOG_WORKERS * BACKLOG_SLOTS, NUM_TOKENS, BACKLOG_WORKERS * BACKLOG_SLOTS)
+        done = (await fleet.counts()).done
+
+        async def num_done() -> int:
+            return (await fleet.counts()).done - done
+
+        await fleet.pause()
+        slices = Slices(report, fleet, total)
+        await slices.follow("queueing", queue.num_waiting, lambda: fleet.begin(total, NUM_TOKENS, total))
+        # Clients ask the queue for what has waited so long.
+        await asyncio.sleep(ORPHAN_AGE_S)
+        resting = await idle(fleet)
+        report.add(part="waiting", at=total, **cost(resting, resting.at_s, "{}_idle"), **memory(resting))
+        await slices.follow("draining", num_done, fleet.resume)
+        await fleet.finish()
+        done += total
+        await slices.follow("passing", num_done, lambda: fleet.begin(total, NUM_TOKENS, total // PASSING))
+        await fleet.finish()
+
+
+class Slices:
+    """What each slice of many requests costs.
+
+    Args:
+        total: requests, in `NUM_SLICES` slices.
+    """
+
+    def __init__(self, report: Report, fleet: Fleet, total: int) -> None:
+        self._report, self._fleet, self._total = report, fleet, total
+
+    async def follow(
+        self, part: str, reached: Callable[[], Awaitable[int]], begin: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Report each slice of what `begin` sets going, as `reached` counts it, until all is done."""
+        before, last = self._fleet.used(), 0
+        await begin()
+        while last < self._total:
+            await asyncio.sleep(POLL_S)
+            at = await reached()
+            if at >= min(last + self._total // NUM_SLICES, self._total):
+                now = self._fleet.used()
+                self._report.add(part=part, at=at, **cost(now.since(before), at - last), **memory(now))
+                before, last = now, at
+
+
+PARTS = {"fleet": measure_fleets, "models": measure_models, "backlog": measure_backlog}
+"""By name."""
+
+
+async def measure(report: Report, args: argparse.Namespace) -> None:
+    """All parts that are asked for."""
+    for part in args.parts:
+        await PARTS[part](report, args)
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Cost of a request as fleets grow.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--requests", type=int, default=1000, help="of the part fleet (default: %(default)s)")
+    parser.add_argument("--queued", type=int, default=100_000, help="of the part backlog (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, help="draw the figures of fleet and backlog to this SVG file")
+    add_arguments(parser, rounds=2)
+    args = parser.parse_args()
+    report = Report("scale")
+    asyncio.run(measure(report, args))
+    report.finish(args.json)
+    if args.plot is not None:
+        from bench.scale_plot import plot
+
+        plot(report.rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The fleet that `bench.scale` measures: server, workers and clients in processes of their own, and what they use."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import psutil
+
+import bus
+from bench.scale_sides import FLEET, START_TIMEOUT_S, Counts
+from bench.ways import Way, running
+from bus.connection import Connection, close_connection, open_connection
+from bus.embedded import EmbeddedServer
+from bus.queue.streams import QueueLimits, ensure_queue, queue_depths
+from bus.subjects import Subjects
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["Fleet", "Queue", "Side", "Used", "started_fleet"]
+
+MODEL: Final = "synthetic"
+"""As `bench.many_workers` calls it."""
+PER_PROCESS: Final = 16
+"""Workers or clients in one process: 64 of either are in four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What all processes of one side use."""
+
+    cpu_s: float
+    rss_bytes: int
+    """Shared libraries count in each process."""
+
+    @classmethod
+    def of(cls, processes: Sequence[int]) -> "Side":
+        """So far."""
+        # Linux's name for the CPU clock of another process: of all its threads, to the nanosecond.
+        cpu_s = sum(time.clock_gettime((~process << 3) | 2) for process in processes)
+        return cls(cpu_s, sum(psutil.Process(process).memory_info().rss for process in processes))
+
+    def since(self, earlier: "Side") -> "Side":
+        """The CPU seconds between `earlier` and this, with the memory of this."""
+        return Side(self.cpu_s - earlier.cpu_s, self.rss_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What each side has used by one moment, or, as a difference, between two."""
+
+    at_s: float
+    worker: Side
+    client: Side
+    server: Side
+
+    def since(self, earlier: "Used") -> "Used":
+        """What was used between `earlier` and this."""
+        return Used(
+            self.at_s - earlier.at_s,
+            self.worker.since(earlier.worker),
+            self.client.since(earlier.client),
+            self.server.since(earlier.server),
+        )
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """By name."""
+        return {"worker": self.worker, "client": self.client, "server": self.server}
+
+
+class Queue:
+    """How full the model's queue is.
+
+    Args:
+        nats: connected.
+    """
+
+    def __init__(self, nats: Connection) -> None:
+        self._nats = nats
+
+    async def num_waiting(self) -> int:
+        """Requests that no worker has been handed."""
+        return sum(depth.waiting for depth in await queue_depths(self._nats, Subjects(FLEET), (MODEL,)))
+
+
+class Fleet:
+    """A running fleet.
+
+    Args:
+        server: to which all are connected.
+        worker_ids: of the workers' processes.
+        clients: their processes.
+        client_ids: likewise.
+    """
+
+    def __init__(
+        self, server: EmbeddedServer, worker_ids: Sequence[int], clients: Sequence[Way], client_ids: Sequence[int]
+    ) -> None:
+        self._server = server
+        self._worker_ids = worker_ids
+        self._clients, self._client_ids = clients, client_ids
+
+    def used(self) -> Used:
+        """What each side has used so far."""
+        sides = Side.of(self._worker_ids), Side.of(self._client_ids), Side.of([self._server.pid])
+        return Used(time.monotonic(), *sides)
+
+    async def counts(self) -> Counts:
+        """What the clients have done so far.
+
+        Raises:
+            RuntimeError: a request has failed, or a process has ended.
+        """
+        counts = await _ask(self._clients, "count")
+        if any(one.failed for one in counts):
+            raise RuntimeError("requests have failed; the clients say why")
+        return Counts(done=sum(one.done for one in counts), frames=sum(one.frames for one in counts))
+
+    async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
+        """Have each client begin with so many requests."""
+        await _ask(self._clients, "run", num_requests, num_tokens, max_in_flight)
+
+    async def finish(self) -> None:
+        """Wait until all requests have ended."""
+        await _ask(self._clients, "wait")
+
+    async def pause(self) -> None:
+        """Let requests wait in the queue."""
+        async with bus.connect(self._server.url, fleet=FLEET) as rb:
+            await rb.fleet.pause()
+
+    async def resume(self) -> None:
+        """Go on with what waits."""
+        async with bus.connect(self._server.url, fleet=FLEET) as rb:
+            await rb.fleet.resume()
+
+    @asynccontextmanager
+    async def wide_queue(self, max_msgs: int) -> AsyncIterator[Queue]:
+        """Let the queue hold so many requests. It stays so until a worker finds it missing."""
+        nats = await open_connection(self._server.url, name="bench")
+        try:
+            await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
+            yield Queue(nats)
+        finally:
+            await close_connection(nats)
+
+
+@asynccontextmanager
+async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticConfig) -> AsyncIterator[Fleet]:
+    """Start a fleet, and wait until all its workers serve; it ends with the block."""
+    async with EmbeddedServer() as server, AsyncExitStack() as stack:
+        url = server.url
+
+        async def start(side: str, count: int, *args: object) -> list[Way]:
+            ways = []
+            for first in range(0, count, PER_PROCESS):
+                prefix, size = f"{side[0]}{first}-", min(PER_PROCESS, count - first)
+                way = running(prefix, "bench.scale_sides", side, url, prefix, size, *args)
+                ways.append(await stack.enter_async_context(way))
+            return ways
+
+        workers = await start("workers", num_workers, msgspec.json.encode(engine).decode())
+        async with bus.connect(url, fleet=FLEET) as rb:
+            await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
+        clients = await start("clients", num_clients)
+        yield Fleet(server, await _ids(workers), clients, await _ids(clients))
+
+
+async def _ids(ways: Sequence[Way]) -> list[int]:
+    return [one.process for one in await _ask(ways, "count")]
+
+
+async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
+    """Ask one after another."""
+    return [Counts(**await way.ask(*question)) for way in ways]

@@ -1,0 +1,121 @@
+"""One side of the fleet that `bench.scale` measures: a process with many workers, or with many clients.
+
+    python -m bench.scale_sides workers URL PREFIX COUNT ENGINE_ARGS
+    python -m bench.scale_sides clients URL PREFIX COUNT
+
+It is a way of `bench.ways`: each answer is `Counts`. Clients understand `run REQUESTS TOKENS MAX_IN_FLIGHT`, which
+begins, for each of them, and `wait`, which answers when that has ended; anything else is answered at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import uvloop
+
+import bus
+from bench.many_workers import many_workers
+from bench.ways import answer
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
+
+FLEET = "bench"
+PROMPT_TOKENS = 64
+"""Few, as in later turns: prompts are not what is measured."""
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the clients of a process have done so far."""
+
+    process: int = 0
+    """Its id; 0: of several together."""
+    done: int = 0
+    """Requests that have ended."""
+    failed: int = 0
+    """Requests that have ended with an error, which stands on stderr."""
+    frames: int = 0
+    """Received, heartbeats included."""
+
+
+class Load:
+    """What the clients of one process do, and how far they are.
+
+    Args:
+        clients: connected.
+        tasks: in which they do it.
+    """
+
+    def __init__(self, clients: list[bus.Client], tasks: asyncio.TaskGroup) -> None:
+        self._clients = clients
+        self._tasks = tasks
+        self._running: list[asyncio.Task[None]] = []
+        self._done = self._failed = 0
+
+    async def answer(self, words: list[str]) -> object:
+        """Begin a load, wait for its end, or say at once how far it is."""
+        match words:
+            case ["run", requests, tokens, max_in_flight]:
+                self._running = [
+                    self._tasks.create_task(self._complete(rb, int(requests), int(tokens), int(max_in_flight)))
+                    for rb in self._clients
+                ]
+            case ["wait"]:
+                await asyncio.wait(self._running)
+        return asdict(Counts(os.getpid(), self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
+
+    async def _complete(self, rb: bus.Client, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
+        results = rb.complete_many(_requests(num_requests, num_tokens), max_in_flight=max_in_flight)
+        async for generation in results:
+            self._done += 1
+            if generation.error is not None:
+                self._failed += 1
+                sys.stderr.write(f"{generation.error}\n")
+
+
+def _requests(num_requests: int, num_tokens: int) -> Iterator[bus.GenerateRequest]:
+    sampling = bus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    for i in range(num_requests):
+        prompt = [(i + j) % 1000 + 10 for j in range(PROMPT_TOKENS)]
+        yield bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
+
+
+async def run_workers(url: str, prefix: str, count: int, config: SyntheticConfig) -> None:
+    """Be workers."""
+
+    async def say(_words: list[str]) -> object:
+        return asdict(Counts(os.getpid()))
+
+    async with many_workers(url, FLEET, prefix, count, config):
+        await answer(say)
+
+
+async def run_clients(url: str, prefix: str, count: int) -> None:
+    """Be clients, each with a connection and a thread of its own, as in as many programs."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(bus.connect(url, fleet=FLEET, client=f"{prefix}{i}")) for i in range(count)
+        ]
+        await clients[-1].fleet.wait_for_workers(1, timeout_s=START_TIMEOUT_S)
+        async with asyncio.TaskGroup() as tasks:
+            await answer(Load(clients, tasks).answer)
+
+
+def main() -> None:
+    """Be the side that the command line names."""
+    side, url, prefix, count, *engine_args = sys.argv[1:]
+    if side == "workers":
+        config = SyntheticConfig.from_args(json.loads(engine_args[0]))
+        uvloop.run(run_workers(url, prefix, int(count), config))
+    else:
+        uvloop.run(run_clients(url, prefix, int(count)))
+
+
+if __name__ == "__main__":
+    main()
