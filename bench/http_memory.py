@@ -1,6 +1,6 @@
 """By how much the HTTP service grows while it answers one request with many megabytes of routing.
 
-    python -m bench.http_memory [--megabytes 16]
+    python -m bench.http_memory [--megabytes 16] [--rounds 5] [--json FILE]
 
 The service is a process of its own, whose peak is Linux's `VmHWM`; the worker, on a synthetic engine, and the client,
 which reads the answer without keeping it, are in another. Prints the growth for an answer at once and for a streamed
@@ -10,17 +10,16 @@ one, and the answer's size. Routing is as wide as that of a model with 48 layers
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import numpy as np
 
 import bus
+from bench.memory import peak_bytes, reset_peak, resident_bytes
+from bench.report import Report, Spread, add_arguments
 from bus.embedded import EmbeddedServer
 from workers.config import WorkerConfig
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
@@ -81,53 +80,48 @@ async def ask(client: httpx.AsyncClient, num_rows: int, *, stream: bool) -> int:
 async def growth(client: httpx.AsyncClient, process: int, num_rows: int, *, stream: bool) -> tuple[int, int]:
     """By how many bytes the service grows at most, and the size of its answer."""
     reset_peak(process)
-    before = status_bytes(process, "VmRSS")
+    before = resident_bytes(process)
     size = await ask(client, num_rows, stream=stream)
-    return status_bytes(process, "VmHWM") - before, size
+    return peak_bytes(process) - before, size
 
 
-def reset_peak(process: int) -> None:
-    """From here on, the high-water mark is that of now."""
-    Path(f"/proc/{process}/clear_refs").write_text("5")
+async def measure(url: str, num_rows: int, *, stream: bool) -> tuple[float, float]:
+    """MiB by which a service that has just started grows at most, and of its answer."""
+    # One of its own each time: memory that was freed is not given back, and would hide what comes after.
+    async with running_service(url) as (process, address), httpx.AsyncClient(base_url=address, timeout=600) as client:
+        # What is set up once does not belong to the request.
+        await ask(client, WARM_UP_ROWS, stream=stream)
+        grown, size = await growth(client, process, num_rows, stream=stream)
+    return grown / MEGABYTE, size / MEGABYTE
 
 
-def status_bytes(process: int, field: str) -> int:
-    """What Linux says of a process's memory."""
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/{process}/status has no {field}")
-
-
-async def run(args: argparse.Namespace) -> None:
+async def run(megabytes: int, rounds: int, report: Report) -> None:
     """Start everything, measure, print."""
-    num_rows = args.megabytes * MEGABYTE // ROW_BYTES
+    num_rows = megabytes * MEGABYTE // ROW_BYTES
+    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     async with EmbeddedServer() as server, running_worker(server.url):
-        for stream in (False, True):
-            # One of its own for each: memory that was freed is not given back, and would hide what comes after.
-            async with (
-                running_service(server.url) as (process, url),
-                httpx.AsyncClient(base_url=url, timeout=600) as client,
-            ):
-                # What is set up once does not belong to the request.
-                await ask(client, WARM_UP_ROWS, stream=stream)
-                grown, size = await growth(client, process, num_rows, stream=stream)
-            sys.stdout.write(
-                f"{'stream' if stream else 'at once':<8} {args.megabytes} MB of routing: the service grew by "
-                f"{grown / MEGABYTE:.0f} MB, answer of {size / MEGABYTE:.0f} MB\n"
-            )
-            sys.stdout.flush()
+        for _ in range(rounds):
+            for stream, figures in found.items():
+                figures.append(await measure(server.url, num_rows, stream=stream))
+    for stream, figures in found.items():
+        grown, sizes = zip(*figures, strict=True)
+        report.add(
+            answer="streamed" if stream else "at once",
+            routing_mib=megabytes,
+            answer_mib=Spread.of(sizes),
+            grown_mib=Spread.of(grown),
+        )
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.http_memory", description="Memory of the HTTP service.")
-    parser.add_argument("--megabytes", type=int, default=16)
+    parser.add_argument("--megabytes", type=int, default=16, help="of 2**20 bytes")
+    add_arguments(parser)
     args = parser.parse_args()
-    sys.stdout.write(f"{' '.join(['python -m bench.http_memory', *sys.argv[1:]])}\n")
-    sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    asyncio.run(run(args))
+    report = Report("http_memory")
+    asyncio.run(run(args.megabytes, args.rounds, report))
+    report.finish(args.json)
 
 
 if __name__ == "__main__":

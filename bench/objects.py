@@ -1,22 +1,22 @@
 """Megabytes a second into NATS's object store and out of it into a file, checksums included, beside nats-py's own get.
 
-    python -m bench.objects [--megabytes 256] [--rounds 5] [--peer-megabytes 16]
+    python -m bench.objects [--megabytes 256] [--rounds 5] [--peer-megabytes 16] [--json FILE]
 
-Prints the best of the rounds and the worst, on one server, which is started for it; it stores on the same disk that is
-read and written here. nats-py puts parts of 128 KB; its get takes a second for 16 MB, so that it gets less to do.
+All on one server, which is started for it; it stores on the same disk that is read and written here, and each round
+leaves its objects and files there until the end. nats-py puts parts of 128 KB; its get takes a second for 16 MB, so
+that it gets less to do.
 """
 
 import argparse
 import os
-import platform
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import uvloop
 
+from bench.report import Report, Spread, add_arguments
 from bus.connection import Connection, close_connection, open_connection
 from bus.embedded import EmbeddedServer
 from bus.objects import ObjectReader, put_folder
@@ -26,17 +26,20 @@ MEGABYTE = 1024 * 1024
 BUCKET = "bench"
 
 
-async def best_of(rounds: int, name: str, megabytes: int, run: Callable[[int], Awaitable[object]]) -> None:
-    """Measure `run`, which moves `megabytes` and takes the number of the round, and print one line."""
-    rates = []
+Run = Callable[[int], Awaitable[object]]
+"""Moves all megabytes; its argument is the number of the round."""
+
+
+async def measure_in_turns(report: Report, rounds: int, ways: Mapping[str, tuple[int, Run]]) -> None:
+    """Add a row for each of `ways`: how many megabytes it moves, and how."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(rounds):
-        started = time.perf_counter()
-        await run(i)
-        rates.append(megabytes / (time.perf_counter() - started))
-    sys.stdout.write(
-        f"{name:<28} {megabytes:>5} MB: {max(rates):>6,.0f} MB/s (best of {rounds}; from {min(rates):,.0f})\n"
-    )
-    sys.stdout.flush()
+        for name, (megabytes, move) in ways.items():
+            started = time.perf_counter()
+            await move(i)
+            rates[name].append(megabytes / (time.perf_counter() - started))
+    for name, (megabytes, _) in ways.items():
+        report.add(way=name, mib=megabytes, mib_per_s=Spread.of(rates[name]))
 
 
 def write_source(folder: Path, megabytes: int) -> Path:
@@ -48,7 +51,7 @@ def write_source(folder: Path, megabytes: int) -> Path:
     return folder
 
 
-async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Namespace) -> None:
+async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Namespace, report: Report) -> None:
     """Run all measurements."""
     source = write_source(scratch / "source", args.megabytes)
     peer_source = write_source(scratch / "peer-source", args.peer_megabytes)
@@ -73,21 +76,24 @@ async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Name
         with (scratch / f"peer-file-{i}").open("wb") as file:
             await store.get("small/file", writeinto=file)
 
-    await best_of(args.rounds, "put_folder", args.megabytes, put)
-    await best_of(args.rounds, "fetch_folder", args.megabytes, get)
-    await best_of(args.rounds, "nats-py put", args.megabytes, put_by_peer)
-    await best_of(args.rounds, "fetch_folder of what it put", args.megabytes, get_from_peer)
     await put_folder(nats, BUCKET, "small", peer_source)
-    await best_of(2, "nats-py get", args.peer_megabytes, get_by_peer)
+    ways = {
+        "put_folder": (args.megabytes, put),
+        "fetch_folder": (args.megabytes, get),
+        "nats-py put": (args.megabytes, put_by_peer),
+        "fetch_folder of what it put": (args.megabytes, get_from_peer),
+        "nats-py get": (args.peer_megabytes, get_by_peer),
+    }
+    await measure_in_turns(report, args.rounds, ways)
 
 
-async def run(args: argparse.Namespace) -> None:
+async def run(args: argparse.Namespace, report: Report) -> None:
     """Start a server, measure, print."""
     async with EmbeddedServer() as server:
         nats = await open_connection(server.url, name="bench")
         try:
             with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as scratch:
-                await measure(server.url, nats, Path(scratch), args)
+                await measure(server.url, nats, Path(scratch), args, report)
         finally:
             await close_connection(nats)
 
@@ -96,12 +102,12 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m bench.objects", description="MB/s through NATS's object store.")
     parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peer-megabytes", type=int, default=16)
+    parser.add_argument("--peer-megabytes", type=int, default=16, help="that nats-py gets")
+    add_arguments(parser)
     args = parser.parse_args()
-    sys.stdout.write(f"{' '.join(['python -m bench.objects', *sys.argv[1:]])}\n")
-    sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    uvloop.run(run(args))
+    report = Report("objects")
+    uvloop.run(run(args, report))
+    report.finish(args.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from frontend.cli.console import plain_table
 from frontend.cli.figures import Spread, digits, percentile
 
-__all__ = ["Report", "Spread", "add_arguments", "percentile"]
+__all__ = ["Report", "Spread", "Value", "add_arguments", "percentile"]
 
 ROUNDS = 5
 

@@ -1,4 +1,4 @@
-"""Seconds and memory from the wire to a training step's tensors, beside the base64-JSON of HTTP servers.
+"""Milliseconds and memory from the wire to a training step's tensors, beside the base64-JSON of HTTP servers.
 
     python -m bench.trainer [--tokens 32768] [--prompt-tokens 4096 31744] [--rounds 9] [--samples 1000]
         [--sample-tokens 128 256 512 1024] [--json FILE]
@@ -7,29 +7,27 @@ One sequence of 48 layers and top-8, of which each number of prompt tokens is tr
 give the same tensors. Their rounds take turns; messages are in memory, and nothing of the network is measured. How
 the ways differ is in `bench.trainer_ways`; memory is measured by `bench.trainer_peak`.
 
-Then conversations of 4 turns each, of several lengths, are stitched and packed: seconds should follow the bytes.
+Then conversations of 4 turns each, of several lengths, are stitched and packed: milliseconds should follow the bytes.
+The last row is of the line through the others: what a megabyte and what nothing takes, and by how much of its own time
+a measurement lies off the line at most.
 """
 
 import argparse
 import gc
-import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 import bus
+from bench.report import Report, Spread, Value, add_arguments
 from bench.trainer_peak import write_messages
 from bench.trainer_ways import NUM_LAYERS, TOP_K, WAYS, Rollout, differences, make_rollout, tensor_bytes
 from schemas.chunk import FinishReason
@@ -55,8 +53,8 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started, result
 
 
-def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str, object]]:
-    """Each way's results: seconds over `rounds`, peak memory, and bytes on the wire.
+def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str, Value]]:
+    """Each way's row: milliseconds over `rounds`, peak memory, and bytes on the wire.
 
     Raises:
         ValueError: two ways give different tensors.
@@ -78,8 +76,7 @@ def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str
             "sampled_tokens": num_tokens - num_prompt,
             "messages": len(messages[name]),
             "wire_mb": sum(map(len, messages[name])) / MEGABYTE,
-            "best_ms": 1000 * min(seconds[name]),
-            "median_ms": 1000 * statistics.median(seconds[name]),
+            "ms": Spread.of([1000 * taken for taken in seconds[name]]),
             "tensors_mb": sizes[name] / MEGABYTE,
             "peak_mb": peak_of(name, messages[name], num_prompt) / MEGABYTE,
         }
@@ -142,80 +139,63 @@ def stitch_and_pack(conversations: list[Turns]) -> list[MicroBatch]:
     return pack(samples, max_tokens=MAX_TOKENS)
 
 
-def measure_conversations(count: int, num_tokens: int, rounds: int) -> dict[str, object]:
-    """Seconds for `count` conversations of `num_tokens` each."""
+def measure_conversations(count: int, num_tokens: int, rounds: int) -> dict[str, Value]:
+    """The row of `count` conversations of `num_tokens` each."""
     conversations = [make_conversation(index, num_tokens) for index in range(count)]
-    seconds = []
+    milliseconds = []
     for _ in range(rounds):
-        taken, batches = timed(lambda: stitch_and_pack(conversations))
-        seconds.append(taken)
+        seconds, batches = timed(lambda: stitch_and_pack(conversations))
+        milliseconds.append(1000 * seconds)
         num_batches = len(batches)
         del batches
     megabytes = count * (num_tokens - 1) * NUM_LAYERS * TOP_K / MEGABYTE
     return {
+        "way": "stitch and pack",
         "samples": count,
-        "tokens": num_tokens,
+        "sample_tokens": num_tokens,
         "rows_mb": megabytes,
         "batches": num_batches,
-        "best_s": min(seconds),
-        "median_s": statistics.median(seconds),
-        "best_mb_per_s": megabytes / min(seconds),
+        "ms": Spread.of(milliseconds),
+        "mb_per_s": Spread.of([1000 * megabytes / taken for taken in milliseconds]),
     }
 
 
-def show(line: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def check_linear(megabytes: Sequence[float], milliseconds: Sequence[float]) -> dict[str, Value]:
+    """The row of the line through these measurements, by least squares of what each is off in its own time."""
+    sizes, taken = np.array(megabytes), np.array(milliseconds)
+    per_megabyte, at_nothing = np.polyfit(sizes, taken, 1, w=1 / taken)
+    off = np.abs(per_megabyte * sizes + at_nothing - taken) / taken
+    return {
+        "way": "linear",
+        "ms_per_mb": float(per_megabyte),
+        "ms_at_0_mb": float(at_nothing),
+        "off_percent": 100 * float(off.max()),
+    }
 
 
-def show_way(result: dict[str, object]) -> None:
-    """One line of the first table."""
-    show(
-        "{way:<26} {messages:>6,} messages {wire_mb:>6.1f} MB, ms: best {best_ms:>7.1f}  median {median_ms:>7.1f},"
-        " peak {peak_mb:>6.1f} MB, tensors {tensors_mb:>5.1f}".format_map(result)
-    )
-
-
-def show_conversations(result: dict[str, object]) -> None:
-    """One line of the second table."""
-    show(
-        "{samples:>6,} samples of {tokens:>6,} tokens {rows_mb:>7.1f} MB of rows, s: best {best_s:>6.3f}"
-        "  median {median_s:>6.3f}, {best_mb_per_s:>6,.0f} MB/s".format_map(result)
-    )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and run."""
+def main() -> None:
+    """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.trainer", description="From the wire to tensors.")
     parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[4096, 31_744])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[4096, 31_744])
     parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--sample-tokens", type=int, nargs="+", default=[128, 256, 512, 1024])
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    args = parser.parse_args(arguments)
-    machine = (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"numpy {np.__version__}, torch {torch.__version__} with {torch.get_num_threads()} threads"
-    )
-    command = " ".join(["python -m bench.trainer", *(sys.argv[1:] if arguments is None else arguments)])
-    show(command)
-    show(machine)
-    ways: list[dict[str, object]] = []
+    parser.add_argument("--sample-tokens", type=int, nargs="*", default=[128, 256, 512, 1024])
+    add_arguments(parser, rounds=9)
+    args = parser.parse_args()
+    report = Report("trainer")
     for num_prompt in args.prompt_tokens:
-        show(f"{args.tokens:,} tokens, {args.tokens - num_prompt:,} of them sampled, best and median of {args.rounds}:")
-        found = measure_ways(args.tokens, num_prompt, args.rounds)
-        for result in found:
-            show_way(result)
-        ways += found
-    conversations: list[dict[str, object]] = []
+        for row in measure_ways(args.tokens, num_prompt, args.rounds):
+            report.add(**row)
+    megabytes, milliseconds = [], []
     for num_tokens in args.sample_tokens:
-        conversations.append(measure_conversations(args.samples, num_tokens, args.rounds))
-        show_conversations(conversations[-1])
-    if args.json is not None:
-        report = {"command": command, "machine": machine, "ways": ways, "conversations": conversations}
-        args.json.write_text(f"{json.dumps(report, indent=1)}\n")
+        row = measure_conversations(args.samples, num_tokens, args.rounds)
+        report.add(**row)
+        if isinstance(row["rows_mb"], float) and isinstance(row["ms"], Spread):
+            megabytes.append(row["rows_mb"])
+            milliseconds.append(row["ms"].median)
+    if len(megabytes) > 2:
+        report.add(**check_linear(megabytes, milliseconds))
+    report.finish(args.json)
 
 
 if __name__ == "__main__":

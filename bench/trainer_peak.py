@@ -7,15 +7,15 @@ the finished tensors. Messages are read from the file one by one as the way asks
 socket: a frame counts while it is in use, and an HTTP body as a whole.
 """
 
-import gc
 import struct
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from bench.memory import give_back, peak_bytes, reset_peak, resident_bytes
 from bench.trainer_ways import WAYS, make_prompt, make_rollout
 
-__all__ = ["peak_bytes", "read_messages", "write_messages"]
+__all__ = ["grown_bytes", "read_messages", "write_messages"]
 
 _SIZE = struct.Struct("<Q")
 WARM_UP_TOKENS = 64
@@ -36,27 +36,18 @@ def read_messages(path: Path) -> Iterator[bytes]:
             yield file.read(_SIZE.unpack(size)[0])
 
 
-def peak_bytes(name: str, path: Path, num_prompt: int) -> int:
+def grown_bytes(name: str, path: Path, num_prompt: int) -> int:
     """By how much this process grows at most while it reads a file's messages."""
     way, prompt = WAYS[name], make_prompt(num_prompt)
     small = make_rollout(WARM_UP_TOKENS, WARM_UP_TOKENS // 2)
     # What is set up once does not belong to the request.
     way.read(small.prompt, way.write(small))
-    gc.collect()
-    # From here on, the high-water mark is that of now.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
+    give_back()
+    reset_peak()
+    before = resident_bytes()
     way.read(prompt, read_messages(path))
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+    return peak_bytes() - before
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{peak_bytes(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))}\n")
+    sys.stdout.write(f"{grown_bytes(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))}\n")

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("pybase64", reason="comes with vLLM")
 
-from bench.trainer import MAX_TOKENS, make_conversation, measure_conversations, peak_of, stitch_and_pack
+from bench.trainer import MAX_TOKENS, check_linear, make_conversation, measure_conversations, peak_of, stitch_and_pack
 from bench.trainer_peak import read_messages, write_messages
 from bench.trainer_ways import WAYS, differences, make_rollout, tensor_bytes
 from trainer import MicroBatch
@@ -64,3 +64,15 @@ def test_conversations_are_stitched_and_packed_whole() -> None:
     assert all(batch.input_ids.shape[1] <= MAX_TOKENS for batch in batches)
     found = measure_conversations(5, 100, rounds=1)
     assert found["batches"] == len(batches)
+
+
+def test_what_lies_on_a_line_is_linear_and_else_it_says_by_how_much_it_does_not() -> None:
+    """Seconds that follow the bytes are off by nothing, and those that grow with their square by much."""
+    sizes = [50.0, 100.0, 200.0, 400.0]
+    straight = check_linear(sizes, [3 * size + 7 for size in sizes])
+    assert straight["ms_per_mb"] == pytest.approx(3)
+    assert straight["ms_at_0_mb"] == pytest.approx(7)
+    assert straight["off_percent"] == pytest.approx(0, abs=1e-6)
+    bent = check_linear(sizes, [size * size for size in sizes])
+    assert isinstance(bent["off_percent"], float)
+    assert bent["off_percent"] > 20
