@@ -5,8 +5,8 @@ import json
 import signal
 import socket
 import uuid
-from array import array
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,25 +16,25 @@ from msgspec.structs import replace
 import bus
 from bus import GenerateRequest, NoWorkers
 from frontend.cli import app, main
-from frontend.cli.bench import Outcome, Wanted
 from frontend.cli.bench.bench import Target, target_of
 from frontend.cli.bench.load import Load
-from frontend.cli.bench.report import Report
-from frontend.cli.bench.rounds import Round, measure
+from frontend.cli.bench.rounds import measure
+from frontend.cli.commands.bench import names_nobody
 from frontend.cli.exits import CommandFailed, ExitCode, cause_of
-from frontend.cli.figures import Spread, percentile
 from schemas.errors import InvalidRequest
 from schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import ENV, command, run_rollbus
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import observing, until
 from tests.support.presences import capabilities, presence
-from workers.engines.synthetic import SyntheticConfig
+from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from workers.worker import Worker
 
 SMALL = Load(input_tokens=7, output_tokens=5)
 ROW_BYTES = 16
 """Of the synthetic model: 4 layers, top 4, a byte each."""
 ENGINE = SyntheticConfig().capabilities
+SLOW = SyntheticConfig(step_s=0.01)
 NOBODY = "no_workers: no live worker serves synthetic"
 OPTIONS = ("--input-tokens", "7", "--output-tokens", "5", "--requests", "6", "--rounds", "2", "--json")
 
@@ -54,28 +54,17 @@ def once_more(request: GenerateRequest) -> GenerateRequest:
     return replace(request, request_id=uuid.uuid4().hex)
 
 
-def report(*outcomes: Outcome, streams: bool = False, is_synthetic: bool = False) -> Report:
-    """A report of a fleet of one worker."""
-    wanted = Wanted(load=SMALL, concurrencies=[1], rounds=2, streams=streams)
-    target = Target("m", [])
-    return Report(
-        command="rollbus bench", fleet="f", target=target, wanted=wanted, outcomes=outcomes, is_synthetic=is_synthetic
-    )
-
-
-def test_a_figure_is_a_median_with_its_range() -> None:
-    """Of any number of rounds, with the digits that the median is worth; the same value three times is said once."""
-    assert Spread.of([3.0, 100.0, 2.0]) == Spread(3.0, 2.0, 100.0)
-    assert Spread.of([1234.5, 1000.0, 2000.4]).text() == "1,234 (1,000 to 2,000)"
-    assert Spread.of([0.01234, 0.5]).text() == "0.256 (0.012 to 0.500)"
-    assert Spread.of([12.5, 12.5]).text() == "12.5"
-
-
-def test_a_percentile_is_one_of_the_values() -> None:
-    """The smallest that so many percent of them do not exceed, in whatever order they come."""
-    values = array("f", range(100, 0, -1))
-
-    assert (percentile(values, 50), percentile(values, 99), percentile([3.0, 1.0, 2.0], 50)) == (50.0, 99.0, 2.0)
+@asynccontextmanager
+async def serving(
+    nats_url: str, fleet: str, **fields: Any
+) -> AsyncIterator[tuple[bus.Client, Worker, SyntheticEngine]]:
+    """A worker of the synthetic engine that serves, and a client."""
+    async with (
+        synthetic_worker(nats_url, fleet, **fields) as (worker, engine),
+        bus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        yield rb, worker, engine
 
 
 def test_every_prompt_is_new() -> None:
@@ -141,8 +130,7 @@ def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFix
 async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool) -> None:
     """Tokens and routing of each request by the row rule, in both ways; times only where chunks are taken."""
     ended: list[int] = []
-    async with synthetic_worker(nats_url, fleet, weight_version=3), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
+    async with serving(nats_url, fleet, weight_version=3) as (rb, _, _):
         taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
         without = Load(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
         bare = await measure(rb, requests(without), 4, streams=streams)
@@ -164,8 +152,7 @@ async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str,
     early = GenerateRequest(
         prompt_token_ids=[1], sampling=bus.SamplingParams(stop_token_ids=range(1024), allowed_token_ids=[5])
     )
-    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
+    async with serving(nats_url, fleet) as (rb, _, _):
         taken = await measure(rb, [*requests(), refused, early, once_more(early)], 9, streams=streams)
 
     assert (taken.requests, taken.tokens) == (6, 30)
@@ -191,61 +178,11 @@ async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
     assert list(map(str, ended)) == [NOBODY, NOBODY]
 
 
-def test_a_report_has_a_column_for_each_concurrency() -> None:
-    """Medians and ranges of the rounds, the sums of what went wrong, and every version that sampled a token."""
-    one, two = Outcome(1, 32), Outcome(64, 256)
-    for tokens in (100, 300, 200):
-        one.add(Round(seconds=2.0, cpu_s=0.5, requests=1, tokens=tokens, routing_bytes=2_000_000, weight_versions={7}))
-    both = {7, 8}
-    streamed = Round(seconds=1.0, cpu_s=0.1, requests=2, tokens=100, retries=3, gaps=4, weight_versions=both)
-    streamed.first_token_s.append(0.25)
-    streamed.request_s.append(0.5)
-    two.add(streamed)
-
-    rows = {label: cells for label, *cells in report(one, two).rows()}
-
-    assert rows["tokens/s"] == ["100 (50 to 150)", "100"]
-    assert rows["requests/s"] == ["0.500", "2.00"]
-    assert rows["client CPU, ms per 1,000 tokens"] == ["2,500 (1,667 to 5,000)", "1,000"]
-    assert rows["routing, MB/s"] == ["1.00", "-"]
-    assert rows["time to first token, p99, ms"] == ["-", "250"]
-    assert "time between chunks, p50, ms" not in rows
-    assert rows["attempts above the first"] == ["0", "3"]
-    assert rows["gaps in frames"] == ["0", "4"]
-    assert rows["weight versions"] == ["7", "7, 8"]
-    first, second = json.loads(json.dumps(report(one, two).as_json()))["results"]
-    assert first["tokens_per_s"] == {"median": 100, "low": 50, "high": 150}
-    assert "first_token_p50_ms" not in first
-    assert (second["first_token_p50_ms"]["median"], second["retries"], second["weight_versions"]) == (250, 3, [7, 8])
-
-
-def test_a_failure_is_never_hidden() -> None:
-    """Also that of a request which was sent to warm up: by its code in table and JSON, and in the last line."""
-    outcome, other = Outcome(1, 32), Outcome(2, 32)
-    warm_up = Round()
-    warm_up.fail("timeout", "not finished within 3 s")
-    warm_up.fail("engine_error", "it is broken")
-    outcome.add_failures(warm_up)
-    counted = Round(seconds=1.0, requests=1, tokens=1)
-    counted.fail("engine_error", "it still is")
-    counted.fail("engine_error", "and again")
-    outcome.add(counted)
-    other.add(Round(seconds=1.0, requests=1, tokens=1))
-    told = report(outcome, other)
-
-    rows = {label: cells for label, *cells in told.rows()}
-    assert rows["requests that failed"] == ["engine_error 3, timeout 1", "0"]
-    assert told.failure() == "requests that failed: engine_error 3, timeout 1; the first: not finished within 3 s"
-    assert report(other).failure() is None
-
-
 @pytest.mark.slow
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
     """Not even those of an earlier run with the same seed; the same requests once more would be."""
     earlier, later = (requests(Load(input_tokens=40, output_tokens=5)) for _ in range(2))
-    config = SyntheticConfig(prefix_cache=True)
-    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
+    async with serving(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, _, _):
         cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
         cached.append((await measure(rb, map(once_more, later), 6, streams=True)).cached_tokens)
 
@@ -256,7 +193,7 @@ async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -
 @pytest.mark.slow
 async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
     """As JSON: the fleet's own model and version, both concurrencies, every round whole; the warm-up is not in it."""
-    async with observing(nats_url, fleet), synthetic_worker(nats_url, fleet, weight_version=3) as (worker, _):
+    async with observing(nats_url, fleet), serving(nats_url, fleet, weight_version=3) as (_, worker, _):
         ended = await run_rollbus(nats_url, fleet, "bench", *OPTIONS, "--concurrency", "2", "3", "--stream")
         counted = worker.stats().links.ended
 
@@ -275,12 +212,7 @@ async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
 async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fleet: str) -> None:
     """What an operator aborts is in the table and in the last line; the rest is measured all the same."""
     options = ("--concurrency", "2", "--output-tokens", "40", "--requests", "4", "--rounds", "1", "--json")
-    config = SyntheticConfig(step_s=0.01)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (worker, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with serving(nats_url, fleet, config=SLOW) as (rb, worker, engine), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_rollbus(nats_url, fleet, "bench", *options))
 
         # Behind the two that warm up, and with many to follow.
@@ -303,7 +235,7 @@ async def test_ctrl_c_aborts_what_is_open(nats_url: str, fleet: str) -> None:
     """The engine has nothing more to do, and the command says that it was interrupted, with 130."""
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.01)) as (_, engine),
+        serving(nats_url, fleet, config=SLOW) as (_, _, engine),
     ):
         process = await asyncio.create_subprocess_exec(
             *command("bench", "--output-tokens", "20000", "--concurrency", "3", "--fleet", fleet),
@@ -354,17 +286,42 @@ def test_the_workers_that_serve_are_the_target() -> None:
     assert target_of([SERVES, other], "n", nats_url="", fleet="f") == Target("n", [other])
 
 
+@contextmanager
+def default_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Make the default address one of this test's own, at which nobody listens; nothing else names a fleet."""
+    with socket.socket() as ours:
+        ours.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(app, "DEFAULT_NATS", f"nats://127.0.0.1:{ours.getsockname()[1]}")
+        for variable in ("ROLLBUS_NATS", "ROLLBUS_CREDS"):
+            monkeypatch.delenv(variable, raising=False)
+        yield ours
+
+
+def test_a_fleet_that_is_named_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its server, its own name, its model or credentials, or by who listens at the default address."""
+    with default_address(monkeypatch) as ours:
+
+        def is_replaced(*argv: str) -> bool:
+            args = app.build_parser().parse_args(["bench", "--fleet", "default", *argv])
+            return names_nobody(args)
+
+        assert is_replaced()
+        assert not is_replaced("--nats", "nats://127.0.0.1:9")
+        assert not is_replaced("--fleet", "f")
+        assert not is_replaced("--model", "m")
+        with monkeypatch.context() as patch:
+            patch.setenv("ROLLBUS_CREDS", "alice.creds")
+            assert not is_replaced()
+        ours.listen()
+        assert not is_replaced()
+
+
 @pytest.mark.slow
 def test_where_no_fleet_is_the_transport_alone_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No fleet named, nobody listening at the default address: it brings its own, and says so above the figures."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(app, "DEFAULT_NATS", f"nats://127.0.0.1:{unused.getsockname()[1]}")
-        for variable in ("ROLLBUS_NATS", "ROLLBUS_CREDS"):
-            monkeypatch.delenv(variable, raising=False)
-
+    with default_address(monkeypatch):
         assert main(["bench", *OPTIONS[:-1], "--concurrency", "3"]) == ExitCode.OK
 
     captured = capfd.readouterr()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import bus
     from frontend.cli.bench import Wanted
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "names_nobody", "run"]
 
 HELP = "measure how fast the fleet is"
 
@@ -101,12 +101,12 @@ def run(args: argparse.Namespace) -> int:
         streams=args.stream,
         seed=args.seed,
     )
-    args.synthetic = args.synthetic or _names_nobody(args)
+    args.synthetic = args.synthetic or names_nobody(args)
     return run_async(_bench(args, wanted))
 
 
-def _names_nobody(args: argparse.Namespace) -> bool:
-    """No fleet was named, and nobody listens where it would be."""
+def names_nobody(args: argparse.Namespace) -> bool:
+    """No fleet was named, and nobody listens where one would be."""
     from urllib.parse import urlsplit
 
     from frontend.cli import app
