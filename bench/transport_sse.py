@@ -23,7 +23,8 @@ from starlette.routing import Route
 
 from bench.ways import say
 from bus import GenerateRequest, SamplingParams
-from bus.protocol.step import RequestStep
+from bus.protocol.step import TokenBatch
+from schemas.chunk import FinishReason
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__: list[str] = []
@@ -31,24 +32,28 @@ __all__: list[str] = []
 WEIGHT_VERSION = 0
 
 
+Token = tuple[int, float | None, FinishReason | None]
+"""With its logprob, and what ended the request if it is its last."""
+
+
 class Stream:
-    """What the engine made of one request and nobody has taken: no more than its tokens."""
+    """Tokens of one request that nobody has taken: no more than it may have."""
 
     def __init__(self) -> None:
-        self._steps: list[RequestStep] = []
+        self._tokens: list[Token] = []
         self._has_some = asyncio.Event()
 
-    def put(self, step: RequestStep) -> None:
-        """Add a step."""
-        self._steps.append(step)
+    def put(self, token: Token) -> None:
+        """Add a token."""
+        self._tokens.append(token)
         self._has_some.set()
 
-    async def take(self) -> list[RequestStep]:
+    async def take(self) -> list[Token]:
         """All that is there, at least one."""
         await self._has_some.wait()
         self._has_some.clear()
-        steps, self._steps = self._steps, []
-        return steps
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
 
 class Service:
@@ -63,9 +68,19 @@ class Service:
         """Hand over what each step made, until cancelled."""
         async for steps in self._engine.steps():
             for step in steps:
-                stream = self._streams.get(step.key)
-                if stream is not None:
-                    stream.put(step)
+                if isinstance(step, TokenBatch):
+                    logprobs = [None] * len(step) if step.logprobs is None else step.logprobs.tolist()
+                    for key, token, logprob in zip(step.keys, step.token_ids.tolist(), logprobs, strict=True):
+                        self._put(key, (token, logprob, None))
+                else:
+                    for i, token in enumerate(step.token_ids.tolist()):
+                        logprob = None if step.logprobs is None else float(step.logprobs[i])
+                        self._put(step.key, (token, logprob, step.finish_reason))
+
+    def _put(self, key: str, token: Token) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.put(token)
 
     async def generate(self, request: Request) -> StreamingResponse:
         """Take a request and answer with its events."""
@@ -81,28 +96,28 @@ class Service:
         return StreamingResponse(self._events(key, stream), media_type="text/event-stream")
 
     async def _events(self, key: str, stream: Stream) -> AsyncIterator[bytes]:
+        is_over = False
         try:
-            is_over = False
             while not is_over:
-                steps = await stream.take()
-                is_over = steps[-1].finish_reason is not None
-                yield b"".join([event(key, step) for step in steps])
+                tokens = await stream.take()
+                is_over = tokens[-1][2] is not None
+                yield b"".join([event(key, token) for token in tokens])
             yield b"data: [DONE]\n\n"
         finally:
             del self._streams[key]
-            await self._engine.abort([key])
+            if not is_over:
+                await self._engine.abort([key])
 
 
-def event(key: str, step: RequestStep) -> bytes:
-    """One step as vLLM's `GenerateStreamResponse` has it."""
-    [token] = step.token_ids.tolist()
-    [logprob] = step.logprobs.tolist() if step.logprobs is not None else [None]
+def event(key: str, made: Token) -> bytes:
+    """One token as vLLM's `GenerateStreamResponse` has it."""
+    token, logprob, finish_reason = made
     name = f"token_id:{token}"
     top = {"token": name, "logprob": logprob, "bytes": None}
     choice = {
         "index": 0,
         "logprobs": {"content": [{"token": name, "logprob": logprob, "bytes": None, "top_logprobs": [top]}]},
-        "finish_reason": step.finish_reason,
+        "finish_reason": finish_reason,
         "token_ids": [token],
         "routed_experts": None,
         "sampling_mask": None,

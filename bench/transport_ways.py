@@ -9,21 +9,23 @@ for each token, no routing, greedy, exactly so many tokens.
 
 import asyncio
 import json
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 
 import aiohttp
 import numpy as np
 import orjson
-import psutil
 import uvloop
 
 import bus
+from bench.cpu import cpu_s
 from bench.ways import answer
 from bus.embedded import EmbeddedServer
+from bus.protocol.step import RequestStep, TokenBatch, split
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["WAYS", "Round"]
@@ -54,12 +56,12 @@ class Round:
     logprob_sum: float
     """With `token_sum`: whether the ways gave the same. Exact, as the engine's logprobs are multiples of 1/256."""
     cpu_s: Mapping[str, float]
-    """CPU seconds, user and system, of each process."""
+    """CPU seconds of each process: `worker` is the one with the engine."""
 
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, int], Awaitable[list[Result]]]
-"""Has all prompts continued at once, each by so many tokens."""
+Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
+"""Has all prompts continued at once, each by so many tokens. What going through the results costs is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +92,29 @@ async def engine_alone() -> AsyncIterator[Way]:
     # The engine goes on where it was left: one reader for all measurements.
     batches = engine.steps()
 
-    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
-        results = {str(i): Result([], [], 0) for i in range(len(prompts))}
-        for key, prompt in zip(results, prompts, strict=True):
+    async def run(prompts: Prompts, max_tokens: int) -> Iterable[Result]:
+        keys = [str(i) for i in range(len(prompts))]
+        for key, prompt in zip(keys, prompts, strict=True):
             await engine.add(key, bus_request(prompt, max_tokens))
-        kept = []
+        made: list[RequestStep | TokenBatch] = []
         num_open = len(prompts)
         while num_open:
             steps = await anext(batches)
-            kept.append(steps)
-            num_open -= sum(step.finish_reason is not None for step in steps)
-        for step in (step for steps in kept for step in steps):
-            results[step.key].token_ids += step.token_ids.tolist()
-            results[step.key].logprobs += [] if step.logprobs is None else step.logprobs.tolist()
-        return list(results.values())
+            made += steps
+            num_open -= sum(isinstance(step, RequestStep) and step.finish_reason is not None for step in steps)
+        return results_of(keys, made)
 
     yield Way(run, {})
     await engine.close()
+
+
+def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) -> Iterator[Result]:
+    """What steps made of these requests, in their order; nothing happens before the first is asked for."""
+    results = {key: Result([], [], 0) for key in keys}
+    for step in split(made):
+        results[step.key].token_ids += step.token_ids.tolist()
+        results[step.key].logprobs += [] if step.logprobs is None else step.logprobs.tolist()
+    yield from results.values()
 
 
 @asynccontextmanager
@@ -222,36 +230,32 @@ def take(event: bytes, result: Result) -> None:
 
 
 WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Way]]] = {
-    "engine": engine_alone,
     "rollbus": rollbus_whole,
     "rollbus-chunks": rollbus_chunks,
     "sse": sse,
+    "engine": engine_alone,
 }
 """By name."""
 
 
 async def measure(way: Way, requests: int, tokens: int, serial: int) -> Round:
     """One measurement."""
-    processes = {"client": psutil.Process(), **{name: psutil.Process(pid) for name, pid in way.pids.items()}}
+    pids = {"client" if way.pids else "worker": os.getpid(), **way.pids}
     prompts = make_prompts(requests, serial)
-    before = {name: cpu_s(process) for name, process in processes.items()}
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
     started = time.perf_counter()
-    results = await way.run(prompts, tokens)
+    unread = await way.run(prompts, tokens)
     seconds = time.perf_counter() - started
+    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+    results = list(unread)
     return Round(
         seconds=seconds,
-        cpu_s={name: cpu_s(process) - before[name] for name, process in processes.items()},
+        cpu_s=used,
         tokens=sum(len(result.token_ids) for result in results),
         chunks=sum(result.chunks for result in results),
         token_sum=int(np.sum([sum(result.token_ids) for result in results])),
         logprob_sum=sum(sum(result.logprobs) for result in results),
     )
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds that a process has used so far, by all of its threads."""
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 async def serve(name: str) -> None:

@@ -1,0 +1,85 @@
+"""`bench.transport` compares what it says: the peer's events are vLLM's, and all ways give the same."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench.report import Report, Spread
+from bench.transport import cpu_ms, measure, rate, row, turn
+from bench.transport_sse import event
+from bench.transport_ways import WAYS
+from bench.ways import Way
+from schemas.chunk import FinishReason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finish_reason", [None, FinishReason.LENGTH])
+def test_an_event_is_what_vllm_writes(finish_reason: FinishReason | None) -> None:
+    """The same fields in the same order, and behind them the version."""
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionLogProb,
+        ChatCompletionLogProbs,
+        ChatCompletionLogProbsContent,
+    )
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+        GenerateResponseStreamChoice,
+        GenerateStreamResponse,
+    )
+
+    top = ChatCompletionLogProb(token="token_id:77", logprob=-1.5)
+    content = ChatCompletionLogProbsContent(token="token_id:77", logprob=-1.5, top_logprobs=[top])
+    logprobs = ChatCompletionLogProbs(content=[content])
+    choice = GenerateResponseStreamChoice(index=0, logprobs=logprobs, finish_reason=finish_reason, token_ids=[77])
+    body = GenerateStreamResponse(request_id="k", choices=[choice])
+    text = body.model_dump_json(exclude={"prompt_token_ids", "mm_placeholders"})
+    assert event("k", (77, -1.5, finish_reason)).decode() == f'data: {text[:-1]},"weight_version":0}}\n\n'
+
+
+@pytest.mark.slow
+async def test_all_ways_give_the_same_tokens() -> None:
+    """A round of each, whose sums are compared: each says what it costs, and what it is beside the peer."""
+    report = Report("transport")
+    await measure(list(WAYS), [(3, 5)], 1, report)
+    rows = {str(one["way"]): one for one in report.rows}
+    assert rows.keys() == WAYS.keys()
+    assert {"worker_cpu_ms", "client_cpu_ms", "nats_cpu_ms", "times_sse", "share_of_sse_cpu"} < rows["rollbus"].keys()
+    assert rows["sse"]["tokens_per_chunk"] == Spread(1, 1, 1)
+    assert rows["rollbus"]["tokens_per_chunk"] == Spread(5, 5, 5)
+
+
+class Liar(Way):
+    """Says what it is told to."""
+
+    def __init__(self, name: str, **said: object) -> None:
+        self.name = name
+        self._said = said
+
+    async def ask(self, *question: object) -> dict[str, object]:
+        """As a way that has measured."""
+        return {"seconds": 2.0, "tokens": 15, "chunks": 3, "token_sum": 7, "logprob_sum": -1.5, **self._said}
+
+
+@pytest.mark.parametrize("said", [{"tokens": 14}, {"token_sum": 8}, {"logprob_sum": -1.25}])
+async def test_a_difference_ends_the_bench(said: dict[str, object]) -> None:
+    """Whatever differs, there is no figure."""
+    assert len(await turn([Liar("a"), Liar("b")], (3, 5), 0)) == 2
+    with pytest.raises(RuntimeError, match="3x5"):
+        await turn([Liar("a"), Liar("b", **said)], (3, 5), 0)
+
+
+async def test_too_few_tokens_end_the_bench() -> None:
+    """Also where all ways agree."""
+    with pytest.raises(RuntimeError, match="3x6"):
+        await turn([Liar("a"), Liar("b")], (3, 6), 0)
+
+
+def test_a_row_is_of_its_way_and_beside_the_peer() -> None:
+    """Rates and CPU are per token, and compared within a round."""
+    a = {"seconds": 2.0, "tokens": 1000, "chunks": 10, "cpu_s": {"worker": 0.5, "client": 0.25, "nats": 0.25}}
+    b = {"seconds": 8.0, "tokens": 1000, "chunks": 1000, "cpu_s": {"worker": 3.0, "client": 1.0}}
+    assert (rate(a), cpu_ms(a)) == (500.0, 1000.0)
+    made = row("rollbus", (10, 100), [{"rollbus": a, "sse": b}])
+    assert made["times_sse"] == Spread(4, 4, 4)
+    assert made["share_of_sse_cpu"] == Spread(0.25, 0.25, 0.25)
+    assert made["client_cpu_ms"] == Spread(250, 250, 250)
+    assert "nats_cpu_ms" not in row("sse", (10, 100), [{"rollbus": a, "sse": b}])
