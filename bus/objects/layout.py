@@ -1,7 +1,6 @@
 """How objects lie in JetStream: names, subjects and the description of an object, as all NATS clients agree on them."""
 
 import base64
-import binascii
 import re
 from typing import Final
 
@@ -148,7 +147,7 @@ def name_of(subject: str) -> str | None:
     token = subject.rpartition(".")[2]
     try:
         return base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, or not in UTF-8
         return None
 
 
@@ -168,7 +167,7 @@ def decode_digest(info: ObjectInfo) -> bytes:
         encoded = encoded[len(_DIGEST) :]
         try:
             digest = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
-        except (binascii.Error, ValueError):
+        except ValueError:
             digest = b""
         if len(digest) == 32:
             return digest

@@ -1,7 +1,6 @@
 """What a canary is made of, and when two of them say that two copies of the weights are the same."""
 
 import base64
-import binascii
 import math
 from typing import Final
 
@@ -152,7 +151,7 @@ def canary_rows(canary: Canary) -> Rows | None:
         raise RemoteProtocolError(f"a canary's routed experts have shape {canary.shape}")
     try:
         data = base64.b64decode(canary.routed_experts, validate=True)
-    except binascii.Error as exc:
+    except ValueError as exc:  # also of text that is not ASCII
         raise RemoteProtocolError(f"a canary's routed experts are no base64: {exc}") from None
     size = math.prod(canary.shape)
     for dtype in DTYPES.values():

@@ -154,24 +154,6 @@ def test_every_truncation_is_survived(name: str, data: st.DataObject) -> None:
         check_survives(decode, whole[:end])
 
 
-@every_decoder
-@given(data=st.binary(max_size=400))
-def test_random_bytes_are_survived(name: str, data: bytes) -> None:
-    """Bytes that nobody encoded raise nothing but the documented errors."""
-    check_survives(DECODERS[name][0], data)
-
-
-@every_decoder
-@given(data=st.data())
-def test_mutated_bytes_are_survived(name: str, data: st.DataObject) -> None:
-    """A message with some bytes changed raises nothing but the documented errors."""
-    decode, encoded = DECODERS[name]
-    mutated = bytearray(data.draw(encoded))
-    for at, byte in data.draw(st.lists(st.tuples(st.integers(0, len(mutated) - 1), st.integers(0, 255)), max_size=6)):
-        mutated[at] = byte
-    check_survives(decode, bytes(mutated))
-
-
 msgpack_values = st.recursive(
     wire.json_values
     | st.binary(max_size=8)

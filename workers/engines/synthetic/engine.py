@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bus.protocol.step import RequestStep, TokenBatch
@@ -17,6 +16,7 @@ from schemas.limits import MAX_PRIORITY
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities
 from schemas.request import GenerateRequest
+from schemas.wire_version import MALFORMED
 from workers.engines.synthetic.batch import Batch
 from workers.engines.synthetic.cache import PrefixCache
 from workers.engines.synthetic.config import SyntheticConfig
@@ -125,7 +125,7 @@ class SyntheticEngine:
             running.kv = Kv.decode(params)
             if not self._model.fits(running.kv, running.request):
                 problem = "this KV is of another prompt"
-        except msgspec.MsgspecError as exc:
+        except MALFORMED as exc:
             problem = f"these are no parameters of this connector: {exc}"
         if self._num_failed_loads < self.faults.kv_loads:
             self._num_failed_loads += 1

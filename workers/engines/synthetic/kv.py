@@ -34,6 +34,6 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
         """From a connector's parameters.
 
         Raises:
-            msgspec.MsgspecError: they are another connector's.
+            DecodeError, UnicodeDecodeError, RecursionError: they are another connector's; see `MALFORMED`.
         """
         return msgspec.msgpack.decode(params, type=cls)

@@ -10,6 +10,7 @@ from schemas.errors import InvalidRequest
 from schemas.limits import MAX_KV_PARAMS_BYTES
 from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
+from schemas.wire_version import MALFORMED
 from workers.engines.vllm.kv.config import gives_kv, takes_kv
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def unpacked(kv: KvHandover | None, request: GenerateRequest, config: Any) -> di
         )
     try:
         return msgspec.msgpack.decode(kv.params, type=dict[str, Any])
-    except msgspec.DecodeError as exc:
+    except MALFORMED as exc:
         raise InvalidRequest(field="kv.params", problem=f"cannot be read: {exc}", allowed="a msgpack map") from exc
 
 

@@ -1,0 +1,78 @@
+"""What a decoder leaves as text or bytes is read with the same care: routing in canaries, objects, KV parameters."""
+
+import contextlib
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bus.objects.layout import ObjectInfo, decode_digest, decode_info, name_of
+from bus.protocol.canary import canary_rows
+from schemas.errors import ControlError, InvalidRequest, RemoteProtocolError
+from schemas.messages import KvHandover
+from schemas.request import GenerateRequest
+from schemas.weights import Canary
+from schemas.wire_version import MALFORMED
+from tests.fuzz.mutations import harmed
+from tests.schemas.strategies import TOKEN_ID, texts
+from workers.engines.synthetic.kv import Kv
+from workers.engines.vllm.kv.params import unpacked
+
+pytestmark = pytest.mark.slow
+
+SIZES = st.integers(-1, 5) | st.sampled_from([2**31, 2**62, -(2**63)])
+
+
+@given(texts | st.binary().map(lambda data: data.decode("latin-1")), st.tuples(SIZES, SIZES, SIZES))
+@example("AAé=", (1, 1, 2))
+def test_a_canarys_routing(routed_experts: str, shape: tuple[int, int, int]) -> None:
+    """Rows of the shape that it names, or an error that says what is wrong; never more memory than there are bytes."""
+    canary = Canary(token_ids=(1,), logprobs=(-0.5,), routed_experts=routed_experts, shape=shape)
+    try:
+        rows = canary_rows(canary)
+    except RemoteProtocolError as exc:
+        assert str(exc)
+    else:
+        assert rows is not None
+        assert rows.shape == shape
+        assert rows.nbytes <= len(routed_experts)
+
+
+OBJECT = ObjectInfo(name="f", bucket="b", nuid="n", size=9, chunks=1, digest="SHA-256=")
+
+
+@given(harmed(st.just(msgspec.json.encode(OBJECT))))
+@example(b'{"name":"f","bucket":"b","nuid":"n","size":9,"chunks":1,"digest":"SHA-256=\xc3\xa9"}')
+def test_a_description_of_an_object(data: bytes) -> None:
+    """It is sound, or `bad_source` says why not."""
+    try:
+        info = decode_info(data)
+        decode_digest(info)
+    except ControlError as exc:
+        assert exc.message
+
+
+@given(st.text())
+@example("$O.b.M.é")
+def test_a_name_in_a_subject(subject: str) -> None:
+    """Any subject bears a name, or none."""
+    name = name_of(subject)
+
+    assert name is None or isinstance(name, str)
+
+
+@given(harmed(st.dictionaries(texts, texts | TOKEN_ID, max_size=3).map(msgspec.msgpack.encode)) | st.binary())
+@example(b"\x81\xa1\xff\xc0")
+@example(b"\x81\xa1a" + b"\x91" * 100_000)
+def test_where_kv_lies(params: bytes) -> None:
+    """What a client says of KV is a map for the connector, or refused; a synthetic engine reads it too."""
+    request = GenerateRequest(prompt_token_ids=[1, 2], return_routed_experts=False)
+    config = SimpleNamespace(is_kv_consumer=True)
+    try:
+        assert isinstance(unpacked(KvHandover(params=params or b"\x80"), request, config), dict)
+    except InvalidRequest as exc:
+        assert exc.field == "kv.params"
+    with contextlib.suppress(*MALFORMED):
+        Kv.decode(params)
