@@ -165,7 +165,7 @@ class Control:
     def _begin(self, heard: Heard) -> None:
         command = heard.command
         if command.register is not None and command.epoch is not None:
-            heard.needs_read = self.reader.look()
+            heard.needs_read = self.reader.look_for(command.register, command.epoch, command.id)
         elif command.register is not None:
             self._lanes["record"].put_nowait(heard)
         elif isinstance(command, Abort | State):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from bus.control.store import DesiredStore
 from bus.protocol.desired import effective, target_version, wanted_loras
@@ -18,6 +19,14 @@ READ_S = 5.0
 """Between two looks when nothing is heard: for what was missed. It costs a fleet of hundreds next to nothing."""
 RETRY_S = 1.0
 """After a look that failed: a server that starts, or has no JetStream for a while."""
+
+
+class _Command(NamedTuple):
+    """One that was recorded."""
+
+    register: str
+    epoch: int
+    id: str
 
 
 class DesiredReader:
@@ -35,6 +44,9 @@ class DesiredReader:
         self._wanted = asyncio.Event()
         self._num_asked = 0
         self._num_needed = 0
+        # Heard of since the last read began, which may bring them; no more than the worker has under way.
+        self._looked_for: set[_Command] = set()
+        self._is_reading = False
         self.effective: Mapping[str, Recorded] = {}
         """What counts for this worker, by register."""
         self.epoch = 0
@@ -60,6 +72,25 @@ class DesiredReader:
         self._wanted.set()
         return self._num_asked
 
+    def look_for(self, register: str, epoch: int, command_id: str) -> int:
+        """`look` for a command that was recorded in `epoch`; does not read again what was read, or is being read.
+
+        Of each recording a worker hears twice, by the writing itself and by the command, and a large fleet reads at
+        once.
+        """
+        command = _Command(register, epoch, command_id)
+        if self.is_fresh and self._holds(command):
+            return self.num_read
+        if not self._is_reading:
+            return self.look()
+        self._num_asked += 1
+        self._looked_for.add(command)
+        return self._num_asked
+
+    def _holds(self, command: _Command) -> bool:
+        recorded = self.effective.get(command.register)
+        return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
+
     def forget(self) -> None:
         """What was read does not count any more: this worker was not there for a while."""
         self.is_fresh = False
@@ -69,8 +100,10 @@ class DesiredReader:
         """Read until cancelled."""
         while True:
             self._wanted.clear()
+            self._looked_for.clear()
             num_asked = self._num_asked
             wait_s = READ_S
+            self._is_reading = True
             try:
                 state = await self._store.read(self._model)
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
@@ -81,9 +114,16 @@ class DesiredReader:
             else:
                 self.problem = None
                 self._take(state)
+                if not all(map(self._holds, self._looked_for)):
+                    self._wanted.set()
+                if not self._wanted.is_set():
+                    # What was asked for meanwhile is in it.
+                    num_asked = self._num_asked
                 self.num_read = num_asked
                 self.is_fresh = num_asked >= self._num_needed
                 self._on_read()
+            finally:
+                self._is_reading = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wanted.wait()
