@@ -3,7 +3,7 @@
 import pytest
 
 import bus
-from tests.support.disagg import SHAPES, shaped, until_paired
+from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.nats_noise import NatsNoise
@@ -28,13 +28,14 @@ async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: s
     ):
         before_client.make_filter, before_worker.make_filter = frames.filter, acks.filter
         async with (
-            shaped(before_worker.url, fleet, shape, CONFIG) as workers,
+            shaped(before_worker.url, fleet, shape, CONFIG) as running,
             bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
         ):
-            await until_paired(rb, *workers)
-            results = await load.run(rb, legs=len(workers))
+            await until_paired(rb, *running.workers)
+            results = await load.run(rb, legs=len(running.workers))
             stats = rb.stats()
 
+            check_legs(results, shape)
             assert {generation.attempts for generation in results} == {1}
             assert set(frames.counts) == {"dropped", "doubled", "delayed"}
             assert set(acks.counts) == {"dropped", "doubled"}

@@ -9,7 +9,7 @@ import pytest
 import bus
 from bus.client import dispatch
 from bus.embedded import EmbeddedServer
-from tests.support.disagg import SHAPES, shaped, until_paired
+from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
@@ -30,19 +30,20 @@ async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> No
     async with (
         EmbeddedServer() as server,
         observing(server.url, fleet) as observer,
-        shaped(server.url, fleet, shape, CONFIG) as workers,
+        shaped(server.url, fleet, shape, CONFIG) as running,
         bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await until_paired(rb, *workers)
-        lives = [worker.presence().incarnation for worker in workers.values()]
+        await until_paired(rb, *running.workers)
+        lives = [worker.presence().incarnation for worker in running.workers.values()]
 
         async def restart() -> None:
             await server.kill()
             await server.restart()
 
-        results = await load.run(rb, strikes={5: restart, 30: restart}, legs=len(workers))
+        results = await load.run(rb, strikes={5: restart, 30: restart}, legs=len(running.workers))
+        check_legs(results, shape)
         assert {generation.attempts for generation in results} == {1}
-        assert [worker.presence().incarnation for worker in workers.values()] == lives
+        assert [worker.presence().incarnation for worker in running.workers.values()] == lives
         await observer.check_at_rest()
 
 
@@ -80,16 +81,17 @@ async def test_a_server_that_lost_its_store(
     async with (
         EmbeddedServer(store_dir=store) as server,
         observing(server.url, fleet) as observer,
-        shaped(server.url, fleet, shape, CONFIG) as workers,
+        shaped(server.url, fleet, shape, CONFIG) as running,
         bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await until_paired(rb, *workers)
+        await until_paired(rb, *running.workers)
 
         async def lose_store() -> None:
             await server.kill()
             shutil.rmtree(store)
             await server.restart()
 
-        await load.run(rb, strikes={5: lose_store}, legs=len(workers))
+        results = await load.run(rb, strikes={5: lose_store}, legs=len(running.workers))
+        check_legs(results, shape)
         assert rb.stats().orphans > 0
         await observer.check_at_rest()

@@ -1,13 +1,14 @@
 """A fleet of prefill and decode workers inside the test's own process."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 import bus
+from bus import Generation
 from schemas.messages import KvHandover
 from schemas.presence import Role, WorkerState
 from schemas.request import GenerateRequest
@@ -17,7 +18,19 @@ from tests.support.invariants import Observer, observing
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
 
-__all__ = ["SHAPES", "Disaggregated", "disaggregated", "long", "shaped", "until_paired"]
+__all__ = [
+    "SHAPES",
+    "Disaggregated",
+    "Shaped",
+    "check_legs",
+    "disaggregated",
+    "in_two_legs",
+    "long",
+    "role_of",
+    "role_worker",
+    "shaped",
+    "until_paired",
+]
 
 SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}
 """Fleets of one worker, and of one for prefill and one for decode, by name."""
@@ -72,10 +85,7 @@ async def disaggregated(
         prefill: the engines of those, whatever role it names; likewise `decode`.
         fields: of the configuration of all workers.
     """
-    configs = {
-        "p": replace(prefill or SyntheticConfig(), role="prefill"),
-        "d": replace(decode or SyntheticConfig(), role="decode"),
-    }
+    configs = {"p": prefill or SyntheticConfig(), "d": decode or SyntheticConfig()}
     async with (
         observing(nats_url, fleet) as observer,
         contextlib.AsyncExitStack() as stack,
@@ -84,7 +94,7 @@ async def disaggregated(
         found = Disaggregated(rb, observer)
         for name in workers:
             worker, engine = await stack.enter_async_context(
-                synthetic_worker(nats_url, fleet, config=configs[name[0]], worker_id=name, **fields)
+                role_worker(nats_url, fleet, name, configs[name[0]], **fields)
             )
             found.workers[name], found.engines[name] = worker, engine
             found.spy(name)
@@ -100,14 +110,55 @@ def long(request_id: str, prompt_len: int = 100, max_tokens: int = 8, **fields: 
     return GenerateRequest(**{"prompt_token_ids": prompt, "sampling": sampling, "request_id": request_id, **fields})
 
 
+def role_of(worker: str) -> Role:
+    """The role of a worker, which its name says: p... is for prefill, d... for decode, all others are for both."""
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    return roles.get(worker[0], "both")
+
+
+def role_worker(
+    nats_url: str, fleet: str, worker: str, config: SyntheticConfig, **fields: Any
+) -> contextlib.AbstractAsyncContextManager[tuple[Worker, SyntheticEngine]]:
+    """Run a worker of the role that its name says, whatever `config` names."""
+    return synthetic_worker(nats_url, fleet, config=replace(config, role=role_of(worker)), worker_id=worker, **fields)
+
+
+@dataclass
+class Shaped:
+    """The parts of a fleet of one of `SHAPES`, by the names from there."""
+
+    workers: dict[str, Worker] = field(default_factory=dict)
+    engines: dict[str, SyntheticEngine] = field(default_factory=dict)
+
+
 @contextlib.asynccontextmanager
-async def shaped(nats_url: str, fleet: str, shape: str, config: SyntheticConfig) -> AsyncIterator[dict[str, Worker]]:
-    """Run the workers of one of `SHAPES`; they have their names from there."""
-    roles: dict[str, Role] = {"w": "both", "p": "prefill", "d": "decode"}
+async def shaped(
+    nats_url: str, fleet: str, shape: str, config: SyntheticConfig, *, prefill: SyntheticConfig | None = None
+) -> AsyncIterator[Shaped]:
+    """Run the workers of one of `SHAPES`.
+
+    Args:
+        prefill: the engine of the prefill worker, if another one than `config`.
+    """
+    found = Shaped()
     async with contextlib.AsyncExitStack() as stack:
-        workers = {}
         for name in SHAPES[shape]:
-            own = replace(config, role=roles[name])
-            worker, _ = await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=own, worker_id=name))
-            workers[name] = worker
-        yield workers
+            own = prefill if prefill is not None and role_of(name) == "prefill" else config
+            starting = role_worker(nats_url, fleet, name, own)
+            found.workers[name], found.engines[name] = await stack.enter_async_context(starting)
+        yield found
+
+
+def in_two_legs(results: Iterable[Generation]) -> list[Generation]:
+    """Those of which a prefill worker made the first token, and one that is none the last."""
+    return [
+        result
+        for result in results
+        if role_of(result.worker_ids[0]) == "prefill" and role_of(result.worker_ids[-1]) != "prefill"
+    ]
+
+
+def check_legs(results: Sequence[Generation], shape: str) -> None:
+    """Where there is a prefill worker, it had its part in a third of them at least: all shows of two legs, too."""
+    num_in_two = len(in_two_legs(results))
+    assert num_in_two >= len(results) / 3 if shape == "disaggregated" else num_in_two == 0
