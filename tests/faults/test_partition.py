@@ -3,48 +3,92 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 import bus
+from bus.client import traffic
 from schemas.presence import WorkerState
 from tests.chaos.workload import make_requests
+from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import hand_client
-from tests.support.invariants import observing
+from tests.support.invariants import observing, until
 from tests.support.load import VOCAB_SIZE, Load, greedy
-from tests.support.tcp_proxy import Direction, tcp_proxy
+from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+PREFILL = replace(CONFIG, step_s=0.1, max_num_seqs=4)
+"""So slow that whatever happens, happens in the middle of some requests' prefill."""
+NUM_REQUESTS = 40
+"""More than twice the slots of a worker."""
 BRIEFLY_S = 0.4
 """Far less than the lease of a worker without its margin."""
+LEASE_S = 3.0
+"""Of a worker that is cut off for longer. Less the margin, a machine that is busy must not use it up by itself."""
 
 
-@pytest.mark.parametrize("direction", [*Direction, Direction.BOTH])
-async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direction: Direction) -> None:
-    """For less than its lease no byte passes, one way or both: links go on, and no request needs another attempt."""
-    load = await Load.mixed(60, CONFIG)
+@contextlib.asynccontextmanager
+async def running(
+    proxy: TcpProxy, nats_url: str, fleet: str, workers: Sequence[str], cut_off: str, **fields: float
+) -> AsyncIterator[Shaped]:
+    """Run workers, of the roles that their names say; one of them, with these fields, is behind the proxy."""
+    found = Shaped()
+    async with contextlib.AsyncExitStack() as stack:
+        for name in workers:
+            url, own = (proxy.url, fields) if name == cut_off else (nats_url, {})
+            starting = role_worker(url, fleet, name, PREFILL if role_of(name) == "prefill" else CONFIG, **own)
+            found.workers[name], found.engines[name] = await stack.enter_async_context(starting)
+        yield found
+
+
+async def until_at(rb: bus.Client, worker: str, *request_ids: str) -> None:
+    """Wait until the client knows that this worker has these requests; where none is named, any."""
+
+    def found() -> set[str]:
+        live = list(rb._desk._traffic.exchange._calls.values())
+        return {call.request_id for call in live for child in call.children if child.worker == worker}
+
+    while not (have := found()) or not have.issuperset(request_ids):  # noqa: ASYNC110 - of that nothing tells
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("direction", "cut_off"), [(way, "w") for way in (*Direction, Direction.BOTH)] + [(Direction.BOTH, "p")]
+)
+async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direction: Direction, cut_off: str) -> None:
+    """For less than its lease no byte passes, one way or both: links go on, and no request needs another attempt.
+
+    The same with legs at a prefill worker, which come by another way than the queue.
+    """
+    load = await Load.mixed(NUM_REQUESTS, CONFIG)
+    shape = "one" if cut_off == "w" else "disaggregated"
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(proxy.url, fleet, config=CONFIG) as (worker, _),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        running(proxy, nats_url, fleet, SHAPES[shape], cut_off) as parts,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
+        await until_paired(rb, *parts.workers)
+        worker = parts.workers[cut_off]
         life = worker.presence().incarnation
 
         async def part() -> None:
+            await until_at(rb, cut_off)
             proxy.freeze(direction)
             # How long it lasts is what this test is about.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={10: part})
+        results = await load.run(rb, strikes={10: part}, legs=len(parts.workers))
         assert {generation.attempts for generation in results} == {1}
         assert worker.presence().incarnation == life
+        check_legs(results, shape)
         await observer.check_at_rest()
 
 
@@ -70,84 +114,150 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
         assert life.times_fenced == 0
 
 
-@pytest.mark.parametrize("direction", [Direction.TO_CLIENT, Direction.BOTH])
-async def test_a_worker_cut_off_for_long_hands_over(nats_url: str, fleet: str, direction: Direction) -> None:
-    """For more than its lease: its requests go on elsewhere, it gives up all it had, and serves again afterwards."""
-    mixed = make_requests(60, seed=0)
-    # What such a worker made may still reach the client for a while: these take longer than its lease holds.
-    lasting = [greedy(index, 1000, request_id=f"lasting-{index}", return_routed_experts=False) for index in range(4)]
+@pytest.mark.parametrize(
+    ("direction", "cut_off"), [(Direction.TO_CLIENT, "w"), (Direction.BOTH, "w"), (Direction.BOTH, "d")]
+)
+async def test_a_worker_cut_off_for_long_hands_over(
+    nats_url: str, fleet: str, direction: Direction, cut_off: str
+) -> None:
+    """For more than its lease: its requests go on elsewhere, it gives up all it had, and serves again afterwards.
+
+    Those of a decode worker go on by another prefill leg.
+    """
+    mixed = make_requests(NUM_REQUESTS, seed=0)
+    # What such a worker makes may still reach the client for a while: then these take longer than its lease holds.
+    max_tokens = 300 if direction is Direction.BOTH else 1000
+    lasting = [greedy(index, max_tokens, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *mixed], CONFIG)
+    workers = SHAPES["one" if cut_off == "w" else "disaggregated"]
+    other = f"{cut_off}2"
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(proxy.url, fleet, config=CONFIG, worker_id="a", lease_s=3.0) as (a, engine),
+        running(proxy, nats_url, fleet, workers, cut_off, lease_s=LEASE_S) as parts,
         contextlib.AsyncExitStack() as others,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
-        life = a.presence().incarnation
+        await until_paired(rb, *workers)
+        worker = parts.workers[cut_off]
+        life = ""
 
         async def part() -> None:
+            nonlocal life
+            await until_at(rb, cut_off, *(request.request_id for request in lasting))
             proxy.freeze(direction)
-            other = synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="b", lease_s=30.0)
-            await others.enter_async_context(other)
+            life = worker.presence().incarnation
+            quick = replace(CONFIG, step_s=0.001)
+            await others.enter_async_context(role_worker(nats_url, fleet, other, quick, lease_s=30.0))
 
-        results = await load.run(rb, strikes={10: part})
-        resumed = [generation for generation in results if generation.attempts > 1]
-        assert {request.request_id for request in lasting} <= {generation.request_id for generation in resumed}
-        assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
-        assert a.presence().incarnation != life
-        assert is_idle(engine)
+        results = await load.run(rb, strikes={1: part}, legs=len(workers))
+        resumed = {generation.request_id: generation for generation in results if generation.attempts > 1}
+        for request in lasting:
+            assert resumed[request.request_id].worker_ids[-len(workers) :] == (*workers[:-1], other)
+        assert worker.presence().incarnation != life
+        assert is_idle(parts.engines[cut_off])
 
         proxy.thaw()
         # What it said before it was cut off arrives now, and reads as if it served already.
-        while a.presence().state is not WorkerState.SERVING:  # noqa: ASYNC110 - nothing else tells of it
+        while worker.presence().state is not WorkerState.SERVING:  # noqa: ASYNC110 - nothing else tells of it
             await asyncio.sleep(0.01)
-        again = await (await Load.of(mixed, CONFIG)).run(rb)
-        assert {name for generation in again for name in generation.worker_ids} == {"a", "b"}
+        again = await Load(mixed, load.expected).run(rb, legs=len(workers))
+        assert {name for generation in again for name in generation.worker_ids} == {*workers, other}
         await observer.check_at_rest()
 
 
-async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str) -> None:
-    """For less than the leases nothing reaches the client: afterwards all arrives, and no request was lost."""
-    load = await Load.mixed(60, CONFIG)
+async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fleet: str) -> None:
+    """For more than its lease: the legs that it has begin anew at another, and so does whatever it is handed meanwhile.
+
+    What it makes of them reaches nobody, and it serves again afterwards.
+    """
+    load = await Load.mixed(NUM_REQUESTS, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(nats_url, fleet, config=CONFIG),
-        bus.connect(proxy.url, fleet=fleet) as rb,
+        running(proxy, nats_url, fleet, ("p", "d"), "p", lease_s=LEASE_S) as parts,
+        contextlib.AsyncExitStack() as others,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
+        await until_paired(rb, "p", "d")
+        worker = parts.workers["p"]
+        life = ""
 
         async def part() -> None:
+            nonlocal life
+            await until_at(rb, "p")
+            proxy.freeze()
+            life = worker.presence().incarnation
+            await others.enter_async_context(role_worker(nats_url, fleet, "p2", PREFILL))
+
+        results = await load.run(rb, strikes={10: part}, legs=2)
+        resumed = [generation for generation in results if generation.attempts > 1]
+        assert {("p", "p2", "d")} == {generation.worker_ids for generation in in_two_legs(resumed)}
+        check_legs(results, "disaggregated")
+        assert worker.presence().incarnation != life
+        assert is_idle(parts.engines["p"])
+
+        proxy.thaw()
+        while worker.presence().state is not WorkerState.SERVING:  # noqa: ASYNC110 - nothing else tells of it
+            await asyncio.sleep(0.01)
+        again = await load.run(rb, legs=2)
+        assert {name for generation in again for name in generation.worker_ids} == {"p", "p2", "d"}
+        await observer.check_at_rest()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape: str) -> None:
+    """For less than the leases nothing reaches the client: afterwards all arrives, and no request was lost."""
+    load = await Load.mixed(NUM_REQUESTS, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        shaped(nats_url, fleet, shape, CONFIG, prefill=PREFILL) as parts,
+        bus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
+    ):
+        await until_paired(rb, *parts.workers)
+
+        async def part() -> None:
+            await until_at(rb, SHAPES[shape][0])
             proxy.freeze()
             # How long it lasts is what this test is about.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={10: part})
+        results = await load.run(rb, strikes={10: part}, legs=len(parts.workers))
         assert {generation.attempts for generation in results} == {1}
+        check_legs(results, shape)
         await observer.check_at_rest()
 
 
-async def test_a_client_cut_off_for_long_resumes(nats_url: str, fleet: str) -> None:
-    """For more than its lease: its requests are ended in the engine, and all complete after its return."""
-    load = await Load.mixed(60, CONFIG)
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_client_cut_off_for_long_resumes(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """For more than its lease: its requests are ended in the engines, and all complete after its return."""
+    monkeypatch.setattr(traffic, "LEASE_S", 1.5)
+    # For longer than lease and margin: of the others nothing is in an engine any more by then.
+    lasting = [greedy(index, 1600, request_id=f"lasting-{index}") for index in range(4)]
+    load = await Load.of([*lasting, *make_requests(NUM_REQUESTS, seed=0)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
-        bus.connect(proxy.url, fleet=fleet) as rb,
+        shaped(nats_url, fleet, shape, CONFIG, prefill=PREFILL) as parts,
+        bus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
-        await rb.fleet.wait_for_workers()
+        await until_paired(rb, *parts.workers)
+
+        async def are_idle() -> bool:
+            return all(map(is_idle, parts.engines.values()))
 
         async def part() -> None:
+            await until_at(rb, SHAPES[shape][-1], *(request.request_id for request in lasting))
             proxy.freeze()
-            # Its lease and the margin, by when nothing of it may run any more.
-            await asyncio.sleep(7.0)
-            assert is_idle(engine)
+            await until(are_idle, True)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={10: part})
-        assert max(generation.attempts for generation in results) > 1
+        results = await load.run(rb, strikes={1: part}, legs=len(parts.workers))
+        attempts = {generation.request_id: generation.attempts for generation in results}
+        assert min(attempts[request.request_id] for request in lasting) > 1
+        check_legs(results, shape)
         await observer.check_at_rest()
