@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 import bus
 from schemas.messages import KvHandover
 from schemas.request import GenerateRequest
-from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.disagg import SHAPES, Shaped, role_of, shaped
+from tests.support.fleet import is_idle
 from tests.support.invariants import Observer, observing, until
 from tests.support.load import Load, greedy
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
@@ -41,15 +43,15 @@ async def client_program(url: str, fleet: str, num_requests: int, max_tokens: in
         await process.wait()
 
 
-def record_adds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that engines are given, from now on."""
-    given: list[str] = []
+def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvHandover | None]]:
+    """For each request that an engine is given from now on, what came with it; by the role of the engine."""
+    given: dict[str, list[KvHandover | None]] = defaultdict(list)
     add = SyntheticEngine.add
 
     async def recording(
         self: SyntheticEngine, key: str, request: GenerateRequest, kv: KvHandover | None = None
     ) -> None:
-        given.append(request.request_id)
+        given[self.capabilities.role].append(kv)
         await add(self, key, request, kv)
 
     monkeypatch.setattr(SyntheticEngine, "add", recording)
@@ -65,59 +67,65 @@ async def until_queued(observer: Observer, at_least: int) -> None:
     await until(are_queued, True)
 
 
-async def until_idle(engine: SyntheticEngine) -> None:
-    """Wait until the engine holds no request."""
+async def until_idle(parts: Shaped) -> None:
+    """Wait until no engine holds a request."""
 
-    async def idle() -> bool:
-        return is_idle(engine)
+    async def are_idle() -> bool:
+        return all(map(is_idle, parts.engines.values()))
 
-    await until(idle, True)
+    await until(are_idle, True)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 async def test_a_killed_client_is_worked_for_no_longer(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """SIGKILL: when its lease ends, what it had in the engine is aborted, and nothing in the queue runs any more."""
     given = record_adds(monkeypatch)
     num_requests = 60
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
+        shaped(nats_url, fleet, shape, CONFIG) as parts,
     ):
         async with client_program(nats_url, fleet, num_requests, 400) as program:
             await until_queued(observer, num_requests - 2 * NUM_SLOTS)
             program.kill()
             await until(observer.queued, {})
-            await until_idle(engine)
+            await until_idle(parts)
         # They take a second each: some may have run within the lease.
-        assert len(given) < num_requests
+        last = given[role_of(SHAPES[shape][-1])]
+        assert len(last) < num_requests
+        # All of them brought KV, where there is who makes it.
+        assert {kv is not None and kv.params is not None for kv in last} == {shape == "disaggregated"}
 
         async with bus.connect(nats_url, fleet=fleet) as rb:
             assert len((await rb.complete(greedy(1, 10))).token_ids) == 10
 
 
-async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str, shape: str) -> None:
     """SIGSTOP for longer than its lease: its requests are ended in the engine; after SIGCONT every one completes."""
     # For longer than the lease, so that some have run, some run and some wait when it ends.
-    num_requests, max_tokens = 4 * NUM_SLOTS, 700
+    num_requests, max_tokens = 4 * NUM_SLOTS, 500
     load = await Load.of([greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, config=CONFIG) as (_, engine),
+        shaped(nats_url, fleet, shape, CONFIG) as parts,
         client_program(nats_url, fleet, num_requests, max_tokens) as program,
     ):
         await until_queued(observer, num_requests - 2 * NUM_SLOTS)
         program.send_signal(signal.SIGSTOP)
         try:
             await until(observer.queued, {})
-            await until_idle(engine)
+            await until_idle(parts)
         finally:
             program.send_signal(signal.SIGCONT)
         results = [json.loads(line) for line in (await program.communicate())[0].splitlines()]
 
         assert program.returncode == 0
-        assert sorted(prompt for prompt, _, _ in results) == list(range(num_requests))
-        assert max(attempts for _, attempts, _ in results) > 1
-        for prompt, _, tokens in results:
+        assert sorted(prompt for prompt, *_ in results) == list(range(num_requests))
+        assert max(attempts for _, attempts, _, _ in results) > 1
+        assert all(set(SHAPES[shape]) == set(workers) for _, _, workers, _ in results)
+        for prompt, _, _, tokens in results:
             assert tokens == load.expected[f"r-{prompt}"].token_ids.tolist()
         await observer.check_at_rest()

@@ -1,45 +1,89 @@
 """A worker has taken a request, and its client never hears of it: the queue gives it to the next."""
 
 import asyncio
+import contextlib
 
-import numpy as np
 import pytest
 
 import bus
-from tests.support.fleet import synthetic_worker
+from bus.protocol.prefill import Alone
+from bus.queue import streams
+from bus.queue.streams import QueueLimits
+from tests.support.disagg import SHAPES, role_worker, until_paired
 from tests.support.invariants import observing
-from tests.support.load import greedy
+from tests.support.load import Load, greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from workers.engines.synthetic import SyntheticConfig
+from workers.worker import Worker
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.001)
 
 
-async def test_what_was_never_offered_goes_to_the_next_worker(nats_url: str, fleet: str) -> None:
-    """The only worker pulls a request and is cut off before its offer leaves; a second one serves it from the queue."""
+async def until_taken(worker: Worker, count: int) -> None:
+    """Wait until it has taken so many requests in hand since it was started."""
+    async with asyncio.timeout(10):
+        while worker.stats().links.offered < count:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_what_was_never_offered_goes_to_the_next_worker(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """The only worker pulls a request and is cut off before its offer leaves; a second one serves it from the queue.
+
+    A decode leg likewise, with the KV that was meant for the first.
+    """
+    monkeypatch.setattr(streams, "QueueLimits", lambda: QueueLimits(ack_wait_s=2.0))
+    *before, first = SHAPES[shape]
+    second = f"{first}2"
+    load = await Load.of([greedy(1, 50, request_id="r")], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(proxy.url, fleet, config=CONFIG, worker_id="a") as (a, _),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        contextlib.AsyncExitStack() as others,
+        role_worker(proxy.url, fleet, first, CONFIG) as (cut_off, _),
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
         asyncio.TaskGroup() as tasks,
     ):
-        await rb.fleet.wait_for_workers()
-        await rb.complete(greedy(0, 1))
+        for name in before:
+            await others.enter_async_context(role_worker(nats_url, fleet, name, CONFIG))
+        await until_paired(rb, *SHAPES[shape])
+        await rb.complete(greedy(0, 2))
         # It hears, and cannot speak: its standing pull brings it the request.
         proxy.freeze(Direction.TO_SERVER)
-        completing = tasks.create_task(rb.complete(greedy(1, 50)))
-        async with asyncio.timeout(10):
-            while not a.presence().in_flight:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
-        async with synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="b"):
-            generation = await completing
-            alone = await rb.complete(greedy(1, 50))
+        completing = tasks.create_task(load.run(rb, legs=len(SHAPES[shape])))
+        await until_taken(cut_off, 2)
+        async with role_worker(nats_url, fleet, second, CONFIG):
+            (generation,) = await completing
             proxy.thaw()
-            await rb.fleet.wait_for_workers(2)
+            await until_paired(rb, first, second)
 
-            assert generation.worker_ids == ("b",)
-            np.testing.assert_array_equal(generation.token_ids, alone.token_ids)
+            assert (generation.attempts, generation.worker_ids) == (1, (*before, second))
             await observer.check_at_rest()
+
+
+async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(nats_url: str, fleet: str) -> None:
+    """A prefill worker takes a leg and is cut off before its offer leaves: decode alone serves it, as first attempt."""
+    load = await Load.of([greedy(1, 50, request_id="r")], CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        tcp_proxy(nats_url) as proxy,
+        role_worker(proxy.url, fleet, "p", CONFIG) as (cut_off, _),
+        role_worker(nats_url, fleet, "d", CONFIG),
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await until_paired(rb, "p", "d")
+        assert (await rb.complete(greedy(0, 2))).worker_ids == ("p", "d")
+        proxy.freeze(Direction.TO_SERVER)
+        completing = tasks.create_task(load.run(rb))
+        await until_taken(cut_off, 2)
+        (generation,) = await completing
+        proxy.thaw()
+
+        assert (generation.attempts, generation.worker_ids) == (1, ("d",))
+        assert rb.stats().prefill_fallbacks[Alone.BUSY] == 1
+        await observer.check_at_rest()

@@ -7,7 +7,7 @@ import pytest
 import bus
 from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
-from tests.support.fleet import synthetic_worker
+from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.invariants import Observer, observing
 from tests.support.load import Load
 from tests.support.tcp_proxy import tcp_proxy
@@ -25,8 +25,12 @@ TOTAL_BYTES = NUM_REQUESTS * PROMPT_LEN * ROW_BYTES
 MAX_WINDOW_BYTES = 8 * 1024 * 1024
 
 
-async def test_a_slow_client_loses_nothing(nats_url: str, fleet: str) -> None:
-    """Routing for a client that takes 8 MB/s: no more than its window is on the way, the rest waits at the worker."""
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_slow_client_loses_nothing(nats_url: str, fleet: str, shape: str) -> None:
+    """Routing for a client that takes 8 MB/s: no more than its window is on the way, the rest waits at the worker.
+
+    That of the prompts is most of it, and comes from a prefill worker where there is one.
+    """
     requests = [
         GenerateRequest(
             request_id=f"large-{index}",
@@ -39,18 +43,19 @@ async def test_a_slow_client_loses_nothing(nats_url: str, fleet: str) -> None:
     async with (
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
-        synthetic_worker(nats_url, fleet, config=CONFIG) as (worker, _),
+        shaped(nats_url, fleet, shape, CONFIG) as parts,
         bus.connect(proxy.url, fleet=fleet, client="slow") as rb,
         asyncio.TaskGroup() as tasks,
     ):
-        await rb.fleet.wait_for_workers()
+        await until_paired(rb, *parts.workers)
         proxy.bytes_per_s = 8_000_000
         most = Most()
-        watching = tasks.create_task(most.watch(observer, worker))
-        results = await load.run(rb)
+        watching = tasks.create_task(most.watch(observer, parts.workers[SHAPES[shape][0]]))
+        results = await load.run(rb, legs=len(parts.workers))
         watching.cancel()
 
         assert {generation.attempts for generation in results} == {1}
+        check_legs(results, shape)
         # The server counts a write that is under way as a whole.
         assert most.pending_bytes < 1.5 * MAX_WINDOW_BYTES
         # What the engine made at once, less what was on the way: it did wait here, and it is no more than was made.

@@ -1,30 +1,36 @@
 """A trainer as a process of its own, to be killed or stopped: `python -m tests.support.client_program URL FLEET N MAX`.
 
 It reads a stream that has no end, says `started` when its first chunk is there, asks for N greedy results of MAX tokens
-each at once, and prints one line of JSON for each: prompt, attempts, tokens.
+each at once, and prints one line of JSON for each: prompt, attempts, workers, tokens.
 """
 
 import asyncio
 import json
 import sys
+from unittest.mock import patch
 
 import bus
+from bus.client import dispatch, traffic
 from tests.support.load import greedy
 
 __all__ = ["main"]
+
+LEASE_S = 1.5
+ORPHAN_AGE_S = 1.0
+"""Both are shorter than usual: tests wait until the lease has run out, and for what left the queue since."""
 
 
 async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
     """Complete all of them."""
     requests = [greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)]
-    async with bus.connect(url, fleet=fleet, client="program") as rb:
+    async with bus.connect(url, fleet=fleet, client="program", prefill_min_tokens=2) as rb:
         await rb.fleet.wait_for_workers()
         endless = rb.generate(greedy(num_requests, 1_000_000))
         await anext(endless)
         say("started")
         async for generation in rb.complete_many(requests):
             tokens = [int(token) for token in generation.token_ids]
-            say(json.dumps([int(generation.request_id[2:]), generation.attempts, tokens]))
+            say(json.dumps([int(generation.request_id[2:]), generation.attempts, generation.worker_ids, tokens]))
         await endless.aclose()
 
 
@@ -35,4 +41,5 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    with patch.object(traffic, "LEASE_S", LEASE_S), patch.object(dispatch, "ORPHAN_AGE_S", ORPHAN_AGE_S):
+        asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
