@@ -28,8 +28,10 @@ from workers.engines.synthetic import SyntheticConfig
 pytestmark = pytest.mark.slow
 
 LEASE = ("--lease-s", "2")
-ENGINE_ARGS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE, "faults": {"load_s": 2.0}}
-REQUESTS = [greedy(prompt, 200 + 40 * prompt, request_id=f"r{prompt}") for prompt in range(24)]
+ENGINE_ARGS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
+SLOW_LOADS: dict[str, Any] = {**ENGINE_ARGS, "faults": {"load_s": 1.0}}
+"""What happens to a worker that loads weights happens before it has them."""
+REQUESTS = [greedy(prompt, 100 + 40 * prompt, request_id=f"r{prompt}") for prompt in range(20)]
 """More than both workers run at once, of many lengths: when the first ends, both have others for a second and more."""
 
 
@@ -88,7 +90,7 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
     # With a lease that outlasts the outage on a busy machine, too.
     own: dict[str, Any] = {"model_path": str(one), "weight_version": 1, "lease_s": 30.0}
     fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), **own}
-    config = SyntheticConfig.from_args(ENGINE_ARGS)
+    config = SyntheticConfig.from_args(SLOW_LOADS if command == "update" else ENGINE_ARGS)
     async with (
         EmbeddedServer() as server,
         observing(server.url, fleet) as observer,
@@ -134,8 +136,8 @@ async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str,
     async with (
         observing(nats_url, fleet) as observer,
         bus.connect(nats_url, fleet=fleet) as rb,
-        start(nats_url, fleet, "a", one, *LEASE, **ENGINE_ARGS) as a,
-        start(nats_url, fleet, "b", one, *LEASE, **ENGINE_ARGS),
+        start(nats_url, fleet, "a", one, *LEASE, **SLOW_LOADS) as a,
+        start(nats_url, fleet, "b", one, *LEASE, **SLOW_LOADS),
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)

@@ -19,7 +19,7 @@ from schemas.request import GenerateRequest
 from tests.bus.test_disagg import check_equal
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
-from tests.support.invariants import until
+from tests.support.invariants import observing, until
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.worker_process import worker_process
 from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
@@ -226,6 +226,23 @@ async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: st
             assert result.attempts == 2
             assert len(result.worker_ids) == 1 + expected
         assert both.fallbacks() == {Alone.NO_WORKER: 1}
+
+
+async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str) -> None:
+    """Its process ends, and what it had, which costs an attempt, is served by decode alone."""
+    async with (
+        observing(nats_url, fleet) as observer,
+        bus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, "--worker-id", "p", engine_args={"role": "prefill", "die_after_steps": 1}) as p,
+        worker_process(nats_url, fleet, "--worker-id", "d", engine_args={"role": "decode"}),
+    ):
+        await until_paired(rb, "p", "d")
+        requests = [long("one"), long("two")]
+        results = [await rb.complete(request) for request in requests]
+        await check_equal(results, requests, ALONE)
+        assert await p.wait() == 1
+        assert [(result.attempts, result.worker_ids) for result in results] == [(1, ("p", "d")), (2, ("p", "d"))]
+        await observer.check_at_rest()
 
 
 async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:

@@ -1,14 +1,18 @@
 """A worker goes away, with or without a word: another finishes what it had, and nobody notices in the result."""
 
 import asyncio
+import contextlib
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import bus
 from bus import GenerateRequest, SamplingParams
 from schemas.errors import ErrorCode, NoWorkers, RequestFailed
+from tests.chaos.workload import undisturbed
 from tests.control.support import until
+from tests.support.disagg import role_of, until_paired
 from tests.support.invariants import check_stream, observing
 from tests.support.load import VOCAB_SIZE, Load, greedy
 from tests.support.worker_process import worker_process
@@ -26,6 +30,12 @@ def endless() -> GenerateRequest:
     return GenerateRequest(
         prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=1_000_000, temperature=0, ignore_eos=True)
     )
+
+
+async def alone(request: GenerateRequest) -> npt.NDArray[np.int32]:
+    """The tokens that it gives on an engine of its own."""
+    expected = await undisturbed([request], SyntheticConfig.from_args(SLOW))
+    return expected[request.request_id].token_ids
 
 
 async def busy(rb: bus.Client) -> str:
@@ -77,48 +87,60 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
         await observer.check_at_rest()
 
 
-async def test_a_stream_survives_its_worker(nats_url: str, fleet: str) -> None:
-    """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens."""
-    wanted = greedy(5, 400)
+@pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
+async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
+    """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens.
+
+    Each attempt has two legs where there is a prefill worker.
+    """
+    wanted = greedy(5, 200, request_id="r")
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=SLOW) as a,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=SLOW) as b,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        contextlib.AsyncExitStack() as stack,
     ):
-        await rb.fleet.wait_for_workers(2)
+        processes = {}
+        for name in workers:
+            options = (*LEASE, "--worker-id", name, "--role", role_of(name))
+            process = worker_process(nats_url, fleet, *options, engine_args={**SLOW, "role": role_of(name)})
+            processes[name] = await stack.enter_async_context(process)
+        await until_paired(rb, *workers)
         stream = rb.generate(wanted)
-        chunks = [await anext(stream)]
-        {"a": a, "b": b}[await busy(rb)].kill()
+        # Of the second leg there is something, too.
+        chunks = [await anext(stream), await anext(stream)]
+        killed = await busy(rb)
+        processes[killed].kill()
         chunks += [chunk async for chunk in stream]
-        alone = await rb.complete(wanted)
         await observer.check_at_rest()
 
     check_stream(chunks, wanted)
-    assert {chunk.attempt for chunk in chunks} == {0, 1}
-    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), alone.token_ids)
+    *before, one, other = workers
+    served = (*before, killed, *before, other if killed == one else one)
+    # In chunks each leg has a number of its own.
+    assert list(dict.fromkeys((chunk.attempt, chunk.worker_id) for chunk in chunks)) == list(enumerate(served))
+    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
 async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     """SIGTERM: the process exits with 0, and another worker goes on with its streams at once, token by token."""
+    wanted = greedy(5, 200, request_id="r")
     async with (
         bus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as a,
         worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW) as b,
     ):
         await rb.fleet.wait_for_workers(2)
-        stream = rb.generate(greedy(5, 400))
+        stream = rb.generate(wanted)
         chunks = [await anext(stream)]
         process = {"a": a, "b": b}[await busy(rb)]
         process.terminate()
         chunks += [chunk async for chunk in stream]
         async with asyncio.timeout(20):
             assert await process.wait() == 0
-        alone = await rb.complete(greedy(5, 400))
 
-    assert [chunk.chunk_index for chunk in chunks] == list(range(400))
+    assert [chunk.chunk_index for chunk in chunks] == list(range(200))
     assert {chunk.attempt for chunk in chunks} == {0, 1}
-    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), alone.token_ids)
+    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
 async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 import bus
+from tests.support.disagg import check_legs, until_paired
 from tests.support.invariants import observing, until
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.worker_process import worker_process
@@ -49,4 +50,35 @@ async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) 
         await until(workers, {"a"})
         again = await load.run(rb)
         assert {generation.worker_ids for generation in again if generation.attempts == 1} == {("a",)}
+        await observer.check_at_rest()
+
+
+async def test_a_prefill_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
+    """Likewise with legs in its hands: they are begun anew by decode alone, and later legs are given to it again."""
+    load = await Load.mixed(60, SyntheticConfig.from_args(ENGINE_ARGS))
+    # So slow that it has some when it is stopped.
+    prefill = {**ENGINE_ARGS, "role": "prefill", "step_s": 0.1, "max_num_seqs": 4}
+    decode = {**ENGINE_ARGS, "role": "decode"}
+    async with (
+        observing(nats_url, fleet) as observer,
+        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "p", "--role", "prefill", engine_args=prefill) as p,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "d", "--role", "decode", engine_args=decode),
+    ):
+        await until_paired(rb, "p", "d")
+        life = (await observer.presences())["p"].incarnation
+
+        async def stop() -> None:
+            p.send_signal(signal.SIGSTOP)
+
+        results = await load.run(rb, strikes={10: stop}, legs=2)
+        resumed = [generation for generation in results if generation.attempts > 1]
+        assert {generation.worker_ids for generation in resumed} == {("p", "d")}
+
+        p.send_signal(signal.SIGCONT)
+        await until_paired(rb, "p", "d")
+        await observer.check_at_rest()
+        assert (await observer.presences())["p"].incarnation != life
+        again = await load.run(rb, legs=2)
+        check_legs(again, "disaggregated")
         await observer.check_at_rest()
