@@ -97,11 +97,11 @@ async def test_a_fleet_of_two_releases(nats_url: str, fleet: str, release: str, 
     ):
         before_client.make_filter, before_worker.make_filter = for_client.filter, for_worker.filter
         async with (
-            shaped(before_worker.url, fleet, shape, CONFIG) as workers,
+            shaped(before_worker.url, fleet, shape, CONFIG) as running,
             bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
         ):
-            await until_paired(rb, *workers)
-            results = await load.run(rb, legs=len(workers))
+            await until_paired(rb, *running.workers)
+            results = await load.run(rb, legs=len(running.workers))
             ledger = await rb.fleet.pause()
             assert ledger.is_complete
             assert (await rb.fleet.resume()).is_complete
