@@ -313,8 +313,10 @@ class Links:
     # Time
 
     def expire(self, now: float) -> Instructions:
-        """End what is late: clients that went silent, plain requests past their deadline."""
+        """End what is late: clients that went silent or read nothing, plain requests past their deadline."""
         todo = Instructions()
+        for link in [link for link in self.routes.links() if link.sender.is_overrun]:
+            self.break_link(link, todo)
         for ended in self._leases.expire(now):
             self._lose(ended, now, todo)
         lost = [(link.lost_at, link) for link in self.routes.links() if link.lost_at is not None]

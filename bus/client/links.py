@@ -33,6 +33,9 @@ MIN_WINDOW_BYTES: Final = 64 * 1024
 """However many workers there are: a step's tokens of hundreds of requests fit."""
 MAX_KEYS_PER_MESSAGE: Final = 256
 """Aborts in one message: 40 KiB with the longest ids, below any server's `max_payload`."""
+MAX_ABORTS: Final = 65_536
+"""For one worker, until it is written to: more requests than any client has there. What it is not told to stop it is
+told when more comes of that."""
 MAX_SILENCE_S: Final = 10.0
 """How long a worker that announces nothing is still written to: two leases."""
 MAX_LINKS: Final = 16_384
@@ -89,7 +92,7 @@ class ClientLinks:
         self._reader = reader
         # The one not heard for longest first.
         self._links: dict[str, _Link] = {}
-        # Requests to be stopped, by worker; bounded by the requests in flight.
+        # Requests to be stopped, by worker: those in flight, and whatever a worker offers that nobody wants.
         self._aborts: dict[str, dict[RequestKey, None]] = {}
         # Workers to be written to now, and soon. These and the aborts are sets that keep their order.
         self._due: dict[str, None] = {}
@@ -144,7 +147,9 @@ class ClientLinks:
 
     def abort(self, worker: str, key: RequestKey) -> None:
         """Have `worker` stop a request."""
-        self._aborts.setdefault(worker, {})[key] = None
+        aborts = self._aborts.setdefault(worker, {})
+        if len(aborts) < MAX_ABORTS:
+            aborts[key] = None
         self._hasten(worker)
 
     def repeat(self) -> None:

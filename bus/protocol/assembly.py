@@ -1,11 +1,12 @@
 """The client's half of one attempt: chunks are checked as they come.
 
 Invariant: whatever passes to its end is complete: chunk numbers, token totals and the row rule have been checked, so
-that nothing missing or doubled can be mistaken for a result.
+that nothing missing or doubled can be mistaken for a result. And it ends: no more passes than what was asked for.
 """
 
 from schemas.chunk import Chunk, End, PromptLogprobs, RoutedExperts
 from schemas.errors import RemoteProtocolError
+from schemas.limits import MAX_TOKENS
 from schemas.request import GenerateRequest
 from schemas.rows import expected_rows
 
@@ -21,6 +22,7 @@ class Assembly:
 
     def __init__(self, request: GenerateRequest) -> None:
         self._prompt_len = request.prompt_len
+        self._max_tokens = MAX_TOKENS if request.sampling.max_tokens is None else request.sampling.max_tokens
         self._top_width = request.sampling.logprobs
         self._wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._num_prompt_logprobs = 0
@@ -51,6 +53,7 @@ class Assembly:
         num_prompt_logprobs = self._checked_prompt_logprobs(chunk.prompt_logprobs)
         num_tokens = self.num_tokens + chunk.num_tokens
         num_rows = self.num_rows + (0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
+        self._check_bounds(chunk, num_tokens, num_rows, num_prompt_logprobs)
         if chunk.end is not None:
             self._check_totals(chunk.end, num_tokens, num_rows)
             self._check_prompt_logprobs(chunk.end, num_tokens, num_prompt_logprobs)
@@ -60,6 +63,23 @@ class Assembly:
         self._next_chunk += 1
         self._num_prompt_logprobs = num_prompt_logprobs
         self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, chunk.end
+
+    def _check_bounds(self, chunk: Chunk, num_tokens: int, num_rows: int, num_prompt_logprobs: int) -> None:
+        """Refuse more than was asked for, and chunks that bring nothing: either could go on for ever."""
+        max_rows = max(self._prompt_len - self.start, 0) + self._max_tokens
+        if num_tokens > self._max_tokens or num_rows > max_rows:
+            raise RemoteProtocolError(
+                f"{num_tokens} tokens and {num_rows} rows came; allowed: {self._max_tokens} and {max_rows}"
+            )
+        if num_prompt_logprobs > max(self._prompt_len - 1, 0):
+            raise RemoteProtocolError(f"{num_prompt_logprobs} prompt logprobs came for a prompt of {self._prompt_len}")
+        is_news = (num_tokens, num_rows, num_prompt_logprobs) != (
+            self.num_tokens,
+            self.num_rows,
+            self._num_prompt_logprobs,
+        )
+        if not is_news and chunk.end is None and chunk.chunk_index:
+            raise RemoteProtocolError(f"chunk {chunk.chunk_index} brings nothing")
 
     def _check_logprobs(self, chunk: Chunk) -> None:
         if chunk.num_tokens and (chunk.logprobs_data is None) != (self._top_width is None):

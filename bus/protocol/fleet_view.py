@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from bus.protocol.lease import MAX_LEASE_S
 from schemas.errors import InvalidRequest, NoWorkers
 from schemas.presence import Role, WorkerPresence, WorkerState
 
-__all__ = ["LEASE_MARGIN_S", "FleetSnapshot", "FleetView", "Gone", "takes_whole"]
+__all__ = ["LEASE_MARGIN_S", "MAX_WORKERS", "FleetSnapshot", "FleetView", "Gone", "takes_whole"]
 
 LEASE_MARGIN_S: Final = 1.0
 """A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""
+MAX_WORKERS: Final = 16_384
+"""Workers that are followed; far above any fleet. Of more than that the others are not seen until one is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,10 @@ class FleetView:
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
             self._forget(presence.worker)
             return Gone(presence.worker, presence.incarnation, presence.model, f"it is {presence.state}")
+        if previous is None and len(self._seen) >= MAX_WORKERS:
+            return None
         self._seen[presence.worker] = presence
-        self._expires[presence.worker] = now + presence.lease_s + LEASE_MARGIN_S
+        self._expires[presence.worker] = now + min(presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
         if previous is None or _differs(previous, presence):
             self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
@@ -140,7 +145,7 @@ class FleetView:
     def renew_all(self, now: float) -> None:
         """Start every lease anew: while our own connection was down, nobody could be heard."""
         for worker, presence in self._seen.items():
-            self._expires[worker] = now + presence.lease_s + LEASE_MARGIN_S
+            self._expires[worker] = now + min(presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
 
     @property
     def snapshot(self) -> FleetSnapshot:

@@ -13,7 +13,7 @@ __all__ = ["ClientLeases", "Ended", "OwnLease"]
 DEFAULT_LEASE_S = 5.0
 """Of a client that was heard but has not announced itself."""
 MAX_LEASE_S = 60.0
-"""No announcement is good for longer, whatever it says: what a client leaves behind must go at last."""
+"""No announcement is good for longer, whatever it says: what a client or worker leaves behind must go at last."""
 MAX_CLIENTS = 65_536
 """Incarnations of clients that are followed, and as many again that are known to be dead; the oldest are forgotten."""
 

@@ -100,6 +100,11 @@ class LinkSender:
         return not (self._open or self._offers or self._terminals or self._unacked)
 
     @property
+    def is_overrun(self) -> bool:
+        """Twice as much is kept as credit allows: offers and refusals need none, and the client reads nothing."""
+        return self._unacked_bytes > 2 * MAX_UNACKED_BYTES
+
+    @property
     def needs_heartbeat(self) -> bool:
         """The client may wait for something that was lost."""
         return bool(self._unacked or self._open)

@@ -1,0 +1,132 @@
+"""Hostile workers and clients on a real server: who speaks nonsense gets an error, and nobody else notices."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+import bus
+from bus import RequestFailed
+from bus.client.generation import Generation
+from bus.connection import publish
+from bus.subjects import Subjects
+from schemas.chunk import Chunk, RoutedExperts
+from schemas.errors import ErrorCode
+from schemas.messages import RequestKey
+from tests.golden.test_golden import golden_bytes
+from tests.support.connections import opened
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
+from tests.support.invariants import observing, until
+from tests.support.load import VOCAB_SIZE, Load
+from workers.engines.synthetic import SyntheticConfig
+from workers.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+NUM_BAD = 600
+"""Of each kind."""
+
+
+async def failure_of(awaitable: Awaitable[Generation]) -> RequestFailed:
+    """The error of what must fail."""
+    with pytest.raises(RequestFailed) as caught:
+        await awaitable
+    return caught.value
+
+
+def token(key: RequestKey, index: int) -> Chunk:
+    """One token, and no end."""
+    return chunk(key, index, 7)
+
+
+def row(key: RequestKey, index: int) -> Chunk:
+    """One row of the largest shape, ahead of all tokens."""
+    routed = RoutedExperts.from_rows(np.zeros((1, 1024, 256), "u1"), index)
+    return Chunk(
+        request_id=key.request_id, attempt=0, child=0, chunk_index=index, weight_version=0, routed_experts=routed
+    )
+
+
+@pytest.mark.parametrize("part", [token, row, chunk])
+async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]) -> None:
+    """More tokens or rows than were asked for, or chunks of nothing, end the request; the worker is told to stop."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        failing = tasks.create_task(failure_of(rb.complete(request())))
+        key = await worker.next_key()
+        await worker.frame(0, part(key, 0), admitted=(key,))
+        for index in range(1, 8):
+            await worker.frame(index, part(key, index))
+        error = await failing
+
+        assert error.code is ErrorCode.PROTOCOL_ERROR
+        assert f"worker {worker.name}: " in error.message
+        assert await worker.aborted() == [key]
+
+
+async def test_a_worker_that_speaks_of_anothers_request(nats_url: str, fleet: str) -> None:
+    """Chunks and an end from a worker that does not have the request change nothing; it is told to stop."""
+    async with (
+        hand_worker(nats_url, fleet) as (worker, rb),
+        worker_by_hand(nats_url, fleet, "liar", pulls=False) as liar,
+        asyncio.TaskGroup() as tasks,
+    ):
+        completing = tasks.create_task(rb.complete(request()))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.acked(1)
+        liar.client_incarnation = worker.client_incarnation
+        await liar.frame(0, chunk(key, 1, 666), admitted=(key,))
+        assert await liar.aborted() == [key]
+        await liar.frame(1, chunk(key, 1, 666, total=2))
+        await liar.acked(2)
+        await worker.frame(1, chunk(key, 1, 8, 9, total=3))
+        result = await completing
+
+    assert (list(result.token_ids), result.attempts) == ([7, 8, 9], 1)
+
+
+def broken(data: bytes, rng: random.Random) -> bytes:
+    """The beginning of a message, and a byte that is in no msgpack and no JSON."""
+    return data[: rng.randrange(len(data) - 1)] + b"\xc1"
+
+
+async def bad_of(worker: Worker) -> tuple[int, int, int]:
+    """Requests, messages and commands that a worker could not read."""
+    stats = worker.stats()
+    return stats.intake.bad, stats.bad_messages, stats.bad_commands
+
+
+async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str) -> None:
+    """Broken requests, link messages, presences and commands by the hundred: counted, and a client's load goes on."""
+    rng = random.Random(1)
+    load = await Load.mixed(40, CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="w") as (worker, _),
+        bus.connect(nats_url, fleet=fleet, client="good") as rb,
+        opened(nats_url) as nats,
+    ):
+        await rb.fleet.wait_for_workers()
+        subjects = Subjects(fleet)
+        targets = {
+            subjects.direct("bad", "w"): "request_minimal",
+            subjects.link("bad", "w"): "link_acks",
+            subjects.client("bad"): "presence_client",
+            subjects.control("bad"): "command_pause",
+        }
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(load.run(rb))
+            for number in range(NUM_BAD):
+                for subject, name in targets.items():
+                    await publish(nats, subject, broken(golden_bytes(name), rng))
+                if number % 50 == 0:
+                    await nats.flush()
+            results = await running
+        await until(lambda: bad_of(worker), (NUM_BAD, 2 * NUM_BAD, NUM_BAD))
+
+        assert {generation.attempts for generation in results} == {1}
+        await observer.check_at_rest()

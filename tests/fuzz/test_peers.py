@@ -1,0 +1,101 @@
+"""What peers make up of links, workers and clients: an error of ours, and no more memory than is set aside for it."""
+
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from bus.client import links as client_links
+from bus.client.links import ClientLinks, Reader
+from bus.connection import Connection
+from bus.protocol import fleet_view, link_sender
+from bus.protocol.fleet_view import FleetView
+from bus.protocol.lease import MAX_LEASE_S
+from bus.subjects import Subjects
+from schemas.errors import ErrorCode, RemoteProtocolError, RequestError
+from schemas.messages import LinkMessage, RequestKey, decode_link_message, encode
+from tests.fuzz.mutations import harmed
+from tests.support.presences import presence
+from tests.workers.links_support import NOW, Ear, make_links, step
+
+FEW = 5
+REFUSAL = RequestError(code=ErrorCode.INVALID_REQUEST, message="wrong")
+
+said = st.builds(
+    LinkMessage,
+    st.just(1),
+    st.lists(st.builds(RequestKey, st.sampled_from(["r0", "r1", "other"]), st.integers(0, 1)), max_size=3),
+    st.sampled_from(["a1", "a0", ""]),
+    st.sampled_from(["w1", "w0", ""]),
+    st.integers(0, 2),
+    st.integers(0, 8) | st.just(2**53),
+    st.integers(0, 10_000) | st.just(2**62),
+    st.booleans(),
+)
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(st.sampled_from(["alice", "bob"]), said | harmed(said.map(encode))), max_size=12))
+def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes]]) -> None:
+    """Any messages about any link: another client's requests go on, and what is kept is within what was made."""
+    links = make_links()
+    alice, carol = Ear(links), Ear(links, client="carol", incarnation="c1")
+    names = [alice.offer(f"r{i}")[0] for i in range(2)]
+    hers = carol.offer("hers")[0]
+    for client, item in messages:
+        links.take([step(name) for name in names if name in links.names] + [step(hers)], NOW)
+        links.hand_over()
+        try:
+            message = item if isinstance(item, LinkMessage) else decode_link_message(item)
+            links.on_link_message(client, message, NOW)
+        except RemoteProtocolError:
+            continue
+    links.expire(NOW)
+
+    assert hers in links.names
+    assert links.routes.held_bytes < 10_000
+    # One for each client that could be heard of, and the lives that a message made up.
+    assert len(list(links.routes.links())) <= 4
+
+
+def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks for nonsense and acknowledges nothing loses its link, with all that is kept for it."""
+    monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 10_000)
+    links = make_links()
+    ear = Ear(links)
+    most = 0
+    for i in range(1000):
+        links.reject(ear.origin(f"r{i}"), REFUSAL, NOW)
+        ear.hear()
+        most = max(most, links.routes.held_bytes)
+        links.expire(NOW)
+
+    assert links.stats.links_broken > 0
+    assert most < 21_000
+    assert links.routes.held_bytes < 21_000
+
+
+def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a bound new workers are not seen; those that are there stay, until their leases end, however long."""
+    monkeypatch.setattr(fleet_view, "MAX_WORKERS", FEW)
+    view = FleetView()
+    for i in range(100):
+        view.update(presence(worker=f"w{i}", lease_s=1e300), 0.0)
+    view.update(replace(presence(worker="w0"), in_flight=3, lease_s=1e300), 0.0)
+
+    assert [worker.worker for worker in view.workers()] == [f"w{i}" for i in range(FEW)]
+    assert view.workers()[0].in_flight == 3
+    assert len(view.expire(MAX_LEASE_S + 2)) == FEW
+
+
+def test_offers_that_nobody_wants_are_told_so_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that offers without end is not remembered for more aborts than that; another one has its own."""
+    monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
+    links = ClientLinks(cast(Connection, None), Subjects("f"), ("c", "c1"), cast(Reader, None))
+    for i in range(100):
+        links.abort("hostile", RequestKey(f"r{i}"))
+    links.abort("other", RequestKey("r"))
+
+    assert {worker: len(keys) for worker, keys in links._aborts.items()} == {"hostile": FEW, "other": 1}

@@ -1,0 +1,103 @@
+"""A client takes what a hostile worker sends until it makes no sense: an error of ours, and bounded memory."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.link_receiver import LinkReceiver, Verdict
+from bus.protocol.stream import Stream
+from schemas.chunk import Chunk, PromptLogprobs, RoutedExperts
+from schemas.errors import RemoteProtocolError
+from schemas.messages import WIRE_VERSION, Frame, decode_frame, encode
+from schemas.request import GenerateRequest
+from schemas.sampling import SamplingParams
+from tests.fuzz.mutations import harmed
+from tests.support.scenarios import Scenario, scenarios
+
+MAX_TOKENS = 4
+PROMPT = [1, 2, 3]
+REQUEST = GenerateRequest(
+    prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=MAX_TOKENS, logprobs=None, prompt_logprobs=0)
+)
+
+
+def part(index: int, **fields: object) -> Chunk:
+    """A chunk without an end."""
+    return Chunk(request_id="r", attempt=0, child=0, chunk_index=index, weight_version=0, **fields)  # type: ignore[arg-type]
+
+
+def rows(index: int) -> Chunk:
+    """One row of routing, ahead of all tokens."""
+    return part(index, routed_experts=RoutedExperts.from_rows(np.zeros((1, 2, 2), "u1"), index))
+
+
+def prompt_logprobs(index: int, count: int) -> Chunk:
+    """Logprobs of prompt tokens; none where there are to be none."""
+    return part(index, prompt_logprobs=PromptLogprobs(1 + index * count, np.zeros(count, "<f4").tobytes()))
+
+
+ENDLESS: dict[str, Callable[[int], Chunk]] = {
+    "tokens": lambda index: part(index, token_ids_data=b"\1\0\0\0"),
+    "rows": rows,
+    "nothing": part,
+    "prompt logprobs": lambda index: prompt_logprobs(index, 1),
+    "no prompt logprobs": lambda index: prompt_logprobs(index, 0),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_endless_parts_are_refused(kind: str) -> None:
+    """Parts that each make sense and never end are an error as soon as there are more than were asked for."""
+    stream = Stream(REQUEST, child=0, attempt=0, keep=True)
+    for index in range(len(PROMPT) + MAX_TOKENS + 1):
+        try:
+            stream.add(ENDLESS[kind](index))
+        except RemoteProtocolError:
+            return
+
+    pytest.fail("all were taken")
+
+
+def test_one_part_larger_than_the_request_is_refused() -> None:
+    """So is a single chunk with more than all that was asked for; nothing of it is taken."""
+    stream = Stream(REQUEST, child=0, attempt=0, keep=True)
+    with pytest.raises(RemoteProtocolError, match="5 tokens and 0 rows came; allowed: 4 and 7"):
+        stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
+
+    assert stream.add(part(0, token_ids_data=b"\1\0\0\0"))
+
+
+def frames_of(scenario: Scenario, part_bytes: int) -> Iterator[bytes]:
+    """What an honest worker sends, a chunk a frame."""
+    for number, chunk in enumerate(scenario.chunks(part_bytes)):
+        yield encode(Frame(WIRE_VERSION, "w", number, [], [chunk], 0, "c"))
+
+
+@pytest.mark.slow
+@given(scenarios(), st.sampled_from([200, 2**20]), st.data())
+def test_harmed_frames(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+    """Frames with anything changed in them end in an error, or in no more chunks than there can be of the request."""
+    stream, receiver = scenario.stream(), LinkReceiver("c")
+    delivered = 0
+    for clock in itertools.islice(itertools.count(), 3):
+        for frame in list(frames_of(scenario, part_bytes)):
+            harm = data.draw(st.booleans())
+            sent = data.draw(harmed(st.just(frame))) if harm else frame
+            try:
+                message = decode_frame(sent)
+                if receiver.receive(message, len(sent), float(clock)) is Verdict.TAKEN:
+                    for chunk in message.chunks:
+                        if (chunk.request_id, chunk.attempt, chunk.child) == ("r", 0, 0):
+                            delivered += len(stream.add(chunk))
+            except RemoteProtocolError:
+                continue
+        assert receiver.message(window=1000, now=float(clock)).acked >= 0
+
+    sampling, prompt_len = scenario.request.sampling, scenario.request.prompt_len
+    assert delivered <= 2 * (prompt_len + (sampling.max_tokens or len(scenario.steps))) + len(scenario.steps) + 2
+    assert repr(stream)
+    assert repr(receiver)
