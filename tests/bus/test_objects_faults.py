@@ -15,6 +15,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
+from bus import jetstream
 from bus.connection import subscribe
 from bus.embedded import EmbeddedServer
 from bus.objects import ObjectReader, list_objects, parts, put_folder, reader, writer
@@ -83,6 +84,7 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
 async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while without a part the fetch fails, says how far it was, and leaves nothing."""
     monkeypatch.setattr(parts, "STALL_S", 0.1)
+    monkeypatch.setattr(jetstream, "API_TIMEOUT_S", 1.0)
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _), asyncio.TaskGroup() as tasks:
         after(proxy, 8 * MEGABYTE, event)

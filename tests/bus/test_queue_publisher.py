@@ -7,7 +7,6 @@ import pytest
 import bus.queue.publisher
 from bus.embedded import EmbeddedServer
 from bus.jetstream import ask
-from bus.queue.publisher import REPEAT_S
 from bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import ErrorCode, LocalProtocolError
@@ -133,8 +132,11 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
 
 
 @pytest.mark.slow
-async def test_what_is_not_answered_is_published_again(nats_url: str, fleet: str) -> None:
+async def test_what_is_not_answered_is_published_again(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When answers do not come the request is repeated under its id until one does: one result, one request stored."""
+    monkeypatch.setattr(bus.queue.publisher, "REPEAT_S", 0.5)
     async with (
         tcp_proxy(nats_url) as proxy,
         publishing(proxy.url, fleet) as client,
@@ -145,7 +147,8 @@ async def test_what_is_not_answered_is_published_again(nats_url: str, fleet: str
         token = await client.send()
         forgotten = await client.send()
         client.publisher.forget(forgotten)
-        await asyncio.sleep(2.5 * REPEAT_S)  # time enough for two repeats
+        while client.publisher.stats.repeats < 2:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
         proxy.thaw()
         result = await client.result(token)
         await client.publish()  # answered after all that was sent before
