@@ -1,11 +1,12 @@
 """Publishes commands and collects the answers, on the bus thread.
 
-Either may be lost on its way, so that a command is repeated to those that owe an answer: under its id it has no second
-effect, and gets the same answer.
+Either may be lost on its way, so that a command is repeated to those that owe an answer, once nothing new is heard of
+it: under its id it has no second effect, and gets the same answer.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,10 @@ __all__ = ["Collector", "Nudge", "OnAck"]
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""Between repeats: long enough for the first answer of a busy worker, short for somebody who waits."""
+"""Without news of a command, until it is repeated: long enough for the first answer of a busy worker, short for
+somebody who waits. While a large fleet is at it, news come all the time, and to ask again would only hold it up."""
+MAX_REPEAT_S: Final = 10.0
+"""Until it is repeated even so: of what loads for minutes, somebody always has news."""
 MARGIN_S: Final = 5.0
 """Beyond the command's own time: for the way, for a worker to say that its time is up, and for what it does before."""
 MAX_NEWS: Final = 4096
@@ -57,6 +61,15 @@ class _UnderWay:
     roll: Roll
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     news: deque[Ack] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    published_at: float = -math.inf
+    """When it was last, on `time.monotonic()`."""
+    news_at: float = -math.inf
+    """When the last came."""
+
+    @property
+    def repeat_at(self) -> float:
+        """When to publish it again."""
+        return min(max(self.published_at, self.news_at) + REPEAT_S, self.published_at + MAX_REPEAT_S)
 
 
 class Collector:
@@ -102,6 +115,7 @@ class Collector:
             return
         if under_way.roll.take(ack):
             under_way.news.append(ack)
+            under_way.news_at = time.monotonic()
         under_way.changed.set()
 
     def worker_gone(self, gone: Gone) -> None:
@@ -136,13 +150,13 @@ class Collector:
         under_way = self._under_way[roll.id]
         deadline = time.monotonic() + timeout_s + MARGIN_S
         await self._publish(nudge.command for nudge in nudges)
-        repeat_at = time.monotonic() + REPEAT_S
+        under_way.published_at = time.monotonic()
         while not roll.is_settled and time.monotonic() < deadline:
-            await _wait(under_way.changed, min(repeat_at, deadline))
+            await _wait(under_way.changed, min(under_way.repeat_at, deadline))
             _hand_over(under_way.news, on_ack)
-            if time.monotonic() >= repeat_at:
+            if time.monotonic() >= under_way.repeat_at:
                 await self._repeat(roll, nudges)
-                repeat_at = time.monotonic() + REPEAT_S
+                under_way.published_at = time.monotonic()
         _hand_over(under_way.news, on_ack)
 
     async def _repeat(self, roll: Roll, nudges: Sequence[Nudge]) -> None:
