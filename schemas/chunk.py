@@ -44,6 +44,9 @@ Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
 """An absolute position, or a count of positions."""
 
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+"""Of an expert id, by its dtype."""
+MAX_IDS_BYTES = 4 * limits.MAX_CHUNK_TOKENS
 JSON_MINUS_INFINITY = -9999.0
 """Stands for -inf where logprobs become JSON, which has no infinity; HTTP inference servers use this number."""
 
@@ -78,12 +81,12 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def __post_init__(self) -> None:
         """Refuse shapes that the data does not have."""
         rows, layers, top_k = self.shape
+        expected = rows * layers * top_k * ITEM_BYTES[self.dtype]
         if not 1 <= layers <= limits.MAX_LAYERS or not 1 <= top_k <= limits.MAX_TOP_K_EXPERTS:
             raise ValueError(
                 f"routed experts of {layers} layers and top {top_k}; "
                 f"allowed: 1 to {limits.MAX_LAYERS} and 1 to {limits.MAX_TOP_K_EXPERTS}"
             )
-        expected = rows * layers * top_k * DTYPES[self.dtype].itemsize
         if len(self.data) != expected:
             raise ValueError(
                 f"routed experts of shape {self.shape} and dtype {self.dtype} take {expected} bytes, "
@@ -254,10 +257,11 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     def __post_init__(self) -> None:
         """Refuse arrays whose lengths contradict each other."""
         size = len(self.token_ids_data)
-        if size % 4 or size > 4 * limits.MAX_CHUNK_TOKENS:
+        if size % 4 or size > MAX_IDS_BYTES:
             raise ValueError(f"token ids of {size} bytes are no <i4 array of up to {limits.MAX_CHUNK_TOKENS}")
-        if self.logprobs_data is not None and len(self.logprobs_data) != size:
-            raise ValueError(f"{size // 4} token ids but {len(self.logprobs_data) / 4:g} logprobs")
+        logprobs = self.logprobs_data
+        if logprobs is not None and len(logprobs) != size:
+            raise ValueError(f"{size // 4} token ids but {len(logprobs) / 4:g} logprobs")
         top = self.top_logprobs
         if top is not None and len(top.token_ids_data) != size * top.width:
             raise ValueError(f"{size // 4} token ids but {len(top.token_ids_data) // (4 * top.width)} top logprobs")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bus.client.generation import Generation, Sample, join_samples
-from bus.protocol.chunking import chunk_bytes
+from bus.protocol.sizes import chunk_bytes
 from schemas.chunk import Chunk
 from schemas.errors import RequestError
 from schemas.limits import DEFAULT_TIMEOUT_S

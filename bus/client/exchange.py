@@ -180,12 +180,11 @@ class Exchange:
     def take(self, worker: str, frame: Frame) -> None:
         """Take a worker's next frame."""
         for key in frame.admitted:
-            child = self._find(key)
+            child = self._find(key.request_id, key.attempt, key.child)
             if child is None or not self._admit(child, worker, frame.incarnation):
                 self._stopper.abort(worker, key)
         for chunk in frame.chunks:
-            key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
-            child = self._find(key)
+            child = self._find(chunk.request_id, chunk.attempt, chunk.child)
             if child is not None and child.worker is None and chunk.error is not None:
                 # Refused: it was never admitted.
                 self._fail_attempt(child, chunk.error)
@@ -194,15 +193,15 @@ class Exchange:
             else:
                 self.stats.late_chunks += 1
                 if chunk.end is None:
-                    self._stopper.abort(worker, key)
+                    self._stopper.abort(worker, RequestKey(chunk.request_id, chunk.attempt, chunk.child))
 
-    def _find(self, key: RequestKey) -> Child | None:
+    def _find(self, request_id: str, attempt: int, index: int) -> Child | None:
         """The child whose current attempt this is, while it is open."""
-        live = self._calls.get(key.request_id)
-        if live is None or key.child >= len(live.children):
+        live = self._calls.get(request_id)
+        if live is None or index >= len(live.children):
             return None
-        child = live.children[key.child]
-        return child if child.is_open and child.stream.attempt == key.attempt else None
+        child = live.children[index]
+        return child if child.is_open and child.stream.attempt == attempt else None
 
     def _admit(self, child: Child, worker: str, incarnation: str) -> bool:
         if child.worker is not None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bus.protocol.sizes import CHUNK_OVERHEAD_BYTES, error_bytes, text_bytes, top_bytes
 from bus.protocol.step import RequestStep
 from bus.protocol.token_run import TokenRun, pop_front
 from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
@@ -20,33 +21,10 @@ from schemas.messages import RequestKey
 from schemas.presence import RoutedExpertsInfo
 from schemas.rows import DTYPES, Rows, expected_rows
 
-__all__ = ["CHUNK_OVERHEAD_BYTES", "PART_BYTES", "ChunkWriter", "chunk_bytes"]
+__all__ = ["PART_BYTES", "ChunkWriter"]
 
 PART_BYTES = 128 * 1024
 """Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond."""
-CHUNK_OVERHEAD_BYTES = 256
-"""More than msgpack needs for the numbers, headers and nil fields of one chunk."""
-
-
-def chunk_bytes(chunk: Chunk) -> int:
-    """An upper bound of the encoded size of `chunk`, in bytes."""
-    size = CHUNK_OVERHEAD_BYTES + len(chunk.request_id.encode()) + len(chunk.token_ids_data)
-    size += len(chunk.logprobs_data or b"") + len(chunk.traceparent or "") + _top_bytes(chunk.top_logprobs)
-    if chunk.routed_experts is not None:
-        size += len(chunk.routed_experts.data)
-    if chunk.prompt_logprobs is not None:
-        size += len(chunk.prompt_logprobs.logprobs_data) + _top_bytes(chunk.prompt_logprobs.top)
-    return size + _error_bytes(chunk.error) + (0 if chunk.end is None else len(chunk.end.kv_params or b""))
-
-
-def _top_bytes(top: TopLogprobs | None) -> int:
-    return 0 if top is None else len(top.token_ids_data) + len(top.logprobs_data)
-
-
-def _error_bytes(error: ChunkError | None) -> int:
-    if error is None:
-        return 0
-    return sum(len(text.encode()) for text in (error.message, error.field, error.problem, error.allowed))
 
 
 class _Ending(NamedTuple):
@@ -82,6 +60,7 @@ class ChunkWriter:
 
     Attributes:
         unsent_bytes: of what was taken and has not left.
+        last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
         is_ended: the request's last step was taken, or it failed; no other may follow.
         has_left: the terminal chunk was handed out.
     """
@@ -102,7 +81,7 @@ class ChunkWriter:
         self._start = start
         self._part_bytes = part_bytes
         self._traceparent = traceparent
-        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode()) + len(traceparent or "")
+        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
         self._rows_per_part = max(part_bytes // max(self._row_bytes, 1), 1)
         # What has left.
@@ -119,6 +98,7 @@ class ChunkWriter:
         self._rows = bytearray()
         self._ending: _Ending | None = None
         self.unsent_bytes = 0
+        self.last_bytes = 0
         self.is_ended = False
         self.has_left = False
 
@@ -253,7 +233,7 @@ class ChunkWriter:
             and self._num_tokens + num_tokens == self._taken_tokens
         )
         if self._ending is not None:
-            num_bytes += _error_bytes(self._ending.error)
+            num_bytes += error_bytes(self._ending.error)
         if is_terminal and self._ending is not None and self._ending.kv_params:
             num_kv_bytes = len(self._ending.kv_params)
             # As large as a part may be: then they go alone, after the rest.
@@ -266,6 +246,10 @@ class ChunkWriter:
         unsent_rows = self._taken_rows - self._num_rows
         # Rows before the next token's own: they may go ahead of it, for it must follow.
         due = self._prompt_len - self._start + self._num_tokens - self._num_rows
+        if len(self._runs) == 1 and self.unsent_bytes <= self._part_bytes:
+            # All fits, as mostly.
+            num_tokens = self._runs[0].num_tokens
+            return num_tokens, min(unsent_rows, due + num_tokens - 1)
         ahead = min(unsent_rows, due)
         if not self._runs:
             return 0, min(ahead, self._rows_per_part)
@@ -278,6 +262,7 @@ class ChunkWriter:
         return num_tokens, min(unsent_rows, due + num_tokens - 1)
 
     def _cut(self, plan: _Plan) -> Chunk:
+        self.last_bytes = plan.num_bytes
         weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top = b"", None, None
         if plan.prompt_logprobs is not None:
@@ -374,7 +359,7 @@ class ChunkWriter:
 
 def _prompt_bytes(part: PromptLogprobs) -> int:
     # Never 0: a part without a value is still to be sent.
-    return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + _top_bytes(part.top)
+    return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + top_bytes(part.top)
 
 
 def _prompt_parts(prompt_logprobs: PromptLogprobs, part_bytes: int) -> Iterator[PromptLogprobs]:

@@ -1,6 +1,6 @@
 """A frame before it is sealed: offers and chunks, as many as fit."""
 
-from bus.protocol.chunking import CHUNK_OVERHEAD_BYTES
+from bus.protocol.sizes import CHUNK_OVERHEAD_BYTES
 from schemas.chunk import Chunk
 from schemas.limits import MAX_CHUNKS_PER_FRAME
 from schemas.messages import RequestKey

@@ -9,8 +9,9 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from bus.protocol.chunking import PART_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.chunking import PART_BYTES, ChunkWriter
 from bus.protocol.frame_draft import MAX_FRAME_BYTES, FrameDraft
+from bus.protocol.sizes import chunk_bytes
 from bus.protocol.step import RequestStep
 from schemas.chunk import Chunk, ChunkError
 from schemas.errors import RemoteProtocolError
@@ -232,7 +233,7 @@ class LinkSender:
         touched, self._touched = self._touched, {}
         rest = iter(touched.items())
         for key, writer in rest:
-            while writer.has_unsent and self._add_next(draft, key, writer, min(self._small_bytes, draft.room)):
+            while self._add_next(draft, key, writer, min(self._small_bytes, draft.room)) and writer.has_unsent:
                 pass
             if not writer.has_unsent:
                 continue
@@ -263,7 +264,7 @@ class LinkSender:
         if chunk is None:
             return False
         self._unsent_bytes -= before - writer.unsent_bytes
-        draft.add(chunk, chunk_bytes(chunk))
+        draft.add(chunk, writer.last_bytes)
         if chunk.end is not None:
             del self._open[key]
         return True

@@ -1,7 +1,8 @@
 """The worker's half of plain mode: one request becomes frames for a program that keeps no link."""
 
-from bus.protocol.chunking import ChunkWriter, chunk_bytes
+from bus.protocol.chunking import ChunkWriter
 from bus.protocol.frame_draft import MAX_FRAME_BYTES, FrameDraft
+from bus.protocol.sizes import chunk_bytes
 from bus.protocol.step import RequestStep
 from schemas.chunk import Chunk, ChunkError
 from schemas.messages import WIRE_VERSION, Frame, RequestKey, encode

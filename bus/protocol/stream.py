@@ -14,7 +14,6 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from bus.protocol.assembly import Assembly
@@ -51,8 +50,8 @@ class Stream:
         # Of the current attempt, waiting for the tokens that they belong to.
         self._held: list[Chunk] = []
         self._kept: list[Chunk] = []
-        # The tokens delivered; the next attempt's prompt ends with them.
-        self._token_ids: list[npt.NDArray[np.int32]] = []
+        # The tokens delivered, <i4; the next attempt's prompt ends with them.
+        self._token_ids: list[bytes] = []
         self._num_chunks = 0
         self._num_tokens = 0
         self._num_rows = 0
@@ -108,10 +107,16 @@ class Stream:
             RemoteProtocolError: it is not the next one, or contradicts what came before; nothing was taken.
         """
         self._assembly.add(chunk)
-        if chunk.end is None or not self._goes_on(chunk, chunk.end):
-            self._held.append(chunk)
-            if not chunk.num_tokens and chunk.end is None:
+        if chunk.end is None:
+            if not chunk.token_ids_data:
+                self._held.append(chunk)
                 return []
+            if not self._held:
+                # As mostly: a step's tokens, and nothing ahead of them.
+                return [self._deliver(chunk)]
+            self._held.append(chunk)
+        elif not self._goes_on(chunk, chunk.end):
+            self._held.append(chunk)
         else:
             self._hand_over(chunk, chunk.end)
             if chunk.num_tokens or chunk.routed_experts is not None:
@@ -146,7 +151,7 @@ class Stream:
         self._num_rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
         self._weight_version, self._lora_version = chunk.weight_version, chunk.lora_version
         if chunk.num_tokens:
-            self._token_ids.append(chunk.token_ids)
+            self._token_ids.append(chunk.token_ids_data)
         if chunk.end is not None:
             self.end = self._whole(chunk.end)
         if chunk.chunk_index != self._num_chunks or chunk.end is not self.end:
@@ -240,7 +245,9 @@ class Stream:
             self.is_exact = False
         return replace(
             self._request,
-            prompt_token_ids=np.concatenate([np.asarray(self._request.prompt_token_ids), *self._token_ids]),
+            prompt_token_ids=np.concatenate(
+                [np.asarray(self._request.prompt_token_ids), np.frombuffer(b"".join(self._token_ids), "<i4")]
+            ),
             # The boundary row: there are rows for all positions but the last token's, whose the next attempt computes.
             routed_experts_prompt_start=self.start + self._num_rows,
             sampling=replace(
@@ -256,7 +263,7 @@ class Stream:
     def _reached(self) -> tuple[FinishReason, int | None] | None:
         """Why the tokens delivered are all there will be, where their terminal chunk was lost; None: more will come."""
         sampling = self._request.sampling
-        last = int(self._token_ids[-1][-1])
+        last = int.from_bytes(self._token_ids[-1][-4:], "little", signed=True)
         if last in sampling.stop_token_ids and self._num_tokens > sampling.min_tokens:
             return FinishReason.STOP, last
         return (FinishReason.LENGTH, None) if self._num_tokens == sampling.max_tokens else None

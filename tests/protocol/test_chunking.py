@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.protocol.assembly import Assembly
-from bus.protocol.chunking import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
+from bus.protocol.chunking import ChunkWriter
+from bus.protocol.sizes import CHUNK_OVERHEAD_BYTES, chunk_bytes
 from bus.protocol.step import RequestStep
 from schemas.chunk import Chunk, ChunkError, FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError
@@ -67,7 +68,7 @@ def test_the_next_size_is_known(scenario: Scenario, part_bytes: int, data: st.Da
             assert writer.next_chunk(size - 1) is None
             chunk = writer.next_chunk(size)
             assert chunk is not None
-            assert chunk_bytes(chunk) <= size
+            assert chunk_bytes(chunk) <= writer.last_bytes == size
     drain(writer)
 
     assert (writer.next_bytes, writer.unsent_bytes, writer.has_unsent) == (0, 0, False)
