@@ -5,19 +5,26 @@ each at once, and prints one line of JSON for each: prompt, attempts, workers, t
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 from unittest.mock import patch
 
 import bus
-from bus.client import dispatch, traffic
+from bus.client import dispatch, prefill, traffic
 from tests.support.load import greedy
 
 __all__ = ["main"]
 
-LEASE_S = 1.5
-ORPHAN_AGE_S = 1.0
-"""Both are shorter than usual: tests wait until the lease has run out, and for what left the queue since."""
+PATIENCE_S = 60.0
+"""On a busy machine some requests would be served without a prefill worker."""
+TIMES = (
+    # Shorter than usual: tests wait until the lease has run out, and for what has left the queue since.
+    (traffic, "LEASE_S", 1.5),
+    (dispatch, "ORPHAN_AGE_S", 1.0),
+    (dispatch, "DIRECT_WAIT_S", PATIENCE_S),
+    (prefill, "PREFILL_WAIT_S", PATIENCE_S),
+)
 
 
 async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
@@ -41,5 +48,7 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    with patch.object(traffic, "LEASE_S", LEASE_S), patch.object(dispatch, "ORPHAN_AGE_S", ORPHAN_AGE_S):
+    with contextlib.ExitStack() as times:
+        for module, name, seconds in TIMES:
+            times.enter_context(patch.object(module, name, seconds))
         asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
