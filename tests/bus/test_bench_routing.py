@@ -1,0 +1,46 @@
+"""What `bench.routing` compares is the same work: every way brings the engine's own rows, as a tensor to write to."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pybase64", reason="comes with vLLM")
+
+import bus
+from bench.routing_engine import CLOCK, Case, RoutedEngine, clock_us, make_rows
+from bench.routing_ways import WAYS, bus_request, digest, running_worker
+from bus.embedded import EmbeddedServer
+
+CASES = [Case(700, 48, 8, 128), Case(700, 5, 2, 384)]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES, ids=["u1", "u2"])
+async def test_every_way_brings_the_engine_s_rows(way: str, case: Case) -> None:
+    """Bit for bit and of their dtype; and the engine knows when it handed them over."""
+    serve, connect = WAYS[way]
+    async with EmbeddedServer() as nats, serve(case, nats.url) as (address, handed), connect(address) as get:
+        before = clock_us() / 1e6
+        tensor = await get(case.num_tokens)
+        assert before <= handed() % (CLOCK / 1e6) <= clock_us() / 1e6
+        part = await get(case.num_tokens // 2)
+    found = tensor.numpy()
+    assert digest(found) == digest(make_rows(case))
+    assert found.flags.writeable
+    assert np.array_equal(part.numpy(), make_rows(case)[: case.num_tokens // 2])
+
+
+async def test_tokens_say_when_they_were_handed_over() -> None:
+    """And each brings its row."""
+    case = CASES[0]
+    before = clock_us()
+    engine = RoutedEngine(case, step_s=0, is_fresh=False)
+    async with EmbeddedServer() as nats, running_worker(engine, nats.url), bus.connect(nats.url) as rb:
+        await rb.fleet.wait_for_workers(timeout_s=30)
+        generation = await rb.complete(bus_request(10, 30))
+    times = generation.token_ids.tolist()
+    assert times == sorted(times)
+    assert before <= times[0] <= times[-1] <= clock_us()
+    assert generation.routed_experts is not None
+    assert np.array_equal(generation.routed_experts, make_rows(case)[:39])
