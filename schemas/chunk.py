@@ -46,6 +46,7 @@ Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
 
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 """Of an expert id, by its dtype."""
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 MAX_IDS_BYTES = 4 * limits.MAX_CHUNK_TOKENS
 JSON_MINUS_INFINITY = -9999.0
 """Stands for -inf where logprobs become JSON, which has no infinity; HTTP inference servers use this number."""
@@ -132,12 +133,12 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """i4[positions, width], read-only."""
-        return np.frombuffer(self.token_ids_data, "<i4").reshape(-1, self.width)
+        return np.frombuffer(self.token_ids_data, _I4).reshape(-1, self.width)
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """f4[positions, width], read-only."""
-        return np.frombuffer(self.logprobs_data, "<f4").reshape(-1, self.width)
+        return np.frombuffer(self.logprobs_data, _F4).reshape(-1, self.width)
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -161,7 +162,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """f4[positions], read-only."""
-        return np.frombuffer(self.logprobs_data, "<f4")
+        return np.frombuffer(self.logprobs_data, _F4)
 
 
 ErrorText = Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
@@ -269,12 +270,12 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """i4[k], read-only: the new token ids."""
-        return np.frombuffer(self.token_ids_data, "<i4")
+        return np.frombuffer(self.token_ids_data, _I4)
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32] | None:
         """f4[k], read-only: the sampler's log probability of each new token."""
-        return None if self.logprobs_data is None else np.frombuffer(self.logprobs_data, "<f4")
+        return None if self.logprobs_data is None else np.frombuffer(self.logprobs_data, _F4)
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """What an engine step added to its requests, before it becomes chunks."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +13,7 @@ from schemas.rows import Rows
 __all__ = ["RequestStep", "TokenBatch", "split"]
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestStep:
+class RequestStep(msgspec.Struct, kw_only=True, gc=False):
     """What one engine step added to one request."""
 
     key: str
@@ -45,8 +44,7 @@ class RequestStep:
     """Where the KV of the prompt lies: only in the last step of a prefill leg, and where the engine has kept it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class TokenBatch:
+class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
     """One token for each of several requests, of one engine step that neither began nor ended any of them.
 
     It says what a `RequestStep` for each would say, without an object for each. All of its requests want the same:

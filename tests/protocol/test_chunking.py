@@ -1,11 +1,10 @@
 """What engine steps become: chunks that fit, merged where they wait, never ahead of their tokens with rows."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bus.protocol.assembly import Assembly
 from bus.protocol.chunking import ChunkWriter
