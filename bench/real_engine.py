@@ -2,9 +2,11 @@
 
     python -m bench.real_engine [--loads 64x64 256x128] [--rounds 5] [--ways rollbus vllm-http ...] [--json FILE]
 
-Each way has an engine of its own on the same tiny MoE, all are running, and their rounds take turns: whatever slows
-this machine down slows all of them. What the ways are: `bench.real_engine_ways`. A load of 64x64 is 64 requests at
-once, of 64 tokens each. Rows are what came of the routing, of those that the row rule says.
+Each way has an engine of its own on the same tiny MoE, all are running, and their rounds take turns, in another order
+each time: whatever slows this machine down slows all of them, and none always follows the same other one. What the ways
+are: `bench.real_engine_ways`. A load of 64x64 is 64 requests at once, of 64 tokens each. Rows are what came of the
+routing, of those that the row rule says. CPU is of all processes of a way, its engine's too, per 1,000 tokens.
+`times_http` and `times_in_process` are tokens a second by those of `vllm-http` and `vllm-delta` in the same round.
 """
 
 import argparse
@@ -14,14 +16,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from bench.cpu import cpu_s
 from bench.real_engine_ways import PROMPT_TOKENS, WAYS
-from bench.report import Report, Spread, add_arguments
+from bench.report import Report, Spread, Value, add_arguments
 from bench.ways import Way, running
 from workers.engines.vllm.tiny_moe import make_tiny_moe
 
 __all__ = ["ask", "on_real_engines"]
 
 MODEL = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
+PEERS = {"times_http": "vllm-http", "times_in_process": "vllm-delta"}
+SETTLE_S = 0.3
 Load = tuple[int, int]
 """Requests at once, and tokens of each."""
 
@@ -51,23 +58,51 @@ async def measure(report: Report, names: Sequence[str], loads: Sequence[Load], r
     """All loads with all ways."""
     async with on_real_engines(names) as ways:
         for load in loads:
-            for way in ways:
-                await ask(way, load)
-            turns = [[await ask(way, load) for way in ways] for _ in range(rounds)]
-            for i, way in enumerate(ways):
-                add_row(report, way.name, load, [turn[i] for turn in turns])
+            await turn(ways, load, 0)
+            turns = [await turn(ways, load, number) for number in range(rounds)]
+            for name in names:
+                report.add(**row(name, load, turns))
 
 
-def add_row(report: Report, name: str, load: Load, rounds: Sequence[dict[str, Any]]) -> None:
-    """One row of the table."""
+async def turn(ways: Sequence[Way], load: Load, number: int) -> dict[str, Any]:
+    """One round of each way; they begin with another one each time."""
+    first = number % len(ways)
+    answers = {}
+    for way in [*ways[first:], *ways[:first]]:
+        # What an engine still does behind its last token is its own, and not the next one's.
+        await asyncio.sleep(SETTLE_S)
+        cpu_before = cpu_of(way.pid)
+        answers[way.name] = await ask(way, load)
+        answers[way.name]["cpu_s"] = cpu_of(way.pid) - cpu_before
+    return answers
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds of a process and of all that it has started."""
+    process = psutil.Process(pid)
+    return sum(cpu_s(one.pid) for one in (process, *process.children(recursive=True)))
+
+
+def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Value]:
+    """What the rounds gave of one way."""
     num_requests, num_tokens = load
-    report.add(
-        way=name,
-        requests=num_requests,
-        tokens=num_tokens,
-        tokens_per_s=Spread.of([one["tokens"] / one["seconds"] for one in rounds]),
-        rows_share=min(one["rows"] for one in rounds) / (num_requests * (PROMPT_TOKENS + num_tokens - 1)),
-    )
+    own = [answers[name] for answers in turns]
+    columns: dict[str, Value] = {
+        "way": name,
+        "load": f"{num_requests}x{num_tokens}",
+        "tokens_per_s": Spread.of([rate(one) for one in own]),
+        "cpu_ms": Spread.of([1e6 * one["cpu_s"] / one["tokens"] for one in own]),
+        "rows_share": min(one["rows"] for one in own) / (num_requests * (PROMPT_TOKENS + num_tokens - 1)),
+    }
+    for column, peer in PEERS.items():
+        if peer != name and peer in turns[0]:
+            columns[column] = Spread.of([rate(answers[name]) / rate(answers[peer]) for answers in turns])
+    return columns
+
+
+def rate(one: dict[str, Any]) -> float:
+    """Tokens a second."""
+    return float(one["tokens"] / one["seconds"])
 
 
 def main() -> None:
