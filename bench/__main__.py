@@ -1,0 +1,39 @@
+"""Run benches one after the other, and write what each says to a folder.
+
+    python -m bench [transport real_engine ...] [--results bench/results]
+
+Takes about half an hour for all of them, and wants the machine for itself. Each is a program of its own, with options:
+`python -m bench.transport --help`.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHES = ("transport", "routing", "real_engine", "latency", "control", "scale", "trainer", "objects", "http_memory")
+
+
+def main() -> int:
+    """Run them; 1 if one has failed, and the others all the same."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure, and write what was found.")
+    parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: all)")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results", help="folder for the figures"
+    )
+    args = parser.parse_args()
+    if unknown := set(args.benches) - set(BENCHES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(BENCHES)}")
+    args.results.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for bench in args.benches or BENCHES:
+        command = [sys.executable, "-m", f"bench.{bench}", "--json", str(args.results / f"{bench}.json")]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(bench)
+    if failed:
+        sys.stderr.write(f"failed: {', '.join(failed)}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
