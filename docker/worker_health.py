@@ -14,8 +14,12 @@ from schemas.presence import WorkerState
 WORKER = Path("/tmp/worker.creds")
 VIEWER = "/keys/viewer/viewer.creds"
 UNHEALTHY = {
-    WorkerState.STARTING, WorkerState.FENCED, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS,
-}  # fmt: skip
+    WorkerState.STARTING,
+    WorkerState.FENCED,
+    WorkerState.OUTDATED,
+    WorkerState.POISONED,
+    WorkerState.WAITING_FOR_WEIGHTS,
+}
 
 
 async def main() -> int:
