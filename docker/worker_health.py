@@ -27,7 +27,7 @@ async def main() -> int:
     name = load_credentials(WORKER).name
     async with bus.connect(credentials=VIEWER) as rb:
         fleet = await rb.fleet.state()
-    states = [worker.state for worker in fleet.workers if worker.worker_id == name]
+    states = [worker.state for worker in fleet.workers if worker.worker == name]
     sys.stdout.write(f"{name}: {', '.join(states) or 'not heard'}\n")
     return int(not states or not UNHEALTHY.isdisjoint(states))
 
