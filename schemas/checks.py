@@ -64,6 +64,9 @@ def check_bool(field: str, value: object) -> bool:
 
 def check_int(field: str, value: object, low: int, high: int) -> int:
     """Accept integers (numpy's too, bools not) in [low, high]."""
+    # Nearly every value of nearly every request: what is allowed is only written down for the others.
+    if type(value) is int and low <= value <= high:
+        return value
     allowed = f"an integer from {low} to {high}"
     if isinstance(value, (bool, np.bool_)):
         raise InvalidRequest(field=field, problem=f"is the bool {value}", allowed=allowed)
@@ -78,6 +81,9 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
 
 def check_float(field: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """Accept finite numbers in [low, high], or in (low, high] when `above`."""
+    # As in `check_int`; of a NaN no comparison is true.
+    if type(value) is float and low <= value <= high < math.inf and not (above and value == low):
+        return value
     allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidRequest(field=field, problem=f"is {describe(value)}, not a number", allowed=allowed)

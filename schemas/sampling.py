@@ -134,6 +134,8 @@ def _check_together(checked: Mapping[str, Any]) -> None:
 
 
 def _token_ids(field: str, value: object, min_length: int, max_length: int) -> tuple[int, ...]:
+    if type(value) is tuple and not value and not min_length:
+        return ()
     return tuple(check_token_ids(field, value, min_length=min_length, max_length=max_length).tolist())
 
 
