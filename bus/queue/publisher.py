@@ -16,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from bus.connection import Connection, publish, subscribe
-from bus.queue.streams import is_stored
+from bus.queue.streams import Stored, stored_in
 from bus.subjects import Subjects
 from schemas.errors import BusBroken, ErrorCode, LocalProtocolError
 from schemas.request import Lane
@@ -191,13 +191,13 @@ class QueuePublisher:
         if number is not None:
             del self._unanswered[number]
 
-    async def exists(self, model: str, lane: Lane, seq: int) -> bool:
-        """Whether the request with this sequence number is still in the queue, waiting or in a worker's hand.
+    async def stored(self, model: str, lane: Lane) -> Stored:
+        """What the queue may still hold, waiting or in a worker's hand.
 
         Raises:
             BusBroken: the server does not answer.
         """
-        return await is_stored(self._nats, self._subjects, model, lane, seq)
+        return await stored_in(self._nats, self._subjects, model, lane)
 
     async def _send(self, number: int, unanswered: _Unanswered) -> None:
         now = time.monotonic()

@@ -21,9 +21,10 @@ __all__ = [
     "LANES",
     "QueueDepth",
     "QueueLimits",
+    "Stored",
     "ensure_queue",
-    "is_stored",
     "queue_depths",
+    "stored_in",
     "stream_name",
 ]
 
@@ -66,6 +67,28 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that no worker has been handed."""
     in_hand: int
     """Requests that a worker was handed and has not acked yet."""
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sequence numbers one lane of a queue may hold, waiting or in a worker's hand, at one moment."""
+
+    first_seq: int = 1
+    """Of its stream, with those of the other lanes there."""
+    last_seq: int = 0
+    delivered_seq: int = 0
+    """The last that was handed to a worker."""
+    acked_seq: int = 0
+    """The last that was acked together with all before it."""
+    has_waiting: bool = False
+
+    def may_hold(self, seq: int) -> bool:
+        """Whether the request with this number may be there; it was stored before the moment.
+
+        False is certain. True may last until what was handed out before it has been acked.
+        """
+        if not self.first_seq <= seq <= self.last_seq:
+            return False
+        return self.has_waiting if seq > self.delivered_seq else seq > self.acked_seq
 
 
 def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
@@ -126,11 +149,10 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
     return tuple(depths)
 
 
-async def is_stored(nats: Client, subjects: Subjects, model: str, lane: Lane, seq: int) -> bool:
-    """Whether the request with this sequence number may still be in the queue, waiting or in a worker's hand.
+async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) -> Stored:
+    """What a lane of the queue of `model` may hold now; nothing where there is no queue.
 
-    False is certain. True may last until what was handed out before it has been acked: who asks needs no right to read
-    the queue, which would be that to read others' requests.
+    Who asks needs no right to read the queue, which would be that to read others' requests.
 
     Raises:
         BusBroken: JetStream does not answer.
@@ -138,16 +160,18 @@ async def is_stored(nats: Client, subjects: Subjects, model: str, lane: Lane, se
     stream = stream_name(subjects, model, lane)
     try:
         state = (await ask(nats, f"STREAM.INFO.{stream}"))["state"]
-        if not state["first_seq"] <= seq <= state["last_seq"]:
-            return False
         consumer = await ask(nats, f"CONSUMER.INFO.{stream}.{lane}")
     except ApiError as error:
         if error.code in {NO_STREAM, NO_CONSUMER}:
-            return False
+            return Stored()
         raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
-    if seq > consumer["delivered"]["stream_seq"]:
-        return bool(consumer["num_pending"])
-    return bool(seq > consumer["ack_floor"]["stream_seq"])
+    return Stored(
+        first_seq=state["first_seq"],
+        last_seq=state["last_seq"],
+        delivered_seq=consumer["delivered"]["stream_seq"],
+        acked_seq=consumer["ack_floor"]["stream_seq"],
+        has_waiting=consumer["num_pending"] > 0,
+    )
 
 
 def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limits: QueueLimits) -> dict[str, Any]:

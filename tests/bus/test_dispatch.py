@@ -9,11 +9,14 @@ from nats.js import JetStreamContext
 import bus
 from bus import Generation, NoWorkers, RequestRejected
 from bus.protocol.rendezvous import rendezvous
-from bus.queue.streams import QueueLimits, ensure_queue, stream_name
+from bus.queue.publisher import QueuePublisher
+from bus.queue.streams import QueueLimits, Stored, ensure_queue, stream_name
 from schemas.errors import ErrorCode
 from schemas.limits import MAX_ATTEMPTS
 from schemas.presence import WorkerState
+from schemas.request import Lane
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, hand_worker, request, worker_by_hand
+from tests.support.invariants import until
 
 
 async def answer(worker: HandWorker, number: int, taken: Taken, token: int = 7) -> None:
@@ -86,6 +89,44 @@ async def test_what_left_the_queue_unseen_is_published_again(
     assert {each.key.attempt for each in taken} == {1}
     assert {each.queued.lane for each in taken if each.queued} == {"resume"}
     assert {generation.attempts for generation in generations} == {2}
+
+
+@pytest.mark.slow
+async def test_the_server_is_asked_once_for_all_that_wait(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orphans are looked for by lane: a long queue costs no more questions than a short one."""
+    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.2)
+    asked: list[Lane] = []
+    ask_what_is_stored = QueuePublisher.stored
+
+    async def stored(publisher: QueuePublisher, model: str, lane: Lane) -> Stored:
+        asked.append(lane)
+        return await ask_what_is_stored(publisher, model, lane)
+
+    monkeypatch.setattr(QueuePublisher, "stored", stored)
+    async with (
+        worker_by_hand(nats_url, fleet, pulls=False) as idle,
+        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(100)]
+        name = stream_name(idle.subjects, "m", "normal")
+        while (await jetstream(idle).stream_info(name)).state.messages < 100:
+            pass
+        asked.clear()
+        await jetstream(idle).purge_stream(name)
+
+        async def num_orphans() -> int:
+            return rb.stats().orphans
+
+        await until(num_orphans, 100)
+        num_asked = asked.count("normal")
+        for task in waiting:
+            task.cancel()
+
+    assert 0 < num_asked < 20
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from bus.embedded import EmbeddedServer
 from bus.jetstream import ask
-from bus.queue.streams import LANES, QueueDepth, QueueLimits, ensure_queue, is_stored, queue_depths, stream_name
+from bus.queue.streams import LANES, QueueDepth, QueueLimits, ensure_queue, queue_depths, stream_name
 from bus.subjects import Subjects
 from schemas.errors import BusBroken
 from schemas.request import Lane
@@ -115,19 +115,19 @@ async def test_a_request_is_stored_until_it_is_acked(nats_url: str, fleet: str) 
     """A request is found by its number while it waits or is in hand, also a large one, and not after that."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as client:
-        assert not await is_stored(client.nats, subjects, MODEL, "normal", 1)
+        assert not await client.may_be_stored(1)
 
         await ensure_queue(client.nats, subjects, MODEL)
         result = await client.publish(bytes(7 * 1024 * 1024))
-        assert await client.publisher.exists(MODEL, "normal", result.seq)
-        assert not await client.publisher.exists(MODEL, "normal", result.seq + 1)
-        assert not await client.publisher.exists(MODEL, "resume", result.seq)
+        assert await client.may_be_stored(result.seq)
+        assert not await client.may_be_stored(result.seq + 1)
+        assert not await client.may_be_stored(result.seq, "resume")
         async with pulling(nats_url, fleet) as worker:
             request = await worker.take()
-            assert await client.publisher.exists(MODEL, "normal", result.seq)
+            assert await client.may_be_stored(result.seq)
             await request.ack()
 
-            await until(lambda: client.publisher.exists(MODEL, "normal", result.seq), False)
+            await until(lambda: client.may_be_stored(result.seq), False)
 
 
 async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,10 @@ class Publishing:
         """Publish and wait for the result."""
         return await self.result(await self.send(data, lane=lane, model=model, msg_id=msg_id, ttl_s=ttl_s))
 
+    async def may_be_stored(self, seq: int, lane: Lane = "normal") -> bool:
+        """Whether the queue may hold the request with this number."""
+        return (await self.publisher.stored(MODEL, lane)).may_hold(seq)
+
     async def publish_all(self, *requests: bytes, lane: Lane = "normal") -> None:
         """Publish several, which must all be stored."""
         tokens = [await self.send(data, lane=lane) for data in requests]
