@@ -114,7 +114,8 @@ class Call:
     is_aborted: bool = False
     """The caller gave it up before it was submitted."""
     _taken: int = 0
-    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _waiter: asyncio.Future[None] | None = None
+    """Of the one who reads this call, while it waits: an `asyncio.Event` would cost a token twice as much."""
     _on_end: Callable[["Call"], None] | None = None
     # By the bus thread.
     delivered: int = 0
@@ -172,7 +173,8 @@ class Call:
 
     def notice(self) -> None:
         """Wake who waits for this call."""
-        self._changed.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         if self.ending is not None and self._on_end is not None:
             callback, self._on_end = self._on_end, None
             callback(self)
@@ -189,7 +191,6 @@ class Call:
             RequestError: the request failed, and what came before has been taken.
         """
         while True:
-            self._changed.clear()
             # Before the chunks: what came ahead of the ending is seen by then.
             ending = self.ending
             if self._chunks:
@@ -197,7 +198,7 @@ class Call:
                 self._take(size)
                 return chunk
             if ending is None:
-                await self._changed.wait()
+                await self._news()
             elif ending.error is None:
                 return None
             else:
@@ -206,8 +207,15 @@ class Call:
     async def wait(self) -> None:
         """Wait until the call has ended, well or not."""
         while self.ending is None:
-            self._changed.clear()
-            await self._changed.wait()
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait for `notice`; what was noticed before is for the caller to look at."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def leave(self) -> None:
         """Take no more of it: what has come counts as taken."""
