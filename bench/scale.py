@@ -4,7 +4,8 @@
         [--json FILE] [--plot FILE.svg]
 
 Synthetic engines; server, workers and clients in processes of their own, so that each side's CPU seconds and memory
-can be told apart. CPU seconds are those of the processes: other work on the machine changes them little. Parts:
+can be told apart. Other work on the machine changes CPU seconds little, but for the part `fleet`: what is taken off
+there for the time that passed wants the machine for itself. Parts:
 
 - `fleet`: the same load, 8,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. What
   a fleet costs by being there (`idle`, CPU ms a second) is measured first, and is not in the cost of a request.
@@ -41,8 +42,8 @@ IDLE_S: Final = 2.0
 MODEL_WORKERS: Final = 4
 MODEL_SLOTS: Final = 64
 MODEL_TOKENS: Final = 256
-MODEL_STEP_S: Final = 0.05
-"""20 tokens a second of each request, as of large models: 5,000 of all together."""
+MODEL_STEP_S: Final = 0.01
+"""25,600 tokens a second of all together: cores are busy, and no step is merged with the next for want of them."""
 MODELS: Final = {
     "no routing": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_experts=0),
     "30B-A3B": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_layers=48, top_k=8, num_experts=128),
@@ -52,6 +53,8 @@ MODELS: Final = {
 
 BACKLOG_WORKERS: Final = 4
 BACKLOG_SLOTS: Final = 32
+BACKLOG_TOKENS: Final = 4
+"""Few: what a request costs is measured, not what its tokens do."""
 NUM_SLICES: Final = 10
 PASSING: Final = 10
 """Of those that pass, one in so many is in flight at any time."""
@@ -146,7 +149,7 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
     engine = SyntheticConfig(max_num_seqs=BACKLOG_SLOTS)
     total = args.queued
     async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as queue:
-        await work(fleet, BACKLOG_WORKERS * BACKLOG_SLOTS, NUM_TOKENS, BACKLOG_WORKERS * BACKLOG_SLOTS)
+        await work(fleet, BACKLOG_WORKERS * BACKLOG_SLOTS, BACKLOG_TOKENS, BACKLOG_WORKERS * BACKLOG_SLOTS)
         done = (await fleet.counts()).done
 
         async def num_done() -> int:
@@ -154,7 +157,7 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
 
         await fleet.pause()
         slices = Slices(report, fleet, total)
-        await slices.follow("queueing", queue.num_waiting, lambda: fleet.begin(total, NUM_TOKENS, total))
+        await slices.follow("queueing", queue.num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
         # Clients ask the queue for what has waited so long.
         await asyncio.sleep(ORPHAN_AGE_S)
         resting = await idle(fleet)
@@ -162,7 +165,7 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
         await slices.follow("draining", num_done, fleet.resume)
         await fleet.finish()
         done += total
-        await slices.follow("passing", num_done, lambda: fleet.begin(total, NUM_TOKENS, total // PASSING))
+        await slices.follow("passing", num_done, lambda: fleet.begin(total, BACKLOG_TOKENS, total // PASSING))
         await fleet.finish()
 
 

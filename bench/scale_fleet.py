@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import psutil
 
 import bus
+from bench.cpu import cpu_s
+from bench.memory import resident_bytes
 from bench.scale_sides import FLEET, START_TIMEOUT_S, Counts
 from bench.ways import Way, running
 from bus.connection import Connection, close_connection, open_connection
@@ -37,9 +38,7 @@ class Side:
     @classmethod
     def of(cls, processes: Sequence[int]) -> "Side":
         """So far."""
-        # Linux's name for the CPU clock of another process: of all its threads, to the nanosecond.
-        cpu_s = sum(time.clock_gettime((~process << 3) | 2) for process in processes)
-        return cls(cpu_s, sum(psutil.Process(process).memory_info().rss for process in processes))
+        return cls(sum(map(cpu_s, processes)), sum(map(resident_bytes, processes)))
 
     def since(self, earlier: "Side") -> "Side":
         """The CPU seconds between `earlier` and this, with the memory of this."""

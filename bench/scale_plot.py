@@ -2,36 +2,37 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.report import Spread, Value
+from bench.report import Spread
 
-__all__ = ["plot"]
+__all__ = ["number", "plot"]
 
-Row = Mapping[str, Value]
+Row = Mapping[str, Any]
 SIDES = {"worker": "#1f77b4", "client": "#d95f02", "server": "#4d4d4d"}
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Draw what `rows` have of fleets and backlogs, as SVG: the same bytes for the same rows."""
-    mpl.rcParams.update({"svg.hashsalt": "rollbus", "font.size": 8, "axes.titlesize": 9})
+    mpl.rcParams.update({"svg.hashsalt": "rollbus", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9})
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     axes = figure.subplots(2, 3)
     shapes = _shapes(rows)
-    top = 1.1 * max((_number(row[f"{side}_ms"]) for row in rows if row["part"] == "fleet" for side in SIDES), default=1)
+    top = 1.1 * max((number(row[f"{side}_ms"]) for row in rows if row["part"] == "fleet" for side in SIDES), default=1)
     for place, (shape, members) in zip(axes[0], shapes.items(), strict=True):
         place.set_title(f"the same load, more {shape}")
         for side, color in SIDES.items():
-            place.plot(_sizes(members), [_number(row[f"{side}_ms"]) for row in members], ".-", color=color, label=side)
+            place.plot(_sizes(members), [number(row[f"{side}_ms"]) for row in members], ".-", color=color, label=side)
         _finish(place, shape, "CPU ms a request", top)
         place.legend()
     idle, cpu, memory = axes[1]
     idle.set_title("a fleet with nothing to do")
     for (shape, members), line in zip(shapes.items(), ("-", "--", ":"), strict=True):
-        values = [sum(_number(row[f"{side}_idle"]) for side in SIDES) for row in members]
+        values = [sum(number(row[f"{side}_idle"]) for side in SIDES) for row in members]
         idle.plot(_sizes(members), values, line, color="black", marker=".", label=f"more {shape}")
     idle.legend()
     _finish(idle, "workers, clients, or each", "CPU ms a second, all sides")
@@ -53,7 +54,7 @@ def _shapes(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _sizes(fleets: Sequence[Row]) -> list[float]:
-    return [max(_number(row["workers"]), _number(row["clients"])) for row in fleets]
+    return [max(number(row["workers"]), number(row["clients"])) for row in fleets]
 
 
 def _slices(axes: Axes, rows: Sequence[Row], figure: str, label: str) -> None:
@@ -63,14 +64,15 @@ def _slices(axes: Axes, rows: Sequence[Row], figure: str, label: str) -> None:
         members = [row for row in rows if row["part"] == part]
         if not members:
             continue
-        places = [first + _number(row["at"]) for row in members]
+        places = [first + number(row["at"]) for row in members]
         for side, color in SIDES.items():
-            values = [_number(row[f"{side}_{figure}"]) for row in members]
+            values = [number(row[f"{side}_{figure}"]) for row in members]
             axes.plot(places, values, ".-", color=color, label=side if first == 0 else None)
-        axes.annotate(part, ((first + places[-1]) / 2, 0.02), xycoords=("data", "axes fraction"), ha="center")
+        axes.annotate(part, ((first + places[-1]) / 2, 0.93), xycoords=("data", "axes fraction"), ha="center")
         first = places[-1]
         axes.axvline(first, color="#cccccc", linewidth=0.8)
-    _finish(axes, "requests", label)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+    _finish(axes, "requests", label, top=1.15 * axes.get_ylim()[1])
 
 
 def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
@@ -83,5 +85,8 @@ def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
     axes.set_ylabel(y)
 
 
-def _number(value: Value) -> float:
-    return value.median if isinstance(value, Spread) else float(value)
+def number(value: Any) -> float:
+    """A figure as one number: of a spread, as it is or as it stands in JSON, the median."""
+    if isinstance(value, Spread):
+        return value.median
+    return float(value["median"] if isinstance(value, dict) else value)

@@ -1,0 +1,266 @@
+"""The tables of docs/scaling.md: what `bench.scale` found, and what follows from it for a thousand workers.
+
+python -m bench.scale --json docs/img/scale.json --plot docs/img/scale.svg
+python -m bench.scale_paper
+"""
+
+import json
+import math
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from bench.scale_plot import number, plot
+from bus.protocol.chunking import PART_BYTES, ChunkWriter
+from bus.protocol.link_sender import LinkSender
+from bus.protocol.step import RequestStep
+from schemas.messages import WIRE_VERSION, LinkMessage, RequestKey
+from schemas.presence import RoutedExpertsInfo
+from schemas.rows import DTYPES, dtype_for
+
+__all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+DOC: Final = ROOT / "docs" / "scaling.md"
+FIGURE: Final = ROOT / "docs" / "img" / "scale.svg"
+RESULTS: Final = ROOT / "bench" / "results" / "scale.json"
+
+NUM_WORKERS: Final = 1000
+PROMPT_TOKENS: Final = 2048
+GENERATED_TOKENS: Final = 8192
+REQUEST_BYTES: Final = 4 * PROMPT_TOKENS + 512
+"""Of one in the queue: its prompt, and the rest of it with headers."""
+SERVER_BYTES_PER_S: Final = 1e9
+"""What one server takes in, and gives out as well: see the page."""
+SHARE: Final = 0.5
+"""Of what a server or a client can do, what it is given to do."""
+MAX_FRAME_BYTES: Final = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, and how fast one worker is with it."""
+
+    name: str
+    num_layers: int
+    top_k: int
+    num_experts: int
+    in_flight: int
+    steps_per_s: int
+
+    @property
+    def tokens_per_s(self) -> int:
+        """Of one worker."""
+        return self.in_flight * self.steps_per_s
+
+    @property
+    def id_bytes(self) -> int:
+        """Of an expert's number."""
+        return DTYPES[dtype_for(self.num_experts)].itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Routing of one token."""
+        return self.num_layers * self.top_k * self.id_bytes
+
+
+MODELS: Final = (Model("30B-A3B", 48, 8, 128, 256, 40), Model("1T-A32B", 61, 8, 384, 256, 20))
+
+
+def frame_bytes(model: Model, *, routed: bool = True) -> int:
+    """Bytes of the frames of one step, in which each request in flight gets a token, all for one client."""
+    sender = LinkSender(incarnation="w" * 8, link=0, client_incarnation="c" * 12, max_frame_bytes=MAX_FRAME_BYTES)
+    sender.receive(
+        LinkMessage(WIRE_VERSION, [], client_incarnation="c" * 12, incarnation="w" * 8, link=0, acked=0, credit=2**40)
+    )
+    dtype = dtype_for(model.num_experts)
+    routing = RoutedExpertsInfo(
+        num_layers=model.num_layers, top_k=model.top_k, num_experts=model.num_experts, dtype=dtype
+    )
+    keys = [RequestKey(uuid.UUID(int=i).hex) for i in range(model.in_flight)]
+    for key in keys:
+        writer = ChunkWriter(key, prompt_len=1, routing=routing if routed else None, start=0, part_bytes=PART_BYTES)
+        sender.open(key, writer)
+    size = 0
+    # The second step: the first also offers the requests.
+    for position in (0, 1):
+        size = 0
+        for key in keys:
+            sender.take(key, _step(model, position, routed=routed), 100)
+        while (data := sender.seal()) is not None:
+            size += len(data)
+    return size
+
+
+def _step(model: Model, position: int, *, routed: bool) -> RequestStep:
+    rows = np.zeros((1, model.num_layers, model.top_k), DTYPES[dtype_for(model.num_experts)])
+    return RequestStep(
+        key="",
+        token_ids=np.array([100_000], np.int32),
+        logprobs=np.array([-1.25], np.float32),
+        routed_experts=rows if routed else None,
+        routed_experts_start=position,
+    )
+
+
+# Tables
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def load_table() -> str:
+    """What a thousand workers make, on paper."""
+    columns = []
+    for model in MODELS:
+        frame, bare = frame_bytes(model), frame_bytes(model, routed=False)
+        tokens = NUM_WORKERS * model.tokens_per_s
+        requests = tokens / GENERATED_TOKENS
+        columns.append(
+            {
+                "one worker: requests in flight": f"{model.in_flight:,}",
+                "steps a second": f"{model.steps_per_s:,}",
+                "tokens a second": f"{model.tokens_per_s:,}",
+                "routing of a token": f"{model.num_layers} × {model.top_k} × {model.id_bytes} = {model.row_bytes} B",
+                "a token on the wire, without routing": f"{bare / model.in_flight:.0f} B",
+                "with routing": f"{frame / model.in_flight:,.0f} B",
+                "the frame of a step": f"{frame / 1000:,.0f} kB",
+                "**1,000 workers: tokens a second**": f"{tokens / 1e6:.2f} million",
+                "frames a second, at one client a worker": f"{NUM_WORKERS * model.steps_per_s:,}",
+                "acknowledgements a second, at most": f"{NUM_WORKERS * model.steps_per_s:,}",
+                "frames, without routing": f"{NUM_WORKERS * model.steps_per_s * bare / 1e9:.2f} GB/s",
+                "**frames, with routing**": f"**{stream_bytes(model) / 1e9:.2f} GB/s**",
+                "routing of prompts": f"{prompt_bytes(model) / 1e9:.2f} GB/s",
+                "requests a second": f"{requests:,.0f}",
+                "into the queues": f"{requests * REQUEST_BYTES / 1e6:.1f} MB/s",
+            }
+        )
+    return _table(["", *(model.name for model in MODELS)], [[name, *(c[name] for c in columns)] for name in columns[0]])
+
+
+def stream_bytes(model: Model) -> float:
+    """Of all workers, a second, with routing."""
+    return NUM_WORKERS * model.steps_per_s * frame_bytes(model)
+
+
+def prompt_bytes(model: Model) -> float:
+    """Routing of prompts, of all workers, a second."""
+    return NUM_WORKERS * model.tokens_per_s / GENERATED_TOKENS * PROMPT_TOKENS * model.row_bytes
+
+
+def need_table(rows: Rows) -> str:
+    """What it takes to carry that."""
+    lines: list[list[str]] = []
+    for model in MODELS:
+        num_bytes, tokens = stream_bytes(model) + prompt_bytes(model), NUM_WORKERS * model.tokens_per_s
+        costs = {side: number(row[f"{side}_ms"]) for row in rows if row["part"] == model.name for side in SIDES}
+        servers = math.ceil(num_bytes / SERVER_BYTES_PER_S / SHARE)
+        clients = math.ceil(tokens * costs["client"] / 1e6 / SHARE)
+        lines.append(
+            [
+                model.name,
+                f"{num_bytes / 1e9:.1f} GB/s",
+                f"{servers}",
+                f"{NUM_WORKERS // servers}",
+                f"{clients}",
+                f"{NUM_WORKERS // clients}",
+                f"{100 * model.tokens_per_s * costs['worker'] / 1e6:.0f} %",
+            ]
+        )
+    head = ["1,000 workers", "bytes", "servers", "workers to a server", "clients", "workers to a client"]
+    return _table([*head, "of a core, at each worker"], lines)
+
+
+SIDES: Final = ("worker", "client", "server")
+
+
+def fleet_table(rows: Rows) -> str:
+    """What a request costs in fleets of several sizes."""
+    names = [f"{side}_{figure}" for figure in ("ms", "idle") for side in SIDES]
+    head = ["workers", "clients", *(f"{side}, ms" for side in SIDES), "frames", *(f"{s} idle, ms/s" for s in SIDES)]
+    return _table(
+        head,
+        [
+            [str(row["workers"]), str(row["clients"])]
+            + [_figure(number(row[name])) for name in (*names[:3], "frames", *names[3:])]
+            for row in rows
+            if row["part"] == "fleet"
+        ],
+    )
+
+
+def model_table(rows: Rows) -> str:
+    """What a token costs."""
+    head = ["routing", *(f"{side}, µs a token" for side in SIDES), "tokens/s of a client's core"]
+    lines = []
+    for row in rows:
+        if row["part"] in {"no routing", *(model.name for model in MODELS)}:
+            costs = {side: number(row[f"{side}_ms"]) for side in SIDES}
+            lines.append([row["part"], *map(_figure, costs.values()), f"{1e6 / costs['client']:,.0f}"])
+    return _table(head, lines)
+
+
+def backlog_table(rows: Rows) -> str:
+    """The first and the last whole slice of each part of the backlog."""
+    head = ["", "slice", *(f"{side}, ms" for side in SIDES), *(f"{side}, MB" for side in SIDES)]
+    lines = []
+    for part in ("queueing", "draining", "passing"):
+        slices = [row for row in rows if row["part"] == part]
+        for name, row in (("first", slices[0]), ("last but one", slices[-2])):
+            figures = [row[f"{side}_ms"] for side in SIDES] + [row[f"{side}_mb"] for side in SIDES]
+            lines.append([part, f"{name}, up to {row['at']:,}", *map(_figure, figures)])
+    return _table(head, lines)
+
+
+def waiting_table(rows: Rows) -> str:
+    """What it costs that requests wait."""
+    return _table(
+        ["waiting", *(f"{side}, ms/s" for side in SIDES)],
+        [
+            [f"{row['at']:,}", *(_figure(row[f"{side}_idle"]) for side in SIDES)]
+            for row in rows
+            if row["part"] == "waiting"
+        ],
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    shown = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def with_tables(text: str, report: Mapping[str, Any]) -> str:
+    """The page with all its tables as they should be."""
+    rows = report["rows"]
+    tables = {
+        "measured": f"`{report['command']}`, {report['machine']}",
+        "load": load_table(),
+        "need": need_table(rows),
+        "fleet": fleet_table(rows),
+        "models": model_table(rows),
+        "backlog": backlog_table(rows),
+        "waiting": waiting_table(rows),
+    }
+    for name, table in tables.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    """Write both."""
+    report = json.loads(RESULTS.read_text())
+    DOC.write_text(with_tables(DOC.read_text(), report))
+    plot(report["rows"], FIGURE)
+
+
+if __name__ == "__main__":
+    main()
