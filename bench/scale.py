@@ -1,13 +1,13 @@
 """What a request costs, in CPU and memory, as fleets grow and as queues do: it should depend on neither.
 
-    python -m bench.scale [--parts fleet models backlog] [--requests 1000] [--queued 100000] [--rounds 2]
+    python -m bench.scale [--parts fleet models backlog] [--requests 800] [--queued 100000] [--rounds 2]
         [--json FILE] [--plot FILE.svg]
 
 Synthetic engines; server, workers and clients in processes of their own, so that each side's CPU seconds and memory
 can be told apart. Other work on the machine changes CPU seconds little, but for the part `fleet`: what is taken off
 there for the time that passed wants the machine for itself. Parts:
 
-- `fleet`: the same load, 8,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. What
+- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. What
   a fleet costs by being there (`idle`, CPU ms a second) is measured first, and is not in the cost of a request.
 - `models`: what a token costs with the routing of real models, from 4 workers to one client.
 - `backlog`: one client has 100,000 requests queued in front of paused workers, then they are served; then as many pass
@@ -35,8 +35,8 @@ SHAPES: Final = tuple(
 """Workers and clients: more of the one, of the other, of both."""
 NUM_TOKENS: Final = 16
 SLOTS: Final = 16
-STEP_S: Final = 0.002
-"""Of one worker alone. Of more of them a step takes as many times longer: together they make 8,000 tokens a second."""
+STEP_S: Final = 0.004
+"""Of one worker alone. Of more of them a step takes as many times longer: together they make 4,000 tokens a second."""
 IDLE_S: Final = 2.0
 
 MODEL_WORKERS: Final = 4
@@ -208,7 +208,7 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Cost of a request as fleets grow.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--requests", type=int, default=1000, help="of the part fleet (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=800, help="of the part fleet (default: %(default)s)")
     parser.add_argument("--queued", type=int, default=100_000, help="of the part backlog (default: %(default)s)")
     parser.add_argument("--plot", type=Path, help="draw the figures of fleet and backlog to this SVG file")
     add_arguments(parser, rounds=2)
