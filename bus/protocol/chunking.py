@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bus.protocol.row_run import RowRun
 from bus.protocol.sizes import CHUNK_OVERHEAD_BYTES, error_bytes, text_bytes, top_bytes
 from bus.protocol.step import RequestStep
-from bus.protocol.token_run import TokenRun, pop_front
+from bus.protocol.token_run import TokenRun
 from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from schemas.errors import LocalProtocolError
 from schemas.messages import RequestKey
@@ -95,7 +96,7 @@ class ChunkWriter:
         # What has not left.
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenRun] = deque()
-        self._rows = bytearray()
+        self._rows = RowRun()
         self._ending: _Ending | None = None
         self.unsent_bytes = 0
         self.last_bytes = 0
@@ -112,7 +113,7 @@ class ChunkWriter:
         return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
 
     def take(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
-        """Take what one step added; its arrays are copied.
+        """Take what one step added; its arrays are copied, but for a prompt's rows, which must not change any more.
 
         Args:
             weight_version: of the weights that sampled its tokens.
@@ -141,8 +142,7 @@ class ChunkWriter:
             run.add(step)
             self.unsent_bytes += num_tokens * run.token_bytes
         if rows is not None and num_rows:
-            # A copy: the array may be a view of a whole step's, and one slow client would keep all of it.
-            self._rows += rows.tobytes()
+            self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
         self._taken_tokens += num_tokens
         self._taken_rows += num_rows
@@ -305,7 +305,7 @@ class ChunkWriter:
         if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
             return None
         shape = (count, routing.num_layers, routing.top_k)
-        data = pop_front(self._rows, count * self._row_bytes)
+        data = self._rows.pop(count * self._row_bytes)
         part = RoutedExperts(self._start + self._num_rows, shape, routing.dtype, data)
         self.unsent_bytes -= len(data)
         self._num_rows += count

@@ -1,0 +1,60 @@
+"""Rows that wait to be sent come out as they went in, and large arrays are not copied."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.row_run import KEPT_BYTES, RowRun
+from schemas.rows import Rows
+
+ROW = (4, 2)
+ROW_BYTES = 8
+NUM_LARGE = KEPT_BYTES // ROW_BYTES
+
+
+def rows_of(count: int, first: int = 0) -> Rows:
+    """u1[count, 4, 2], all different from their neighbours."""
+    rows: Rows = ((np.arange(count * ROW_BYTES) + first) % 251).astype("u1").reshape(count, *ROW)
+    return rows
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, NUM_LARGE - 1, NUM_LARGE, NUM_LARGE + 5]), max_size=8),
+    takes=st.lists(st.integers(0, 3 * NUM_LARGE * ROW_BYTES), max_size=12),
+)
+def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
+    """However steps are sized and chunks are cut."""
+    run, expected = RowRun(), b""
+    for i, size in enumerate(sizes):
+        rows = rows_of(size, i)
+        run.add(rows)
+        expected += rows.tobytes()
+    taken = b""
+    for take in takes:
+        part = bytes(run.pop(min(take, len(expected) - len(taken))))
+        taken += part
+    rest = len(expected) - len(taken)
+    assert taken + bytes(run.pop(rest)) == expected
+
+
+def test_a_prompt_s_rows_are_not_copied() -> None:
+    """A chunk of them is a view of the engine's array."""
+    rows, run = rows_of(NUM_LARGE), RowRun()
+    run.add(rows)
+    assert np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
+
+
+def test_a_small_part_of_a_large_array_is_copied() -> None:
+    """A client that takes nothing keeps no more than what is meant for it."""
+    rows, run = rows_of(4 * NUM_LARGE), RowRun()
+    run.add(rows[:NUM_LARGE])
+    assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
+
+
+def test_what_is_dropped_is_gone() -> None:
+    """Nothing is left in front of what comes after."""
+    run = RowRun()
+    run.add(rows_of(3))
+    run.clear()
+    run.add(rows_of(1, 7))
+    assert bytes(run.pop(ROW_BYTES)) == rows_of(1, 7).tobytes()
