@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_ARRIVALS = 4096
 """Requests that wait for their turn to enter the engine. No more come than it has free slots, and a few; of an engine
 with more slots than this, the others go back to the queue until there is room."""
+ADMIT_AT_ONCE = 16
+"""Requests of a burst that are admitted, some milliseconds long, before what the engine has made may go on its way."""
 MAX_INDEX = 2**31 - 1
 """The largest attempt number of the wire."""
 
@@ -195,8 +197,12 @@ class Intake:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
+            num_admitted = 0
             while self._arrivals:
                 await self._admit(self._arrivals.popleft())
+                num_admitted += 1
+                if num_admitted % ADMIT_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             self._on_room()
 
     async def _admit(self, arrival: Arrival) -> None:
