@@ -65,6 +65,14 @@ class LiveCall:
             self.timer.cancel()
         self.call.finish(Ending([child.sample() for child in self.children], error))
 
+    def forget(self) -> None:
+        """Let go of the children, which have all ended.
+
+        They name this call, and so would keep the result that it holds, however large, until the garbage collector
+        looks at everything there is.
+        """
+        self.children.clear()
+
     def failure(self, code: ErrorCode, message: str) -> RequestFailed:
         """An error of this call."""
         return RequestFailed(code=code, message=message, request_id=self.request_id)

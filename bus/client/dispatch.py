@@ -190,10 +190,14 @@ class Dispatch:
             self._line_wanted.clear()
             if self._nats.is_connected:
                 self._line.extend(self.prefill.decided())
-            for _ in range(len(self._line)):
-                child = self._line.popleft()
-                if not await self._publish(child):
-                    self._line.append(child)
+            await self._publish_line()
+
+    async def _publish_line(self) -> None:
+        """Try each that stands in the line once; while nothing does, no name here keeps the last one's result."""
+        for _ in range(len(self._line)):
+            child = self._line.popleft()
+            if not await self._publish(child):
+                self._line.append(child)
 
     async def _publish(self, child: Child) -> bool:
         """Publish its current attempt; False if that must wait."""

@@ -133,6 +133,7 @@ class Exchange:
                 del self._next_attempt[next(iter(self._next_attempt))]
         self._stop_children(live)
         live.finish(live.failure(ErrorCode.CLIENT_CLOSED, "its caller has left"))
+        live.forget()
         call.forget()
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
