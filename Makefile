@@ -5,11 +5,12 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lock clean
+.PHONY: help setup demo test soak check format lock clean
 
 help:
 	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    the whole test suite; ARGS='-k name' passes arguments to pytest"
+	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   lint, format, types and import rules"
 	@echo "make format  let ruff format and sort imports"
 	@echo "make lock    resolve requirements-cpu.lock anew from pyproject.toml"
@@ -27,6 +28,9 @@ demo: setup
 
 test: setup
 	@.ci/test $(ARGS)
+
+soak: setup
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 check: setup
 	$(BIN)/ruff check

@@ -7,7 +7,7 @@ import random
 import signal
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -53,11 +53,17 @@ class Fault:
         return f"{self.kind}{who} for {self.away_s:.1f} s"
 
 
-def schedule(seed: int, *, num_workers: int, seconds_between: float) -> Iterator[Fault]:
-    """Faults without end, the same for the same arguments."""
+def schedule(
+    seed: int, *, num_workers: int, seconds_between: float, kinds: Collection[str] = tuple(KINDS)
+) -> Iterator[Fault]:
+    """Faults without end, the same for the same arguments.
+
+    Args:
+        num_workers: that may be befallen, the first ones.
+    """
     rng = random.Random(seed)
     while True:
-        kind = rng.choices(list(KINDS), [share for share, _ in KINDS.values()])[0]
+        kind = rng.choices(list(kinds), [KINDS[kind][0] for kind in kinds])[0]
         yield Fault(
             after_s=seconds_between * rng.uniform(0.5, 1.5),
             kind=kind,
@@ -82,6 +88,11 @@ class Victims:
         self._network_lock = asyncio.Lock()
         self._start_worker = start_worker
         self._workers: list[_Worker] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers, as they live now."""
+        return [worker.process.pid for worker in self._workers]
 
     async def suffer(self, fault: Fault) -> None:
         """Do it, and undo it when its time has come."""

@@ -1,0 +1,34 @@
+"""`python -m tests.soak --minutes 10`, which is `make soak`: see `tests.soak.run`."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from tests.soak.run import Settings, run
+
+
+def main() -> int:
+    """Run it; returns 0 if every result was right and nothing grew."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Load and faults, and what they cost.")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="of requests and faults")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
+    args = parser.parse_args()
+    settings = Settings(seconds=60 * args.minutes, warm_up_s=min(60 * args.minutes / 4, 120.0), seed=args.seed)
+    with args.log.open("ab") as log:
+        logging.basicConfig(filename=args.log, level="WARNING")
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_say))
+    for line in summary.lines():
+        _say(line)
+    return 0 if all(trend.is_flat for trend in summary.trends) else 1
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

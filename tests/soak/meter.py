@@ -1,0 +1,96 @@
+"""What processes take, looked at again and again, and whether that grows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+
+__all__ = ["BOUNDS", "Bound", "Meter", "Trend"]
+
+MIB = 1024**2
+FEWEST_LOOKS = 9
+"""Three in each third: fewer say nothing."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """By how much a process may take more at the end than at the beginning."""
+
+    rss_mib: float
+    num_fds: int
+
+
+BOUNDS: Mapping[str, Bound] = {
+    # It keeps the ids of past requests; connections come and go with faults.
+    "client": Bound(rss_mib=10, num_fds=4),
+    "worker": Bound(rss_mib=6, num_fds=2),
+    # Its heap is collected as it sees fit, and it knows the ids of the last two minutes.
+    "server": Bound(rss_mib=32, num_fds=4),
+}
+"""By kind of process."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """What one process took in the first and in the last third of the time, as medians."""
+
+    name: str
+    rss_mib: tuple[float, float]
+    num_fds: tuple[float, float]
+    bound: Bound
+
+    @property
+    def is_flat(self) -> bool:
+        """It grew by no more than it may."""
+        rss_growth = self.rss_mib[1] - self.rss_mib[0]
+        return rss_growth <= self.bound.rss_mib and self.num_fds[1] - self.num_fds[0] <= self.bound.num_fds
+
+    def __str__(self) -> str:
+        """For people."""
+        (rss, last_rss), (fds, last_fds) = self.rss_mib, self.num_fds
+        return (
+            f"{self.name}: {rss:.1f} to {last_rss:.1f} MiB (may grow by {self.bound.rss_mib:g}), "
+            f"{fds:g} to {last_fds:g} file descriptors (by {self.bound.num_fds})"
+        )
+
+
+class Meter:
+    """Looks at processes.
+
+    Args:
+        pids: by name, which begins with a kind of `BOUNDS`.
+    """
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+        self._rss: dict[str, list[float]] = {name: [] for name in pids}
+        self._fds: dict[str, list[int]] = {name: [] for name in pids}
+
+    def look(self) -> None:
+        """Look once.
+
+        Raises:
+            psutil.NoSuchProcess: one of them has ended.
+        """
+        for name, process in self._processes.items():
+            self._rss[name].append(process.memory_info().rss / MIB)
+            self._fds[name].append(process.num_fds())
+
+    def trends(self) -> list[Trend]:
+        """What became of each process.
+
+        Raises:
+            ValueError: there were too few looks to say.
+        """
+        return [
+            Trend(name, _ends(self._rss[name]), _ends(self._fds[name]), BOUNDS[name.split()[0]])
+            for name in self._processes
+        ]
+
+
+def _ends(values: list[float] | list[int]) -> tuple[float, float]:
+    if len(values) < FEWEST_LOOKS:
+        raise ValueError(f"{len(values)} looks; needed are {FEWEST_LOOKS}")
+    third = len(values) // 3
+    return median(values[:third]), median(values[-third:])

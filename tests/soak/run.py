@@ -1,0 +1,199 @@
+"""A soak: the same kinds of requests again and again, under faults, each result compared; and what it costs to live."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import msgspec
+
+import bus
+from bus.client.generation import Generation
+from bus.embedded import EmbeddedServer
+from schemas.errors import RollbusError
+from schemas.request import GenerateRequest
+from tests.chaos.faults import Victims, schedule, victims
+from tests.chaos.run import FLEET, GRACE_S
+from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from tests.soak.meter import Meter, Trend
+from tests.support.invariants import assert_equal
+from tests.support.tcp_proxy import tcp_proxy
+from tests.support.worker_process import worker_process
+from workers.engines.synthetic import SyntheticConfig
+
+__all__ = ["Settings", "Summary", "run"]
+
+FAULTS = ("worker killed", "worker stopped", "worker restarted", "server stopped", "client cut", "client frozen")
+"""Those after which client, server and the other workers live on as the processes that they were."""
+NUM_KINDS = 400
+"""Requests that differ; then they come again under other ids."""
+NUM_NAMES = 32
+"""Other ids for each; then these come again too, as a client remembers 65,536 ids, which take their time to come."""
+PAUSE_S = 5.0
+"""Between commands."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run."""
+
+    seconds: float = 600.0
+    warm_up_s: float = 120.0
+    """Of these, before the first look: caches fill, and the server knows the ids of two minutes."""
+    look_every_s: float = 2.0
+    seconds_between_faults: float = 5.0
+    num_steady: int = 2
+    """Workers that are measured, beside the one that is killed."""
+    max_in_flight: int = 64
+    seed: int = 0
+    engine: SyntheticConfig = field(
+        default_factory=lambda: SyntheticConfig(step_s=0.01, max_num_seqs=24, vocab_size=VOCAB_SIZE)
+    )
+    lease_s: float = 8.0
+    """Longer than what stops for a moment on a busy machine, shorter than the longest faults."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of it."""
+
+    num_results: int
+    attempts: Counter[int]
+    faults: Counter[str]
+    num_commands: int
+    """That all workers applied; others were cut short by a fault."""
+    trends: list[Trend]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"{self.num_results} results, all equal to the undisturbed ones; {self.num_commands} commands",
+            "faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())),
+            "attempts: " + ", ".join(f"{count} took {number}" for number, count in sorted(self.attempts.items())),
+            *(f"{'flat' if trend.is_flat else 'GROWS'}: {trend}" for trend in self.trends),
+        ]
+
+
+async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) -> Summary:
+    """Run to the end.
+
+    Args:
+        stderr: the file descriptor that takes the workers' logs.
+        say: called with one line for each fault.
+
+    Raises:
+        AssertionError: a result failed or is not the undisturbed one, or a worker that nobody killed has ended.
+    """
+    requests = make_requests(NUM_KINDS, settings.seed)
+    expected = await undisturbed(requests, settings.engine)
+    engine_args = msgspec.to_builtins(settings.engine)
+
+    def start_worker(index: int) -> AbstractAsyncContextManager[Process]:
+        options = ("--worker-id", f"w{index}", "--lease-s", str(settings.lease_s), "--log-level", "warning")
+        return worker_process(server.url, FLEET, *options, engine_args=engine_args, stderr=stderr)
+
+    num_workers = 1 + settings.num_steady
+    async with (
+        EmbeddedServer() as server,
+        tcp_proxy(server.url) as network,
+        victims(server, network, start_worker, num_workers) as suffering,
+    ):
+        async with bus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb:
+            await rb.fleet.wait_for_workers(num_workers)
+            # The first worker is the one that suffers.
+            steady = {f"worker w{index}": pid for index, pid in enumerate(suffering.pids) if index}
+            course = _Course(settings, rb, Meter({"client": os.getpid(), "server": server.pid, **steady}))
+            await course.run(requests, expected, suffering, say)
+        await suffering.revive()
+        assert suffering.pids[1:] == list(steady.values())
+        # One that was started just now would not understand that it is to stop. Another client counts the living alone.
+        async with bus.connect(server.url, fleet=FLEET) as rb:
+            await rb.fleet.wait_for_workers(num_workers)
+        return course.summary(suffering)
+
+
+class _Course:
+    """One soak under way."""
+
+    def __init__(self, settings: Settings, rb: bus.Client, meter: Meter) -> None:
+        self._settings = settings
+        self._rb = rb
+        self._meter = meter
+        self._started = time.monotonic()
+        self._num_results = self._num_commands = 0
+        self._attempts: Counter[int] = Counter()
+
+    @property
+    def _left_s(self) -> float:
+        return self._started + self._settings.seconds - time.monotonic()
+
+    async def run(
+        self,
+        requests: list[GenerateRequest],
+        expected: Mapping[str, Generation],
+        suffering: Victims,
+        say: Callable[[str], None],
+    ) -> None:
+        """Serve while faults happen; ends with what is in flight when the time is over."""
+        async with asyncio.TaskGroup() as others:
+            background = [
+                others.create_task(self._trouble(suffering, say), name="soak.trouble"),
+                others.create_task(self._look(), name="soak.look"),
+                others.create_task(self._command(), name="soak.command"),
+            ]
+            await self._complete(requests, expected)
+            for task in background:
+                await task
+
+    def _again(self, requests: list[GenerateRequest]) -> Iterator[GenerateRequest]:
+        for number in itertools.count():
+            for request in requests:
+                if self._left_s <= 0:
+                    return
+                yield msgspec.structs.replace(request, request_id=f"{number % NUM_NAMES}:{request.request_id}")
+
+    async def _complete(self, requests: list[GenerateRequest], expected: Mapping[str, Generation]) -> None:
+        results = self._rb.complete_many(self._again(requests), max_in_flight=self._settings.max_in_flight)
+        async for generation in results:
+            assert generation.error is None, f"{generation.request_id}: {generation.error}"
+            assert_equal(generation, expected[generation.request_id.partition(":")[2]])
+            self._num_results += 1
+            self._attempts[generation.attempts] += 1
+
+    async def _trouble(self, suffering: Victims, say: Callable[[str], None]) -> None:
+        between = self._settings.seconds_between_faults
+        for fault in schedule(self._settings.seed, num_workers=1, seconds_between=between, kinds=FAULTS):
+            if fault.after_s >= self._left_s:
+                return
+            await asyncio.sleep(fault.after_s)
+            say(f"{time.monotonic() - self._started:6.1f} s  {fault}, {self._num_results} results so far")
+            await suffering.suffer(fault)
+
+    async def _look(self) -> None:
+        await asyncio.sleep(self._settings.warm_up_s)
+        while self._left_s > 0:
+            self._meter.look()
+            await asyncio.sleep(self._settings.look_every_s)
+
+    async def _command(self) -> None:
+        """Pause and go on; a fault may cut either short, and then it is said again."""
+        while self._left_s > PAUSE_S:
+            await asyncio.sleep(PAUSE_S)
+            with contextlib.suppress(RollbusError):
+                self._num_commands += (await self._rb.fleet.pause(timeout_s=PAUSE_S)).is_complete
+            is_resumed = False
+            while not is_resumed:
+                with contextlib.suppress(RollbusError):
+                    is_resumed = (await self._rb.fleet.resume(timeout_s=PAUSE_S)).is_complete
+            self._num_commands += 1
+
+    def summary(self, suffering: Victims) -> Summary:
+        """What came of it."""
+        trends = self._meter.trends()
+        return Summary(self._num_results, self._attempts, suffering.counts, self._num_commands, trends)

@@ -1,0 +1,68 @@
+"""A minute of what `make soak` does for ten, and that growth would be seen."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tests.soak.meter import BOUNDS, MIB, Meter
+from tests.soak.run import Settings, run
+from tests.support.nats_server import require_binary
+
+SETTINGS = Settings(seconds=50.0, warm_up_s=15.0, look_every_s=1.0, seconds_between_faults=4.0, seed=3)
+
+
+@pytest.mark.slow
+async def test_a_minute_of_faults_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Requests and commands under faults: each result as if undisturbed, and no process that lives through it grows."""
+    require_binary()
+    said: list[str] = []
+    with (tmp_path / "workers.log").open("wb") as log:
+        summary = await run(SETTINGS, stderr=log.fileno(), say=said.append)
+
+    assert [str(trend) for trend in summary.trends if not trend.is_flat] == []
+    assert {trend.name for trend in summary.trends} == {"client", "server", "worker w1", "worker w2"}
+    assert summary.num_results > 300
+    assert summary.num_commands > 2
+    assert summary.faults.total() == len(said) >= 5
+
+
+class Growing:
+    """Stands for a process that has more from its ninth look on, and much in its sixth."""
+
+    def __init__(self, rss_mib: float, num_fds: int) -> None:
+        self._more = rss_mib, num_fds
+        self._looks = 0
+
+    def memory_info(self) -> SimpleNamespace:
+        """Asked first in each look."""
+        self._looks += 1
+        return SimpleNamespace(rss=MIB * (50 + 500 * (self._looks == 6) + self._more[0] * (self._looks > 8)))
+
+    def num_fds(self) -> int:
+        """Asked then."""
+        return 10 + self._more[1] * (self._looks > 8)
+
+
+@pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].rss_mib + 1, 0), (0, 3)])
+def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
+    """Memory or file descriptors that a process did not have at the beginning are growth; a peak in between is none."""
+    monkeypatch.setattr(psutil, "Process", lambda _pid: Growing(rss_mib, num_fds))
+    meter = Meter({"worker w1": 1})
+    for _ in range(12):
+        meter.look()
+    [trend] = meter.trends()
+
+    assert trend.is_flat != (rss_mib > 0 or num_fds > 0)
+    assert [*trend.rss_mib, *trend.num_fds] == [50, 50 + rss_mib, 10, 10 + num_fds]
+
+
+def test_too_few_looks_say_nothing() -> None:
+    """A run that is over before there were enough looks does not pass as flat."""
+    meter = Meter({"client": psutil.Process().pid})
+    for _ in range(8):
+        meter.look()
+
+    with pytest.raises(ValueError, match="8 looks; needed are 9"):
+        meter.trends()
