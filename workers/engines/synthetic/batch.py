@@ -82,9 +82,10 @@ class Batch:
         self._keys = [one.key for one in running]
         self._special = [i for i, one in enumerate(running) if one.is_special]
         self._has_loras = any(one.request.lora is not None for one in running)
-        self._has_routing = self._config.num_experts > 0 and any(one.has_routing for one in running)
+        has_experts = self._config.num_experts > 0
+        self._has_routing = has_experts and any(one.has_routing for one in running)
         self._is_alike = np.array(
-            [not one.is_special and one.has_routing == self._has_routing for one in running], np.bool_
+            [not one.is_special and (has_experts and one.has_routing) == self._has_routing for one in running], np.bool_
         )
 
     def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
