@@ -7,8 +7,9 @@ Synthetic engines; server, workers and clients in processes of their own, so tha
 can be told apart. Other work on the machine changes CPU seconds little, but for the part `fleet`: what is taken off
 there for the time that passed wants the machine for itself. Parts:
 
-- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. What
-  a fleet costs by being there (`idle`, CPU ms a second) is measured first, and is not in the cost of a request.
+- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. Clients
+  stream: each step is sent as it is made. What a fleet costs by being there (`idle`, CPU ms a second) is measured
+  first, and is not in the cost of a request.
 - `models`: what a token costs with the routing of real models, from 4 workers to one client.
 - `backlog`: one client has 100,000 requests queued in front of paused workers, then they are served; then as many pass
   with 10,000 of them waiting at any time. In slices: `at` is how many were queued or done at the end of one.
@@ -83,10 +84,10 @@ async def idle(fleet: Fleet) -> Used:
     return fleet.used().since(before)
 
 
-async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: int) -> Work:
+async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> Work:
     """What it uses while each client completes so many requests."""
     counts, before = await fleet.counts(), fleet.used()
-    await fleet.begin(num_requests, num_tokens, max_in_flight)
+    await fleet.begin(num_requests, num_tokens, max_in_flight, streams=streams)
     await fleet.finish()
     used, now = fleet.used().since(before), await fleet.counts()
     return Work(used, now.done - counts.done, now.frames - counts.frames)
@@ -118,8 +119,8 @@ async def measure_fleets(report: Report, args: argparse.Namespace) -> None:
         load = max(args.requests // num_clients, 1), NUM_TOKENS, max(3 * num_workers * SLOTS // (2 * num_clients), 2)
         async with started_fleet(num_workers, num_clients, engine) as fleet:
             # Opens the links, which an idle fleet keeps up.
-            await work(fleet, *load)
-            rounds = [of_fleet(await idle(fleet), await work(fleet, *load)) for _ in range(args.rounds)]
+            await work(fleet, *load, streams=True)
+            rounds = [of_fleet(await idle(fleet), await work(fleet, *load, streams=True)) for _ in range(args.rounds)]
             used = fleet.used()
         report.add(part="fleet", workers=num_workers, clients=num_clients, **spreads(rounds), **memory(used))
 

@@ -117,9 +117,9 @@ class Fleet:
             raise RuntimeError("requests have failed; the clients say why")
         return Counts(done=sum(one.done for one in counts), frames=sum(one.frames for one in counts))
 
-    async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
-        """Have each client begin with so many requests."""
-        await _ask(self._clients, "run", num_requests, num_tokens, max_in_flight)
+    async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> None:
+        """Have each client begin with so many requests, whose results it takes whole or token by token."""
+        await _ask(self._clients, "stream" if streams else "run", num_requests, num_tokens, max_in_flight)
 
     async def finish(self) -> None:
         """Wait until all requests have ended."""

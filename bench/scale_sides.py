@@ -3,8 +3,9 @@
     python -m bench.scale_sides workers URL PREFIX COUNT ENGINE_ARGS
     python -m bench.scale_sides clients URL PREFIX COUNT
 
-It is a way of `bench.ways`: each answer is `Counts`. Clients understand `run REQUESTS TOKENS MAX_IN_FLIGHT`, which
-begins, for each of them, and `wait`, which answers when that has ended; anything else is answered at once.
+It is a way of `bench.ways`: each answer is `Counts`. Clients understand `run REQUESTS TOKENS MAX_IN_FLIGHT`, for
+results that each of them takes whole, `stream` with the same, token by token, and `wait`, which answers when what one of these
+began has ended; anything else is answered at once.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import uvloop
 import bus
 from bench.many_workers import many_workers
 from bench.ways import answer
+from schemas.errors import RequestError
 from workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
@@ -66,6 +68,13 @@ class Load:
                     self._tasks.create_task(self._complete(rb, int(requests), int(tokens), int(max_in_flight)))
                     for rb in self._clients
                 ]
+            case ["stream", requests, tokens, max_in_flight]:
+                sources = [(rb, _requests(int(requests), int(tokens))) for rb in self._clients]
+                self._running = [
+                    self._tasks.create_task(self._stream(rb, source))
+                    for rb, source in sources
+                    for _ in range(int(max_in_flight))
+                ]
             case ["wait"]:
                 await asyncio.wait(self._running)
         return asdict(Counts(os.getpid(), self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
@@ -77,6 +86,17 @@ class Load:
             if generation.error is not None:
                 self._failed += 1
                 sys.stderr.write(f"{generation.error}\n")
+
+    async def _stream(self, rb: bus.Client, source: Iterator[bus.GenerateRequest]) -> None:
+        """One after another, each token as it comes."""
+        for request in source:
+            try:
+                async for _ in rb.generate(request):
+                    pass
+            except RequestError as error:
+                self._failed += 1
+                sys.stderr.write(f"{error}\n")
+            self._done += 1
 
 
 def _requests(num_requests: int, num_tokens: int) -> Iterator[bus.GenerateRequest]:
