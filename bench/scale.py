@@ -7,9 +7,9 @@ Synthetic engines; server, workers and clients in processes of their own, so tha
 can be told apart. Other work on the machine changes CPU seconds little, but for the part `fleet`: what is taken off
 there for the time that passed wants the machine for itself. Parts:
 
-- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both. Clients
-  stream: each step is sent as it is made. What a fleet costs by being there (`idle`, CPU ms a second) is measured
-  first, and is not in the cost of a request.
+- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both.
+  Clients stream: each step is sent as it is made. What a fleet costs by being there (`idle`, CPU ms a second) is
+  measured first, and is not in the cost of a request.
 - `models`: what a token costs with the routing of real models, from 4 workers to one client.
 - `backlog`: one client has 100,000 requests queued in front of paused workers, then they are served; then as many pass
   with 10,000 of them waiting at any time. In slices: `at` is how many were queued or done at the end of one.

@@ -4,8 +4,8 @@
     python -m bench.scale_sides clients URL PREFIX COUNT
 
 It is a way of `bench.ways`: each answer is `Counts`. Clients understand `run REQUESTS TOKENS MAX_IN_FLIGHT`, for
-results that each of them takes whole, `stream` with the same, token by token, and `wait`, which answers when what one of these
-began has ended; anything else is answered at once.
+results that each of them takes whole, `stream` with the same, token by token, and `wait`, which answers when what one
+of these began has ended; anything else is answered at once.
 """
 
 import asyncio
