@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, split
 from schemas.messages import KvHandover
 from schemas.presence import Capabilities, RoutedExpertsInfo
 from schemas.request import GenerateRequest
@@ -90,7 +90,8 @@ class RoutedEngine(SyntheticEngine):
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
         """Yield one batch of output a step, with its rows."""
-        async for steps in super().steps():
+        async for made in super().steps():
+            steps = split(made)
             for step in steps:
                 self._route(step)
             now = clock_us()
