@@ -27,8 +27,8 @@ ACK_DELAY_S: Final = 0.02
 """How long a frame may wait for others to be acknowledged with it: some engine steps."""
 TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
 """What all workers together may have under way: half of what a subscription holds before it drops messages."""
-MAX_WINDOW_BYTES: Final = 8 * 1024**2
-"""For one worker: more gains no throughput, also for parts of 128 KiB."""
+MAX_WINDOW_BYTES: Final = 2 * 1024**2
+"""For one worker: a few milliseconds of routing, and tokens wait behind what is under way."""
 MIN_WINDOW_BYTES: Final = 64 * 1024
 """However many workers there are: a step's tokens of hundreds of requests fit."""
 MAX_KEYS_PER_MESSAGE: Final = 256
