@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from bench.real_engine_ways import Count, Run, bus_request, gathered, on_the_bus, serve, streamed
-from bus.protocol.step import RequestStep
+from bus.protocol.step import RequestStep, split
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["IN_PROCESS", "OVER_THE_BUS"]
@@ -37,7 +37,7 @@ async def in_process() -> AsyncIterator[Run]:
 
     async def hand_out() -> None:
         async for steps in engine.steps():
-            for step in steps:
+            for step in split(steps):
                 queues[step.key].put_nowait(step)
 
     async def one(prompt: list[int], max_tokens: int, count: Count) -> None:

@@ -108,7 +108,7 @@ def on_a_real_engine(model: str) -> AbstractAsyncContextManager[bus.Client]:
 
 @asynccontextmanager
 async def rollbus_whole(model: str) -> AsyncIterator[Run]:
-    """`complete_many`: chunks with every step underneath, whole results on top."""
+    """`complete_many`: whole results, of which the worker gathers the tokens."""
     async with on_a_real_engine(model) as rb:
 
         async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:

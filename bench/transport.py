@@ -7,7 +7,7 @@ the weights' version. All ways have the same engine, in the process of their wor
 processes too, and all must give the same tokens and logprobs. A load of 64x1024 is 64 requests at once, of 1,024 tokens
 each. The ways: `bench.transport_ways`; `engine` is the engine alone, with nothing behind it.
 
-`tokens_per_chunk` is how many tokens came at once to whoever reads: with `complete_many`, all of a request. CPU is in
+`tokens_at_a_time` is how many tokens came at once to whoever reads: with `complete_many`, all of a request. CPU is in
 milliseconds per 1,000 tokens: of the worker (or server, with its engine), the client, nats-server, and all together.
 `times_sse` is tokens a second, and `share_of_sse_cpu` the CPU of all, each by that of `sse` in the same round.
 """
@@ -69,7 +69,7 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, 
             columns[f"{process}_cpu_ms"] = Spread.of([1e6 * one["cpu_s"][process] / one["tokens"] for one in own])
     columns["all_cpu_ms"] = Spread.of([cpu_ms(one) for one in own])
     if own[0]["chunks"]:
-        columns["tokens_per_chunk"] = Spread.of([one["tokens"] / one["chunks"] for one in own])
+        columns["tokens_at_a_time"] = Spread.of([one["tokens"] / one["chunks"] for one in own])
     if name != PEER and PEER in turns[0]:
         columns["times_sse"] = Spread.of([rate(answers[name]) / rate(answers[PEER]) for answers in turns])
         columns["share_of_sse_cpu"] = Spread.of([cpu_ms(answers[name]) / cpu_ms(answers[PEER]) for answers in turns])

@@ -137,7 +137,7 @@ async def on_the_bus() -> AsyncIterator[tuple[bus.Client, Mapping[str, int]]]:
 
 @asynccontextmanager
 async def rollbus_whole() -> AsyncIterator[Way]:
-    """`complete_many`: chunks with every step underneath, whole results on top."""
+    """`complete_many`: whole results, of which the worker gathers the tokens."""
     async with on_the_bus() as (rb, pids):
 
         async def run(prompts: Prompts, max_tokens: int) -> list[Result]:

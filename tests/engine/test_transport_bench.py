@@ -43,8 +43,8 @@ async def test_all_ways_give_the_same_tokens() -> None:
     rows = {str(one["way"]): one for one in report.rows}
     assert rows.keys() == WAYS.keys()
     assert {"worker_cpu_ms", "client_cpu_ms", "nats_cpu_ms", "times_sse", "share_of_sse_cpu"} < rows["rollbus"].keys()
-    assert rows["sse"]["tokens_per_chunk"] == Spread(1, 1, 1)
-    assert rows["rollbus"]["tokens_per_chunk"] == Spread(5, 5, 5)
+    assert rows["sse"]["tokens_at_a_time"] == Spread(1, 1, 1)
+    assert rows["rollbus"]["tokens_at_a_time"] == Spread(5, 5, 5)
 
 
 class Liar(Way):
