@@ -1,5 +1,7 @@
 """What a worker answers to commands that change nothing, are wrong, or are not meant for it."""
 
+import asyncio
+
 import pytest
 
 from schemas.control import AckStatus
@@ -112,3 +114,22 @@ async def test_a_fence_from_before_newer_weights_is_stale(nats_url: str, fleet: 
 
         assert (late.status, late.error and late.error.code) == (AckStatus.STALE, ControlCode.STALE)
         assert in_time.status is AckStatus.APPLIED
+
+
+async def test_what_was_done_before_the_command_was_heard_is_answered_at_once(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker hears of a recording by itself. The command that follows needs no clock to be answered."""
+    monkeypatch.setattr("workers.worker.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("workers.control.reading.READ_S", 3600.0)
+    async with (
+        hand_client(nats_url, fleet) as client,
+        hand_controller(nats_url, fleet) as boss,
+        synthetic_worker(nats_url, fleet, worker_id="w"),
+    ):
+        await client.until_serving("w")
+        epoch = await boss.record("pause", id="one")
+        await until_state(client, "w", WorkerState.PAUSED)
+        await boss.command("pause", id="one", epoch=epoch)
+        async with asyncio.timeout(10):
+            assert (await boss.final("one")).status is AckStatus.APPLIED
