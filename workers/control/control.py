@@ -167,7 +167,7 @@ class Control:
         if command.register is not None and command.epoch is not None:
             heard.needs_read = self.reader.look_for(command.register, command.epoch, command.id)
             if self.reader.num_read >= heard.needs_read:
-                # Heard of by its recording, and perhaps carried out already: maybe nothing happens any more to look at it.
+                # Heard of by its recording, and perhaps carried out already: maybe nothing else will have it looked at.
                 self.look()
         elif command.register is not None:
             self._lanes["record"].put_nowait(heard)
