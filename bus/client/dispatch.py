@@ -94,6 +94,8 @@ class Dispatch:
         # All of these are bounded by the requests in flight.
         self._line: deque[Child] = deque()
         self._line_wanted = asyncio.Event()
+        # As many wait for the server's answer as may: the line moves on with the next one that is there.
+        self._is_held_up = False
         self._unadmitted: dict[Child, None] = {}
         self._published: dict[str, Child] = {}
         # In the queue, the one longest not looked for first.
@@ -157,6 +159,13 @@ class Dispatch:
         self._queued.pop(child, None)
         if self._published.pop(child.token, None) is not None:
             self._publisher.forget(child.token)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """There is room for another request to wait for the server's answer."""
+        if self._is_held_up:
+            self._is_held_up = False
+            self._line_wanted.set()
 
     def hindrance(self, child: Child) -> str:
         """What keeps it from being admitted, to follow a colon; empty where nothing is known of that."""
@@ -195,6 +204,9 @@ class Dispatch:
     async def _publish_line(self) -> None:
         """Try each that stands in the line once; while nothing does, no name here keeps the last one's result."""
         for _ in range(len(self._line)):
+            if self._publisher.is_full:
+                self._is_held_up = True
+                return
             child = self._line.popleft()
             if not await self._publish(child):
                 self._line.append(child)
@@ -289,6 +301,7 @@ class Dispatch:
         asyncio.get_running_loop().call_later(delay_s, withdraw)
 
     def _take_result(self, token: str, result: PublishResult) -> None:
+        self._go_on()
         child = self._published.pop(token, None)
         if child is None:
             return

@@ -124,6 +124,11 @@ class QueuePublisher:
         """One line with counts."""
         return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self.stats}>"
 
+    @property
+    def is_full(self) -> bool:
+        """Another request would be refused: as many as may wait for the server's answer."""
+        return len(self._unanswered) >= MAX_UNANSWERED
+
     async def start(self) -> None:
         """Listen for answers; before the first publish. The subscription ends with the connection.
 
@@ -166,7 +171,7 @@ class QueuePublisher:
             BusClosed: the connection was closed here.
         """
         self.forget(token)
-        if len(self._unanswered) >= MAX_UNANSWERED:
+        if self.is_full:
             message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer"
             self._on_result(token, PublishResult(ok=False, code=ErrorCode.QUEUE_FULL, message=message))
             return

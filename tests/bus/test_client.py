@@ -293,3 +293,16 @@ async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
             await rb.__aenter__()
         await rb.fleet.wait_for_workers()
         assert (await rb.complete(greedy())).finish_reason == "length"
+
+
+async def test_more_requests_at_once_than_may_wait_for_the_server_take_turns(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in the client until the server has answered for others; none is refused."""
+    monkeypatch.setattr("bus.queue.publisher.MAX_UNANSWERED", 2)
+    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        requests = [greedy(max_tokens=2) for _ in range(50)]
+        results = [result async for result in rb.complete_many(requests, max_in_flight=50)]
+
+    assert [result.error for result in results] == [None] * 50
