@@ -1,11 +1,13 @@
 """What the engine must not be trusted with, without an engine."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, split
+from bus.protocol.step import RequestStep, TokenBatch, split
 from schemas.chunk import FinishReason
 from schemas.presence import RoutedExpertsInfo
 from schemas.request import GenerateRequest
@@ -162,3 +164,68 @@ def test_error_of_the_engine_ends_one_request() -> None:
     steps, broken = apart(requests, Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd"))
 
     assert (steps[0].error, broken) == ("odd", [])
+
+
+def begun(**sampling: Any) -> tuple[OpenRequests, list[str]]:
+    """Three requests of one prompt token, each with its first token behind it."""
+    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    asked = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**{"logprobs": 0, **sampling}))
+    ids = [requests.add(f"key-{i}", asked) for i in range(3)]
+    apart(requests, *(plain(engine_id, 5) for engine_id in ids))
+    return requests, ids
+
+
+def plain(engine_id: str, token: int, logprob: float = -1.0, num_rows: int = 1) -> Output:
+    """One token with its logprob and rows."""
+    table = LogprobTable(np.array([[token]]), np.array([[logprob]]))
+    return Output(engine_id=engine_id, token_ids=[token], logprobs=table, routed_experts=rows(num_rows))
+
+
+def test_plain_tokens_are_one_batch() -> None:
+    """One more token for each, and nothing else: arrays, with each one's place in its request."""
+    requests, ids = begun()
+    requests.read([plain(ids[1], 6)])
+    [batch], broken = requests.read([plain(engine_id, 7 + i, -0.5 * i) for i, engine_id in enumerate(ids)])
+
+    assert isinstance(batch, TokenBatch)
+    assert (batch.keys, batch.token_ids.tolist(), broken) == (["key-0", "key-1", "key-2"], [7, 8, 9], [])
+    assert batch.logprobs is not None
+    assert batch.logprobs.tolist() == [0, -0.5, -1]
+    assert batch.routed_experts is not None
+    assert batch.routed_experts.shape == (3, 2, 2)
+    assert batch.routed_experts_starts is not None
+    assert batch.routed_experts_starts.tolist() == [1, 2, 1]
+    end = replace(plain(ids[1], 3), finish_reason=FinishReason.LENGTH)
+    assert apart(requests, end)[0][0].routed_experts_start == 3
+
+
+@pytest.mark.parametrize(
+    "odd", [{"logprob": math.nan}, {"num_rows": 2}, {"num_rows": 0}], ids=["NaN", "two rows", "no row"]
+)
+def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> None:
+    """It fails alone; the others have their tokens as ever."""
+    requests, ids = begun()
+    steps, broken = apart(requests, plain(ids[0], 6), plain(ids[1], 7, **odd), plain(ids[2], 8))
+
+    assert broken == [ids[1]]
+    assert [step.finish_reason for step in steps] == [None, FinishReason.ERROR, None]
+    assert [step.token_ids.tolist() for step in steps] == [[6], [], [8]]
+    again, _ = apart(requests, plain(ids[0], 6), plain(ids[2], 8))
+    assert [step.routed_experts_start for step in again] == [2, 2]
+
+
+def test_who_wants_other_things_shares_no_batch() -> None:
+    """Top logprobs are their own; who declines logprobs or routing is with those who do."""
+    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    wishes = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]
+    ids = [
+        requests.add(f"key-{i}", GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**wish)))
+        for i, wish in enumerate(wishes)
+    ]
+    apart(requests, *(plain(engine_id, 5) for engine_id in ids))
+    steps, _ = requests.read([plain(engine_id, 6) for engine_id in ids])
+
+    assert [(list(step.keys), step.logprobs is None) for step in steps if isinstance(step, TokenBatch)] == [
+        (["key-0", "key-2"], False),
+        (["key-1", "key-3"], True),
+    ]
