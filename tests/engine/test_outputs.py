@@ -217,7 +217,7 @@ def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> Non
 def test_who_wants_other_things_shares_no_batch() -> None:
     """Top logprobs are their own; who declines logprobs or routing is with those who do."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
-    wishes = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]
+    wishes: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]
     ids = [
         requests.add(f"key-{i}", GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**wish)))
         for i, wish in enumerate(wishes)
