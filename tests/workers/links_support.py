@@ -93,12 +93,14 @@ class Ear:
         """As of a request of this client."""
         return Origin(self.client, self.incarnation, RequestKey(request_id), message)
 
-    def offer(self, request_id: str, *, prompt_len: int = 2, routing: bool = False) -> tuple[str, QueuedRequest]:
+    def offer(
+        self, request_id: str, *, prompt_len: int = 2, routing: bool = False, gathers: bool = False
+    ) -> tuple[str, QueuedRequest]:
         """Have a request from the queue taken; returns its engine name and its message."""
         message = queued(client=self.client)
         request = request_of(prompt_len, request_id=request_id)
         able = capabilities(routing=routing)
-        return self.links.offer(self.origin(request_id, message), request, able, NOW), message
+        return self.links.offer(self.origin(request_id, message), request, able, NOW, gathers=gathers), message
 
     def hear(self) -> list[Frame]:
         """Take all that can be published now; returns the new frames."""

@@ -1,0 +1,107 @@
+"""Where tokens go that come together: to the links at once, or gathered for whoever takes results whole."""
+
+import numpy as np
+
+from schemas.errors import ErrorCode, RequestError
+from schemas.messages import RequestKey
+from tests.workers.links_support import NOW, Ear, make_links, step
+from workers.engine import TokenBatch
+
+
+def batch_of(*names: str, token: int = 5, row: int | None = None) -> TokenBatch:
+    """One token for each, without logprobs; with a row at this position if it is given."""
+    return TokenBatch(
+        keys=list(names),
+        token_ids=np.full(len(names), token, np.int32),
+        routed_experts=None if row is None else np.full((len(names), 4, 8), token, np.uint8),
+        routed_experts_starts=None if row is None else np.full(len(names), row, np.int64),
+    )
+
+
+def tokens(ear: Ear, request_id: str) -> list[list[int]]:
+    """Those heard, by chunk."""
+    return [chunk.token_ids.tolist() for chunk in ear.chunks(request_id) if chunk.num_tokens]
+
+
+def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to() -> None:
+    """Both in one batch, together with a request that nobody knows any more."""
+    links = make_links()
+    ear = Ear(links)
+    whole, _ = ear.offer("whole", gathers=True)
+    streamed, _ = ear.offer("streamed")
+    for token in (1, 2, 3):
+        links.take([batch_of(whole, streamed, "gone", token=token)], NOW)
+        ear.hear()
+
+    assert (tokens(ear, "streamed"), tokens(ear, "whole")) == ([[1], [2], [3]], [])
+    assert (links.is_gathering, links.stats.late_steps, links.stats.generated_tokens) == (True, 3, 6)
+    links.hand_over()
+    ear.hear()
+    assert (tokens(ear, "whole"), links.is_gathering) == ([[1, 2, 3]], False)
+
+
+def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
+    """Ahead of its last step, whose totals count all of it."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r", gathers=True, routing=True)
+    links.take([step(name, rows=(0, 2))], NOW)
+    for i in range(4):
+        links.take([batch_of(name, row=2 + i)], NOW)
+    links.take([step(name, rows=(6, 7), end=True)], NOW)
+    ear.hear()
+
+    end = ear.chunks("r")[-1].end
+    assert end is not None
+    assert (end.num_tokens, end.num_rows, links.is_gathering) == (6, 7, False)
+
+
+def test_other_weights_share_no_run() -> None:
+    """Tokens keep the version that held when they were made, though they leave under a later one."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r", gathers=True)
+    links.take([batch_of(name, token=1)], NOW)
+    links.versions.weight_version = 1
+    links.take([batch_of(name, token=2)], NOW)
+    links.versions.weight_version = 2
+    links.hand_over()
+    ear.hear()
+
+    assert [(chunk.token_ids.tolist(), chunk.weight_version) for chunk in ear.chunks("r")] == [([1], 0), ([2], 1)]
+
+
+def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
+    """Failed, unwanted or fenced: what was gathered of it goes nowhere."""
+    links = make_links()
+    ear = Ear(links)
+    failed, _ = ear.offer("failed", gathers=True)
+    unwanted, _ = ear.offer("unwanted", gathers=True)
+    links.take([batch_of(failed, unwanted)], NOW)
+    links.fail(failed, RequestError(code=ErrorCode.TIMEOUT, message="late"))
+    links.on_link_message("alice", ear.message([RequestKey("unwanted")]), NOW)
+    links.hand_over()
+    ear.hear()
+    assert (tokens(ear, "failed"), tokens(ear, "unwanted"), links.is_gathering) == ([], [], False)
+
+    fenced, _ = ear.offer("fenced", gathers=True)
+    links.take([batch_of(fenced)], NOW)
+    links.fence("w2", NOW, max_payload=1_000_000)
+    assert not links.is_gathering
+
+
+def test_rows_that_make_no_sense_end_the_requests_of_their_batch() -> None:
+    """And no other: they fail as a protocol error, and the engine is told."""
+    links = make_links()
+    ear = Ear(links)
+    wrong, _ = ear.offer("wrong", gathers=True, routing=True)
+    right, _ = ear.offer("right", routing=True)
+    links.take([step(wrong, rows=(0, 2)), step(right, rows=(0, 2))], NOW)
+    links.take([batch_of(wrong, row=2)], NOW)
+    todo = links.take([batch_of(wrong, row=9)], NOW)
+    links.take([batch_of(right, row=2)], NOW)
+    ear.hear()
+
+    assert todo.abort == [wrong]
+    assert [chunk.error.code for chunk in ear.chunks("wrong") if chunk.error] == [ErrorCode.PROTOCOL_ERROR]
+    assert tokens(ear, "right") == [[7, 5]]
