@@ -345,7 +345,8 @@ class Dispatch:
         # By model and lane, of this round: what has waited for long was stored before the first of them is asked.
         stored: dict[tuple[str, Lane], Stored] = {}
         waited_since = time.monotonic() - ORPHAN_AGE_S
-        for _ in range(min(len(self._queued), ORPHANS_PER_ROUND)):
+        num_looked_for = 0
+        while num_looked_for < ORPHANS_PER_ROUND:
             child = next(iter(self._queued), None)
             if child is None or child.seq is None or child.since > waited_since:
                 return
@@ -358,6 +359,7 @@ class Dispatch:
                     return
                 # It may have been admitted meanwhile.
                 continue
+            num_looked_for += 1
             del self._queued[child]
             self._queued[child] = None
             child.since = time.monotonic()

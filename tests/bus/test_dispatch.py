@@ -62,8 +62,9 @@ async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
 async def test_what_left_the_queue_unseen_is_published_again(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """A purged stream: requests that wait for long are looked for, and the orphans among them published again."""
     monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.2)
@@ -73,18 +74,18 @@ async def test_what_left_the_queue_unseen_is_published_again(
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
-        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(3)]
+        waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(count)]
         name = stream_name(idle.subjects, "m", "normal")
-        while (await jetstream(idle).stream_info(name)).state.messages < 3:
+        while (await jetstream(idle).stream_info(name)).state.messages < count:
             pass
         await jetstream(idle).purge_stream(name)
-        async with worker_by_hand(nats_url, fleet, "other") as worker:
-            taken = [await worker.take() for _ in range(3)]
+        async with worker_by_hand(nats_url, fleet, "other") as worker, asyncio.timeout(20):
+            taken = [await worker.take() for _ in range(count)]
             worker.client_incarnation = idle.client_incarnation
             for number, each in enumerate(taken):
                 await answer(worker, number, each)
             generations = [await task for task in waiting]
-        assert rb.stats().orphans == 3
+        assert rb.stats().orphans == count
 
     assert {each.key.attempt for each in taken} == {1}
     assert {each.queued.lane for each in taken if each.queued} == {"resume"}
