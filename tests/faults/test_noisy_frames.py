@@ -2,12 +2,10 @@
 
 import pytest
 
-import bus
-from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
+from tests.support.disagg import SHAPES, check_legs, filtered
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.nats_noise import NatsNoise
-from tests.support.tcp_proxy import tcp_proxy
 from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
@@ -23,22 +21,15 @@ async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: s
     acks = NatsNoise(r"\.link\.", seed=2, drop=0.1, double=0.1)
     async with (
         observing(nats_url, fleet) as observer,
-        tcp_proxy(nats_url) as before_client,
-        tcp_proxy(nats_url) as before_worker,
+        filtered(nats_url, fleet, shape, CONFIG, client=frames.filter, workers=acks.filter) as (running, rb),
     ):
-        before_client.make_filter, before_worker.make_filter = frames.filter, acks.filter
-        async with (
-            shaped(before_worker.url, fleet, shape, CONFIG) as running,
-            bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
-        ):
-            await until_paired(rb, *running.workers)
-            results = await load.run(rb, legs=len(running.workers))
-            stats = rb.stats()
+        results = await load.run(rb, legs=len(running.workers))
+        stats = rb.stats()
 
-            check_legs(results, shape)
-            assert {generation.attempts for generation in results} == {1}
-            assert set(frames.counts) == {"dropped", "doubled", "delayed"}
-            assert set(acks.counts) == {"dropped", "doubled"}
-            assert stats.missing_frames > 0
-            assert stats.duplicate_frames > 0
-            await observer.check_at_rest()
+        check_legs(results, shape)
+        assert {generation.attempts for generation in results} == {1}
+        assert set(frames.counts) == {"dropped", "doubled", "delayed"}
+        assert set(acks.counts) == {"dropped", "doubled"}
+        assert stats.missing_frames > 0
+        assert stats.duplicate_frames > 0
+        await observer.check_at_rest()

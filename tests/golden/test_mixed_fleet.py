@@ -7,7 +7,6 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-import bus
 from schemas.messages import (
     decode_ack,
     decode_client_presence,
@@ -18,10 +17,9 @@ from schemas.messages import (
     decode_request_message,
 )
 from tests.golden.releases import earlier, later
-from tests.support.disagg import SHAPES, shaped, until_paired
+from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
-from tests.support.tcp_proxy import tcp_proxy
 from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
@@ -92,24 +90,17 @@ async def test_a_fleet_of_two_releases(nats_url: str, fleet: str, release: str, 
     for_client, for_worker = Rewriting(RELEASES[release]), Rewriting(RELEASES[release])
     async with (
         observing(nats_url, fleet) as observer,
-        tcp_proxy(nats_url) as before_client,
-        tcp_proxy(nats_url) as before_worker,
+        filtered(nats_url, fleet, shape, CONFIG, client=for_client.filter, workers=for_worker.filter) as (running, rb),
     ):
-        before_client.make_filter, before_worker.make_filter = for_client.filter, for_worker.filter
-        async with (
-            shaped(before_worker.url, fleet, shape, CONFIG) as running,
-            bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
-        ):
-            await until_paired(rb, *running.workers)
-            results = await load.run(rb, legs=len(running.workers))
-            ledger = await rb.fleet.pause()
-            assert ledger.is_complete
-            assert (await rb.fleet.resume()).is_complete
-            stats = rb.stats()
+        results = await load.run(rb, legs=len(running.workers))
+        ledger = await rb.fleet.pause()
+        assert ledger.is_complete
+        assert (await rb.fleet.resume()).is_complete
+        stats = rb.stats()
 
-            assert {generation.attempts for generation in results} == {1}
-            assert (stats.bad_messages, observer.history.problems) == (0, [])
-            assert {"ack", "frame", "presence"} <= set(for_client.counts)
-            assert {"client", "link", "req"} <= set(for_worker.counts)
-            assert min((for_client.counts + for_worker.counts).values()) > 0
-            await observer.check_at_rest()
+        assert {generation.attempts for generation in results} == {1}
+        assert (stats.bad_messages, observer.history.problems) == (0, [])
+        assert {"ack", "frame", "presence"} <= set(for_client.counts)
+        assert {"client", "link", "req"} <= set(for_worker.counts)
+        assert min((for_client.counts + for_worker.counts).values()) > 0
+        await observer.check_at_rest()

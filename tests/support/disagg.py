@@ -1,7 +1,7 @@
 """A fleet of prefill and decode workers inside the test's own process."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from schemas.request import GenerateRequest
 from schemas.sampling import SamplingParams
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import Observer, observing
+from tests.support.tcp_proxy import tcp_proxy
 from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from workers.worker import Worker
 
@@ -24,6 +25,7 @@ __all__ = [
     "Shaped",
     "check_legs",
     "disaggregated",
+    "filtered",
     "in_two_legs",
     "long",
     "role_of",
@@ -32,6 +34,8 @@ __all__ = [
     "until_paired",
 ]
 
+MakeFilter = Callable[[], Callable[[bytes], bytes]]
+"""Of `tests.support.tcp_proxy`: a filter for each connection."""
 SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}
 """Fleets of one worker, and of one for prefill and one for decode, by name."""
 
@@ -147,6 +151,25 @@ async def shaped(
             starting = role_worker(nats_url, fleet, name, own)
             found.workers[name], found.engines[name] = await stack.enter_async_context(starting)
         yield found
+
+
+@contextlib.asynccontextmanager
+async def filtered(
+    nats_url: str, fleet: str, shape: str, config: SyntheticConfig, *, client: MakeFilter, workers: MakeFilter
+) -> AsyncIterator[tuple[Shaped, bus.Client]]:
+    """Run the workers of one of `SHAPES` and a client; what the server sends them goes through filters.
+
+    Args:
+        client: makes the filter of each of the client's connections; likewise `workers`.
+    """
+    async with tcp_proxy(nats_url) as before_client, tcp_proxy(nats_url) as before_workers:
+        before_client.make_filter, before_workers.make_filter = client, workers
+        async with (
+            shaped(before_workers.url, fleet, shape, config) as running,
+            bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
+        ):
+            await until_paired(rb, *running.workers)
+            yield running, rb
 
 
 def in_two_legs(results: Iterable[Generation]) -> list[Generation]:
