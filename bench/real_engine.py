@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from bench.cpu import cpu_s
+from bench.loads import Load, parse_loads, rate
 from bench.real_engine_ways import PROMPT_TOKENS, WAYS
 from bench.report import Report, Spread, Value, add_arguments
 from bench.ways import Way, running
@@ -29,8 +30,6 @@ __all__ = ["ask", "on_real_engines"]
 MODEL = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 PEERS = {"times_http": "vllm-http", "times_in_process": "vllm-delta"}
 SETTLE_S = 0.3
-Load = tuple[int, int]
-"""Requests at once, and tokens of each."""
 
 
 @asynccontextmanager
@@ -100,11 +99,6 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Val
     return columns
 
 
-def rate(one: dict[str, Any]) -> float:
-    """Tokens a second."""
-    return float(one["tokens"] / one["seconds"])
-
-
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(
@@ -114,9 +108,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add_arguments(parser)
     args = parser.parse_args()
-    loads = [(int(load.split("x")[0]), int(load.split("x")[1])) for load in args.loads]
     report = Report("real_engine")
-    asyncio.run(measure(report, args.ways, loads, args.rounds))
+    asyncio.run(measure(report, args.ways, parse_loads(args.loads), args.rounds))
     report.finish(args.json)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from bench.loads import Load, parse_loads, rate
 from bench.report import Report, Spread, Value, add_arguments
 from bench.transport_ways import WAYS
 from bench.ways import Way, running
@@ -26,8 +27,6 @@ __all__: list[str] = []
 
 PEER = "sse"
 PROCESSES = ("worker", "client", "nats")
-Load = tuple[int, int]
-"""Requests at once, and tokens of each."""
 Answer = dict[str, Any]
 """A `bench.transport_ways.Round`."""
 
@@ -76,11 +75,6 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, 
     return columns
 
 
-def rate(one: Answer) -> float:
-    """Tokens a second."""
-    return float(one["tokens"] / one["seconds"])
-
-
 def cpu_ms(one: Answer) -> float:
     """Of all processes, per 1,000 tokens."""
     return float(1e6 * sum(one["cpu_s"].values()) / one["tokens"])
@@ -93,9 +87,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add_arguments(parser)
     args = parser.parse_args()
-    loads = [(int(load.split("x")[0]), int(load.split("x")[1])) for load in args.loads]
     report = Report("transport")
-    asyncio.run(measure(args.ways, loads, args.rounds, report))
+    asyncio.run(measure(args.ways, parse_loads(args.loads), args.rounds, report))
     report.finish(args.json)
 
 

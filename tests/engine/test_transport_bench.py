@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from bench.loads import rate
 from bench.report import Report, Spread
-from bench.transport import cpu_ms, measure, rate, row, turn
+from bench.transport import cpu_ms, measure, row, turn
 from bench.transport_sse import event
 from bench.transport_ways import WAYS
 from bench.ways import Way
