@@ -94,7 +94,8 @@ def test_gradients_reach_the_routers(family: str) -> None:
         loss().backward()
         for router in routers:
             weight: Any = router.weight
-            step = torch.randn_like(weight) * 1e-4
+            # Large enough for the single precision inside some routers, small enough for the slope.
+            step = torch.randn_like(weight) * 1e-2
             slopes = []
             with torch.no_grad():
                 for sign in (1, -2):
