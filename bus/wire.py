@@ -1,0 +1,218 @@
+"""The TCP connection to a NATS server, as nats-py wants it: bytes go out, operations of the protocol come in."""
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import ParseResult
+
+from nats import errors as nats_errors
+from nats.aio.transport import Transport
+
+from bus.protocol.operations import Delivery, OperationReader
+from schemas.errors import RemoteProtocolError
+
+__all__ = ["Wire"]
+
+MAX_UNREAD_BYTES: Final = 4 * 1024**2
+"""Received and not handed on, before the socket is left alone for a while: what a window of routing and a step's tokens
+take together."""
+
+
+class Wire(Transport):
+    """Writing into a connection that is lost is an OSError, and nothing counts as written.
+
+    asyncio lets such bytes vanish, uvloop raises a RuntimeError, and nats-py expects neither.
+    """
+
+    def __init__(self) -> None:
+        self._line: _Line | None = None
+
+    def __bool__(self) -> bool:
+        # nats-py would replace one that is false by its own.
+        return True
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: float) -> None:
+        """Open a connection. `buffer_size` is nats-py's own. TimeoutError: after `connect_timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        if uri.hostname is None or uri.port is None:
+            raise OSError(f"{uri.netloc} is no address with a port")
+        async with asyncio.timeout(connect_timeout):
+            _, self._line = await loop.create_connection(_Line, uri.hostname, uri.port)
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: float
+    ) -> None:
+        """Go on in TLS with the server of this name, over the connection that is there."""
+        loop = asyncio.get_running_loop()
+        name = uri if isinstance(uri, str) else uri.hostname
+        line = _Line()
+        async with asyncio.timeout(connect_timeout):
+            transport = await loop.start_tls(self._open().transport, line, ssl_context, server_hostname=name)
+        if transport is None:
+            raise ConnectionResetError("the connection to NATS was lost on the way to TLS")
+        line.transport = transport
+        self._line = line
+
+    def write(self, payload: bytes) -> None:
+        """Hand `payload` to the operating system. OSError: the connection is lost."""
+        self._open().transport.write(payload)
+
+    def writelines(self, payload: list[bytes]) -> None:
+        """Likewise, for several in order."""
+        self._open().transport.writelines(payload)
+
+    async def drain(self) -> None:
+        """Wait until what is unsent has become little. OSError: the connection was lost."""
+        await self._open().drained()
+
+    async def operations(self) -> Iterator[Delivery | bytes]:
+        """Wait for what the server sends next, and return all of it that is here.
+
+        Raises:
+            nats.errors.UnexpectedEOF: the server closed the connection.
+            nats.errors.ProtocolError: it sent something that is no NATS.
+            OSError: the connection was lost.
+        """
+        return await self._known().operations()
+
+    async def readline(self) -> bytes:
+        """Wait for the server's next line, with its end; empty when there will be none, as nats-py expects it.
+
+        For the start of a connection, when no messages come.
+        """
+        return await self._known().readline()
+
+    async def read(self, buffer_size: int) -> bytes:
+        """Not used: what comes is read by operation."""
+        raise NotImplementedError
+
+    def at_eof(self) -> bool:
+        """Nothing will come any more."""
+        return self._line is None or self._line.is_lost
+
+    def close(self) -> None:
+        """Close once all is sent."""
+        if self._line is not None:
+            self._line.transport.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until it is closed."""
+        if self._line is not None:
+            await self._line.closed()
+
+    def abort(self) -> None:
+        """Drop the connection with all that is unsent; does nothing if there is none."""
+        if self._line is None:
+            return
+        transport = self._line.transport
+        # asyncio's transports cannot take an abort once they are closed.
+        if not transport.is_closing() or transport.get_write_buffer_size():
+            transport.abort()
+
+    def _known(self) -> "_Line":
+        if self._line is None:
+            raise ConnectionResetError("there is no connection to NATS")
+        return self._line
+
+    def _open(self) -> "_Line":
+        line = self._known()
+        if line.transport.is_closing():
+            raise ConnectionResetError("the connection to NATS is lost")
+        return line
+
+
+class _Line(asyncio.BufferedProtocol):
+    """One connection, from when it is open until it is lost."""
+
+    transport: Any
+    """asyncio's or uvloop's, which have no common base that says all of this."""
+
+    def __init__(self) -> None:
+        self._reader = OperationReader()
+        # Of the start, and not read by anybody yet.
+        self._lines: list[bytes] = []
+        # Set when there is something to read, or the end.
+        self._arrived = asyncio.Event()
+        self._is_held_up = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._gone = asyncio.Event()
+        self._failure: Exception | None = None
+        self.is_lost = False
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._reader.received(nbytes)
+        except RemoteProtocolError as exc:
+            self._lose(nats_errors.ProtocolError(str(exc)))
+            self.transport.abort()
+            return
+        if self._reader.unread_bytes > MAX_UNREAD_BYTES and not self._is_held_up:
+            self._is_held_up = True
+            self.transport.pause_reading()
+        self._arrived.set()
+
+    def eof_received(self) -> None:
+        self._lose(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(exc)
+        self._gone.set()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # What the wire calls.
+
+    async def operations(self) -> Iterator[Delivery | bytes]:
+        lines, self._lines = self._lines, []
+        return iter(lines) if lines else await self._arriving()
+
+    async def readline(self) -> bytes:
+        while not self._lines:
+            try:
+                self._lines += [line for line in await self._arriving() if isinstance(line, bytes)]
+            except nats_errors.UnexpectedEOF:
+                return b""
+        return self._lines.pop(0)
+
+    async def _arriving(self) -> Iterator[Delivery | bytes]:
+        while not self._reader.has_whole:
+            if self._failure is not None:
+                raise self._failure
+            if self.is_lost:
+                raise nats_errors.UnexpectedEOF
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._is_held_up and not self.transport.is_closing():
+            self._is_held_up = False
+            self.transport.resume_reading()
+        return self._reader.take()
+
+    async def drained(self) -> None:
+        await self._writable.wait()
+        if self.is_lost:
+            raise ConnectionResetError("the connection to NATS is lost")
+
+    async def closed(self) -> None:
+        await self._gone.wait()
+
+    def _lose(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        self._failure = self._failure or exc
+        self._writable.set()
+        self._arrived.set()

@@ -1,0 +1,120 @@
+"""NATS's own protocol is cut into operations, however the bytes come."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.protocol.operations import BUFFER_BYTES, OWN_BUFFER_BYTES, Delivery, OperationReader
+from schemas.errors import RemoteProtocolError
+
+
+def written(operation: Delivery | bytes) -> bytes:
+    """As the server sends it."""
+    if isinstance(operation, bytes):
+        return operation
+    sid, subject, reply, headers, payload = operation
+    words = [b"MSG" if headers is None else b"HMSG", subject, str(sid).encode()]
+    words += [reply] if reply else []
+    words += [] if headers is None else [str(len(headers)).encode()]
+    words += [str(len(headers or b"") + len(payload)).encode()]
+    return b" ".join(words) + b"\r\n" + (headers or b"") + bytes(payload) + b"\r\n"
+
+
+def read(stream: bytes, sizes: list[int]) -> list[Delivery | bytes]:
+    """What comes of `stream`, received in pieces of at most these sizes, again and again."""
+    found: list[Delivery | bytes] = []
+    reader, at, turn = OperationReader(), 0, 0
+    while at < len(stream):
+        buffer = reader.buffer()
+        assert len(buffer)
+        piece = stream[at : at + min(sizes[turn % len(sizes)], len(buffer))]
+        buffer[: len(piece)] = piece
+        reader.received(len(piece))
+        assert len(piece)
+        at, turn = at + len(piece), turn + 1
+        found += reader.take()
+        assert reader.unread_bytes == 0
+    return found
+
+
+Drawn = bytes | tuple[int, bytes, bytes, bytes | None, int, bytes]
+WORDS = st.text("abc.$_0", min_size=1, max_size=40).map(str.encode)
+SIZES = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([OWN_BUFFER_BYTES - 2, OWN_BUFFER_BYTES - 1, OWN_BUFFER_BYTES, BUFFER_BYTES - 40, BUFFER_BYTES]),
+    st.integers(0, 3 * BUFFER_BYTES),
+)
+TEXTS = st.sampled_from([b"\r\n", b"xyz", b"MSG a 1 1\r\n"])
+HEADERS = st.none() | st.integers(0, 3).map(lambda count: b"NATS/1.0\r\n" + b"k: v\r\n" * count + b"\r\n")
+# The payload as size and text: hypothesis shows what it tries.
+DELIVERIES = st.tuples(st.integers(1, 2**40), WORDS, st.just(b"") | WORDS, HEADERS, SIZES, TEXTS)
+LINES = st.sampled_from([b"PING\r\n", b"PONG\r\n", b"+OK\r\n", b"-ERR 'no'\r\n", b'INFO {"a":1}\r\n'])
+
+
+@given(drawn=st.lists(DELIVERIES | LINES, max_size=12), sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5))
+def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int]) -> None:
+    """All of them, in order, wherever the stream is cut."""
+    operations = [
+        one if isinstance(one, bytes) else Delivery(*one[:4], one[5] * (one[4] // len(one[5]))) for one in drawn
+    ]
+    assert read(b"".join(map(written, operations)), sizes) == operations
+
+
+def test_byte_by_byte() -> None:
+    """The smallest pieces."""
+    operations: list[Delivery | bytes] = [
+        b"PING\r\n",
+        Delivery(1, b"a", b"", None, b"x\r\n"),
+        Delivery(2, b"b", b"r", b"NATS/1.0\r\n\r\n", b""),
+    ]
+    assert read(b"".join(written(operation) for operation in operations), [1]) == operations
+
+
+def test_a_large_message_is_received_in_place() -> None:
+    """Behind its line, the socket writes into the payload itself."""
+    reader = OperationReader()
+    head = b"MSG a 1 1000000\r\n"
+    reader.buffer()[: len(head)] = head
+    reader.received(len(head))
+    buffer = reader.buffer()
+    assert len(buffer) == 1_000_000
+    buffer[:] = b"x" * 1_000_000
+    reader.received(len(buffer))
+    del buffer
+    (found,) = reader.take()
+    assert isinstance(found, Delivery)
+    assert found.payload == b"x" * 1_000_000
+    assert len(reader.buffer()) == BUFFER_BYTES
+
+
+def test_what_is_whole_is_counted() -> None:
+    """Until it is taken: whoever reads may be held up."""
+    reader = OperationReader()
+    stream = written(Delivery(1, b"a", b"", None, b"x" * 100)) + b"PING\r\nPON"
+    reader.buffer()[: len(stream)] = stream
+    reader.received(len(stream))
+    assert reader.unread_bytes == 106
+    assert len(list(reader.take())) == 2
+    assert reader.unread_bytes == 0
+    assert list(reader.take()) == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (b"MSG a 1\r\n", "values to unpack"),
+        (b"MSG a b c d 5\r\n", "words"),
+        (b"MSG a x 5\r\n", "invalid literal"),
+        (b"MSG a 1 -5\r\n", "-5"),
+        (b"MSG a 1 100000000\r\n", "100000000"),
+        (b"HMSG a 1 5\r\n", "pop"),
+        (b"HMSG a 1 9 5\r\n", "9 bytes of headers in 5"),
+        (b"MSG a 1 2\r\nabcd", "does not end"),
+        (b"MSG a 1 20000\r\n" + b"x" * 20_002, "does not end"),
+        (b"x" * BUFFER_BYTES, "line of more than"),
+    ],
+)
+def test_what_is_no_nats_is_refused(stream: bytes, words: str) -> None:
+    """With what is wrong with it."""
+    with pytest.raises(RemoteProtocolError, match=words):
+        read(stream, [1000])

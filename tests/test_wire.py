@@ -1,0 +1,164 @@
+"""The connection to a server that misbehaves, or sends faster than anybody reads."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from urllib.parse import urlparse
+
+import pytest
+import uvloop
+from nats import errors as nats_errors
+from nats.aio.msg import Msg
+
+from bus.connection import close_connection, open_connection, publish, subscribe
+from bus.protocol.operations import Delivery
+from bus.wire import MAX_UNREAD_BYTES, Wire
+from tests.support.invariants import until
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def connected(serve: Serve) -> AsyncIterator[Wire]:
+    """Run a server that does `serve`, and connect to it."""
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await serve(reader, writer)
+        writer.close()
+        served.set()
+
+    served = asyncio.Event()
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        wire = Wire()
+        port = server.sockets[0].getsockname()[1]
+        await wire.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 3)
+        try:
+            yield wire
+        finally:
+            wire.abort()
+            await wire.wait_closed()
+            await served.wait()
+
+
+async def carry_all_sizes(nats_url: str, fleet: str) -> None:
+    """Messages of all sizes, with headers and without, arrive as they were sent."""
+    nats = await open_connection(nats_url, name="test")
+    sizes = [0, 1, 100, 8191, 8192, 16_384, 16_385, 65_536, 100_000, nats.max_payload - 100]
+    sent = [(os.urandom(size), headers) for size in sizes for headers in (None, {"k": "v" * 20})] * 3
+    received: list[Msg] = []
+
+    async def take(message: Msg) -> None:
+        received.append(message)
+
+    subject = f"test.{fleet}"
+    await subscribe(nats, subject, take)
+    for payload, headers in sent:
+        await publish(nats, subject, payload, headers=headers)
+
+    async def count() -> int:
+        return len(received)
+
+    await until(count, len(sent))
+    assert [(message.data, message.headers) for message in received] == sent
+    await close_connection(nats)
+
+
+async def test_all_sizes_arrive(nats_url: str, fleet: str) -> None:
+    """On asyncio's loop."""
+    await carry_all_sizes(nats_url, fleet)
+
+
+def test_all_sizes_arrive_on_uvloop(nats_url: str, fleet: str) -> None:
+    """On uvloop's."""
+    uvloop.run(carry_all_sizes(nats_url, fleet))
+
+
+async def flood_is_held_up() -> None:
+    """What nobody takes stays with the server; then all of it comes."""
+    message = b"MSG a 1 60000\r\n" + b"x" * 60_000 + b"\r\n"
+    num_messages = 2000
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(num_messages):
+            writer.write(message)
+            await writer.drain()
+        await reader.read()
+
+    async with connected(serve) as wire:
+        await asyncio.sleep(0.3)
+        taken = list(await wire.operations())
+        # What one reading brings on top: asyncio and uvloop ask for no more than the buffer at a time.
+        assert sum(len(one.payload) for one in taken if isinstance(one, Delivery)) < MAX_UNREAD_BYTES + 200_000
+        while len(taken) < num_messages:
+            taken += await wire.operations()
+        assert len(taken) == num_messages
+
+
+async def test_a_flood_is_held_up() -> None:
+    """On asyncio's loop."""
+    await flood_is_held_up()
+
+
+def test_a_flood_is_held_up_on_uvloop() -> None:
+    """On uvloop's."""
+    uvloop.run(flood_is_held_up())
+
+
+async def test_what_came_before_the_end_is_handed_on() -> None:
+    """Then the end is told."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"PING\r\nMSG a 1 3\r\nabc\r\nMSG a 1 30000\r\nabc")
+        await writer.drain()
+
+    async with connected(serve) as wire:
+        taken = list(await wire.operations())
+        with pytest.raises(nats_errors.UnexpectedEOF):
+            await wire.operations()
+        assert taken == [b"PING\r\n", Delivery(1, b"a", b"", None, b"abc")]
+        assert wire.at_eof()
+        with pytest.raises(ConnectionResetError):
+            await wire.drain()
+
+
+async def test_lines_of_the_start_are_read_one_by_one() -> None:
+    """Those that came early wait; at the end there is an empty one."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"INFO {}\r\nPONG\r\nINFO {1}\r\n")
+        await writer.drain()
+
+    async with connected(serve) as wire:
+        assert await wire.readline() == b"INFO {}\r\n"
+        assert await wire.readline() == b"PONG\r\n"
+        assert list(await wire.operations()) == [b"INFO {1}\r\n"]
+        assert await wire.readline() == b""
+
+
+async def test_what_is_no_nats_ends_the_connection() -> None:
+    """Nothing can be read behind it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+OK\r\nMSG a 1 2\r\nabcdef")
+        await reader.read()
+
+    async with connected(serve) as wire:
+        taken = list(await wire.operations())
+        assert taken[0] == b"+OK\r\n"
+        with pytest.raises(nats_errors.ProtocolError):
+            await wire.operations()
+        with pytest.raises(ConnectionResetError):
+            wire.write(b"PING\r\n")
+
+
+async def test_without_a_connection_there_is_an_error() -> None:
+    """Not a wait."""
+    wire = Wire()
+    wire.abort()
+    assert wire.at_eof()
+    with pytest.raises(ConnectionResetError):
+        wire.write(b"PING\r\n")
+    with pytest.raises(ConnectionResetError):
+        await wire.operations()
