@@ -8,6 +8,7 @@ from bus.protocol.states import HeldEvent
 from bus.protocol.step import RequestStep, TokenBatch
 from schemas.chunk import FinishReason
 from schemas.errors import ErrorCode, LocalProtocolError, RequestError
+from schemas.limits import MAX_KV_PARAMS_BYTES
 from workers.endings import Endings
 from workers.held import Held, HeldRequests, Instructions
 from workers.link_stats import LinkStats
@@ -57,7 +58,7 @@ class Outputs:
         if held is None:
             self._stats.late_steps += 1
             return
-        if step.kv_params is not None and len(step.kv_params) > self._routes.part_bytes:
+        if step.kv_params is not None and len(step.kv_params) > min(MAX_KV_PARAMS_BYTES, self._routes.max_part_bytes):
             self._stats.kv_too_large += 1
             step.kv_params = None
         if not self._hand_over(held, todo) or not self._give(held, step, self._versions.weight_version, todo):

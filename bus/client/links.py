@@ -27,7 +27,7 @@ ACK_DELAY_S: Final = 0.02
 """How long a frame may wait for others to be acknowledged with it: some engine steps."""
 TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
 """What all workers together may have under way: half of what a subscription holds before it drops messages."""
-MAX_WINDOW_BYTES: Final = 2 * 1024**2
+MAX_WINDOW_BYTES: Final = 1024**2
 """For one worker: a few milliseconds of routing, and tokens wait behind what is under way."""
 MIN_WINDOW_BYTES: Final = 64 * 1024
 """However many workers there are: a step's tokens of hundreds of requests fit."""

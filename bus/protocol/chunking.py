@@ -24,8 +24,9 @@ from schemas.rows import DTYPES, Rows, expected_rows
 
 __all__ = ["PART_BYTES", "ChunkWriter"]
 
-PART_BYTES = 128 * 1024
-"""Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond."""
+PART_BYTES = 256 * 1024
+"""Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond. Smaller
+ones cost more CPU than they move."""
 
 
 class _Ending(NamedTuple):
@@ -60,6 +61,7 @@ class ChunkWriter:
         traceparent: of the request; the first chunk bears it.
 
     Attributes:
+        part_bytes: as above; may be set anew before the first step is taken.
         unsent_bytes: of what was taken and has not left.
         last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
         is_ended: the request's last step was taken, or it failed; no other may follow.
@@ -80,11 +82,10 @@ class ChunkWriter:
         self._prompt_len = prompt_len
         self._routing = routing
         self._start = start
-        self._part_bytes = part_bytes
+        self.part_bytes = part_bytes
         self._traceparent = traceparent
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
-        self._rows_per_part = max(part_bytes // max(self._row_bytes, 1), 1)
         # What has left.
         self._num_chunks = self._num_tokens = self._num_rows = 0
         # What was taken, whether it has left or not.
@@ -130,7 +131,7 @@ class ChunkWriter:
             self._check_rows(rows, step.routed_experts_start)
         self._check_row_rule(step, self._taken_tokens + num_tokens, self._taken_rows + num_rows)
         if step.prompt_logprobs is not None:
-            for part in _prompt_parts(step.prompt_logprobs, self._part_bytes):
+            for part in _prompt_parts(step.prompt_logprobs, self.part_bytes):
                 self._prompt_logprobs.append(part)
                 self.unsent_bytes += _prompt_bytes(part)
         if num_tokens:
@@ -236,8 +237,8 @@ class ChunkWriter:
             num_bytes += error_bytes(self._ending.error)
         if is_terminal and self._ending is not None and self._ending.kv_params:
             num_kv_bytes = len(self._ending.kv_params)
-            # As large as a part may be: then they go alone, after the rest.
-            is_terminal = num_bytes + num_kv_bytes <= self._part_bytes or not (num_tokens or num_rows)
+            # They may be as large as a part: then they go alone, after the rest.
+            is_terminal = num_bytes + num_kv_bytes <= self.part_bytes or not (num_tokens or num_rows)
             num_bytes += num_kv_bytes if is_terminal else 0
         return _Plan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
@@ -246,20 +247,23 @@ class ChunkWriter:
         unsent_rows = self._taken_rows - self._num_rows
         # Rows before the next token's own: they may go ahead of it, for it must follow.
         due = self._prompt_len - self._start + self._num_tokens - self._num_rows
-        if len(self._runs) == 1 and self.unsent_bytes <= self._part_bytes:
+        if len(self._runs) == 1 and self.unsent_bytes <= self.part_bytes:
             # All fits, as mostly.
             num_tokens = self._runs[0].num_tokens
             return num_tokens, min(unsent_rows, due + num_tokens - 1)
         ahead = min(unsent_rows, due)
         if not self._runs:
-            return 0, min(ahead, self._rows_per_part)
+            return 0, min(ahead, self._rows_per_part())
         run = self._runs[0]
-        room = self._part_bytes - run.token_bytes - ahead * self._row_bytes
+        room = self.part_bytes - run.token_bytes - ahead * self._row_bytes
         if ahead and room < 0:
-            return 0, min(ahead, self._rows_per_part)
+            return 0, min(ahead, self._rows_per_part())
         each = run.token_bytes + (self._row_bytes if unsent_rows > ahead else 0)
         num_tokens = min(run.num_tokens, 1 + max(room, 0) // each)
         return num_tokens, min(unsent_rows, due + num_tokens - 1)
+
+    def _rows_per_part(self) -> int:
+        return max(self.part_bytes // max(self._row_bytes, 1), 1)
 
     def _cut(self, plan: _Plan) -> Chunk:
         self.last_bytes = plan.num_bytes

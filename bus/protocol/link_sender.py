@@ -22,6 +22,11 @@ __all__ = ["SMALL_BYTES", "LinkSender", "Progress"]
 
 SMALL_BYTES = 16 * 1024
 """A chunk up to this size goes with the next frame; larger ones go one per frame, behind everything small."""
+MIN_PART_BYTES = 32 * 1024
+"""However small the client's window is: smaller ones cost more than they move."""
+PARTS_PER_WINDOW = 4
+"""With fewer on their way the link would stand still until each is acknowledged. And a thousand workers that all have a
+large result for one client overrun its windows by no more than a part each."""
 MAX_UNACKED_BYTES = 64 * 1024 * 1024
 """Kept for a client that grants credit without end but acknowledges nothing: many times the window of one that does.
 Beyond it data gathers where it can be given up."""
@@ -67,7 +72,7 @@ class LinkSender:
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
         self._unacked_bytes = 0
         self._acked = self._number = 0
-        self._offset = 0
+        self._acked_bytes = self._offset = 0
         self._credit = INITIAL_CREDIT_BYTES
         self._is_stalled = False
         self.credit_stalls = 0
@@ -110,6 +115,12 @@ class LinkSender:
         """The client may wait for something that was lost."""
         return bool(self._unacked or self._open)
 
+    @property
+    def part_bytes(self) -> int:
+        """What a large chunk should take at most: by the client's window, as it said it last."""
+        window = self._credit - self._acked_bytes
+        return min(max(window // PARTS_PER_WINDOW, MIN_PART_BYTES), PART_BYTES)
+
     def unsent_bytes(self, key: RequestKey) -> int:
         """Of an open request; 0 if it is not open."""
         writer = self._open.get(key)
@@ -123,6 +134,7 @@ class LinkSender:
         """
         if key in self._open:
             raise ValueError(f"request {key} is open")
+        writer.part_bytes = min(writer.part_bytes, self.part_bytes)
         self._open[key] = writer
         self._offers.append(key)
 
@@ -203,7 +215,7 @@ class LinkSender:
         if self._add_offers(draft) and self._add_terminals(draft):
             if credit > 0:
                 # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
-                draft.room = min(draft.room, max(credit, PART_BYTES))
+                draft.room = min(draft.room, max(credit, self.part_bytes))
                 if self._add_small(draft):
                     self._add_bulky(draft)
             elif not self._is_stalled and (self._touched or self._bulky):
@@ -308,6 +320,7 @@ class LinkSender:
         while self._acked < message.acked:
             data, admitted = self._unacked.popleft()
             self._unacked_bytes -= len(data)
+            self._acked_bytes += len(data)
             confirmed += admitted
             self._acked += 1
         resend = [data for data, _ in self._unacked] if message.resend else []
