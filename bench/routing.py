@@ -1,13 +1,14 @@
 """The routing of long requests: milliseconds, memory and CPU time from the engine's array to a writable tensor.
 
-    python -m bench.routing [--cases u1 u2] [--ways rollbus json orjson] [--rounds 5] [--seconds 5] [--flow 80]
-        [--json FILE]
+    python -m bench.routing [--cases u1 u2] [--ways rollbus json orjson bare] [--rounds 5]
+        [--seconds 5] [--flow 80] [--json FILE]
 
 32,768 tokens with top-8 of 48 layers (u1, 12.6 MB) and of 61 (u2, 32 MB), over a real nats-server by rollbus, and by
-HTTP as vLLM's server does it (`json`) and as it could (`orjson`). What the ways are: `bench.routing_ways`. Time is from
-when the engine hands its array over, on a clock that processes share. A peak is by how much a process grows at most
-over what it took idle, in payloads; the engine's array and the tensor are in it. CPU time is of the process, in ms for
-each payload. Every tensor is compared with what the engine had.
+HTTP as vLLM's server does it (`json`) and as it could (`orjson`), and by bare sockets through that nats-server
+(`bare`). What the ways are: `bench.routing_ways`. Time is from when the engine hands its array over, on a clock that
+processes share. A peak is by how much a process grows at most over what it took idle, in payloads; the engine's array
+and the tensor are in it. CPU time is of the process, in ms for each payload. Every tensor is compared with what the
+engine had.
 
 Then how late the tokens of other requests are, without and while routing flows at `--flow` MB/s: `bench.routing_flow`.
 """

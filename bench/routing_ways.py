@@ -4,7 +4,8 @@
 
 Each side is a process of its own. The ways: `rollbus`, a worker and `Client.complete`; `json`, the answer of vLLM's
 `/inference/v1/generate` as its server writes it (base64 of a file of numpy's, by pybase64, in JSON, by the standard
-library) and read as vLLM says; `orjson`, the same with orjson, and pybase64 on both sides.
+library) and read as vLLM says; `orjson`, the same with orjson, and pybase64 on both sides; `bare`, sockets through the
+same nats-server and nothing else (`bench.routing_bare`).
 
 A server answers `address`, `handed` (when the engine handed its array over), a client `get` (when the tensor was there)
 and `check` (whether it is what it should be); both `idle`, after which memory and CPU time count, `grown` and `cpu`.
@@ -36,6 +37,7 @@ from starlette.routing import Route
 
 import bus
 from bench.memory import give_back, peak_bytes, reset_peak, resident_bytes
+from bench.routing_bare import bare_client, bare_server
 from bench.routing_engine import CASES, Case, RoutedEngine, make_rows
 from bench.ways import answer
 from workers.config import WorkerConfig
@@ -175,6 +177,7 @@ WAYS: dict[str, tuple[Callable[[Case, str], Any], Callable[[str], Any]]] = {
     "rollbus": (bus_server, bus_client),
     "json": (http_server(JSONResponse), http_client(read_json)),
     "orjson": (http_server(with_orjson), http_client(read_orjson)),
+    "bare": (bare_server, bare_client),
 }
 """Server and client of each, by name."""
 
