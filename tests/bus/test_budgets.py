@@ -144,14 +144,14 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
     """However many workers there are, what they may have under way for one client stays within its bound."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [
-            await stack.enter_async_context(worker_by_hand(nats_url, fleet, f"w{i}", pulls=False)) for i in range(20)
+            await stack.enter_async_context(worker_by_hand(nats_url, fleet, f"w{i}", pulls=False)) for i in range(50)
         ]
         rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet, client="me"))
-        await rb.fleet.wait_for_workers(20)
+        await rb.fleet.wait_for_workers(50)
         for worker in workers:
             worker.client_incarnation = (await worker.presences.get()).incarnation
             await worker.frame(0)
-        while rb.stats().frames < 20:
+        while rb.stats().frames < 50:
             await rb.fleet.state()
         for worker in workers:
             # Of those before all workers were known, credit was more, and never falls.
@@ -160,7 +160,7 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
         credits = [(await worker.next_link()).credit for worker in workers]
 
     assert sum(credits) <= 32 * 1024**2
-    assert min(credits) > 1024**2
+    assert 1024**2 > min(credits) > 1024**2 // 2
 
 
 def test_the_budget_is_a_number_of_bytes() -> None:
