@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bus.protocol.operations import Delivery
-from bus.wire import Wire
+from bus.wire import NoNats, Wire
 
 __all__ = ["MendedClient"]
 
@@ -90,10 +90,11 @@ class MendedClient(Client):
                         await self._process_msg(sid, subject, reply, payload, headers)  # type: ignore[arg-type]
                     else:
                         await self._ps.parse(operation)
-        except nats_errors.UnexpectedEOF as error:
-            await self._error_cb(error)
-            await self._process_op_err(error)
-        except (nats_errors.ProtocolError, OSError) as error:
+                        if self._ps.buf:
+                            raise NoNats(f"the NATS server sent {operation[:80]!r}")
+        except (nats_errors.UnexpectedEOF, nats_errors.ProtocolError, OSError) as error:
+            if not (self.is_closed or self.is_reconnecting):
+                await self._error_cb(error)
             await self._process_op_err(error)
         except Exception as error:
             # Nothing would be read any more, and nobody would know.

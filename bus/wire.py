@@ -12,11 +12,18 @@ from nats.aio.transport import Transport
 from bus.protocol.operations import Delivery, OperationReader
 from schemas.errors import RemoteProtocolError
 
-__all__ = ["Wire"]
+__all__ = ["NoNats", "Wire"]
 
 MAX_UNREAD_BYTES: Final = 4 * 1024**2
 """Received and not handed on, before the socket is left alone for a while: what a window of routing and a step's tokens
 take together."""
+
+
+class NoNats(nats_errors.ProtocolError):
+    """The server sent what is none of its protocol; says what, which nats-py's own error does not."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Wire(Transport):
@@ -46,11 +53,17 @@ class Wire(Transport):
         """Go on in TLS with the server of this name, over the connection that is there."""
         loop = asyncio.get_running_loop()
         name = uri if isinstance(uri, str) else uri.hostname
-        line = _Line()
-        async with asyncio.timeout(connect_timeout):
-            transport = await loop.start_tls(self._open().transport, line, ssl_context, server_hostname=name)
-        if transport is None:
-            raise ConnectionResetError("the connection to NATS was lost on the way to TLS")
+        line, plain = _Line(), self._open()
+        try:
+            async with asyncio.timeout(connect_timeout):
+                transport = await loop.start_tls(plain.transport, line, ssl_context, server_hostname=name)
+            if transport is None:
+                raise ConnectionResetError("the connection to NATS was lost on the way to TLS")
+        except BaseException:
+            plain.transport.abort()
+            # Since the handshake began its transport is TLS's, which tells it nothing.
+            plain.connection_lost(None)
+            raise
         line.transport = transport
         self._line = line
 
@@ -71,7 +84,7 @@ class Wire(Transport):
 
         Raises:
             nats.errors.UnexpectedEOF: the server closed the connection.
-            nats.errors.ProtocolError: it sent something that is no NATS.
+            NoNats: it sent something that is none.
             OSError: the connection was lost.
         """
         return await self._known().operations()
@@ -93,7 +106,8 @@ class Wire(Transport):
 
     def close(self) -> None:
         """Close once all is sent."""
-        if self._line is not None:
+        # asyncio's TLS, closed twice, forgets what it closes: no abort would end it any more.
+        if self._line is not None and not self._line.transport.is_closing():
             self._line.transport.close()
 
     async def wait_closed(self) -> None:
@@ -103,12 +117,8 @@ class Wire(Transport):
 
     def abort(self) -> None:
         """Drop the connection with all that is unsent; does nothing if there is none."""
-        if self._line is None:
-            return
-        transport = self._line.transport
-        # asyncio's transports cannot take an abort once they are closed.
-        if not transport.is_closing() or transport.get_write_buffer_size():
-            transport.abort()
+        if self._line is not None and not self._line.is_gone:
+            self._line.transport.abort()
 
     def _known(self) -> "_Line":
         if self._line is None:
@@ -155,7 +165,7 @@ class _Line(asyncio.BufferedProtocol):
         try:
             self._reader.received(nbytes)
         except RemoteProtocolError as exc:
-            self._lose(nats_errors.ProtocolError(str(exc)))
+            self._lose(NoNats(str(exc)))
             self.transport.abort()
             return
         if self._reader.unread_bytes > MAX_UNREAD_BYTES and not self._is_held_up:
@@ -177,6 +187,10 @@ class _Line(asyncio.BufferedProtocol):
         self._writable.set()
 
     # What the wire calls.
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone.is_set()
 
     async def operations(self) -> Iterator[Delivery | bytes]:
         lines, self._lines = self._lines, []

@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import close_connection, open_connection, publish, subscribe
 from bus.protocol.operations import Delivery
-from bus.wire import MAX_UNREAD_BYTES, Wire
+from bus.wire import MAX_UNREAD_BYTES, NoNats, Wire
 from tests.support.invariants import until
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -106,6 +106,19 @@ def test_a_flood_is_held_up_on_uvloop() -> None:
     uvloop.run(flood_is_held_up())
 
 
+async def test_a_flood_of_nothing_is_held_up() -> None:
+    """Empty messages take memory too."""
+    message = b"MSG a 1 0\r\n\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(message * 500_000)
+        await reader.read()
+
+    async with connected(serve) as wire:
+        await asyncio.sleep(0.3)
+        assert len(list(await wire.operations())) < 100_000
+
+
 async def test_what_came_before_the_end_is_handed_on() -> None:
     """Then the end is told."""
 
@@ -147,7 +160,7 @@ async def test_what_is_no_nats_ends_the_connection() -> None:
     async with connected(serve) as wire:
         taken = list(await wire.operations())
         assert taken[0] == b"+OK\r\n"
-        with pytest.raises(nats_errors.ProtocolError):
+        with pytest.raises(NoNats, match="does not end where it should"):
             await wire.operations()
         with pytest.raises(ConnectionResetError):
             wire.write(b"PING\r\n")

@@ -21,6 +21,8 @@ OWN_BUFFER_BYTES: Final = 16 * 1024
 """A message above it that is not there as a whole gets a buffer of its own."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024**2
 """nats-server takes no larger `max_payload`."""
+OVERHEAD_BYTES: Final = 256
+"""What an operation takes besides its bytes: about."""
 END: Final = b"\r\n"
 
 
@@ -71,7 +73,7 @@ class OperationReader:
         self._is_end_due = False
         self._whole: list[Delivery | bytes] = []
         self.unread_bytes = 0
-        """Of whole operations that were not taken."""
+        """Memory of whole operations that were not taken: about."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -88,7 +90,7 @@ class OperationReader:
             return memoryview(self._large.data)[self._large.filled :]
         if self._start:
             rest = self._end - self._start
-            self._buffer[:rest] = self._view[self._start : self._end]
+            self._view[:rest] = self._view[self._start : self._end]
             self._start, self._end = 0, rest
         return self._view[self._end :]
 
@@ -129,7 +131,7 @@ class OperationReader:
             self._head = _parse(line)
         else:
             self._whole.append(line)
-            self.unread_bytes += len(line)
+            self.unread_bytes += len(line) + OVERHEAD_BYTES
         return True
 
     def _cut_message(self, head: _Head) -> bool:
@@ -162,7 +164,7 @@ class OperationReader:
     def _deliver(self, head: _Head, headers: memoryview, payload: bytes | bytearray) -> None:
         self._head, self._is_end_due = None, True
         self._whole.append(Delivery(head.sid, head.subject, head.reply, bytes(headers) or None, payload))
-        self.unread_bytes += head.num_bytes
+        self.unread_bytes += head.num_bytes + OVERHEAD_BYTES
 
     def _cut_end(self) -> bool:
         if self._end - self._start < len(END):

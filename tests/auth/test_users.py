@@ -1,6 +1,5 @@
 """The folder of users: `rollbus auth` makes it, a real nats-server reads it, and no key is ever written twice."""
 
-import ipaddress
 import json
 import re
 import signal
@@ -8,14 +7,9 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 import bus
 from bus.connection import close_connection, open_connection
@@ -26,6 +20,7 @@ from bus.server import Server, Tls
 from bus.users import credentials_path, ensure_users, remove_user
 from schemas.errors import BusBroken, InvalidRequest
 from tests.cli.support import rollbus
+from tests.support.certificates import certificate
 from tests.support.nats_server import require_binary
 
 ALICE = ("F", Role.TRAINER, "alice")
@@ -221,27 +216,3 @@ def test_what_cannot_be_meant_is_a_usage_error(options: tuple[str, ...], problem
     assert done.returncode == 2
     assert problem in done.stderr
     assert not list((tmp_path / "d").glob("*/*"))
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
-    cert_path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    private = serialization.PrivateFormat.PKCS8
-    key_path.write_bytes(key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
-    return cert_path, key_path
