@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -273,6 +275,20 @@ def record_losses(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     return workers
 
 
+def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Workers, with their pids, to be killed as soon as a client of this process hears that they took a request."""
+    doomed: dict[str, int] = {}
+    admit = Child.admit
+
+    def striking(self: Child, worker: str, incarnation: str) -> bool:
+        if self.worker is None and worker in doomed:
+            os.kill(doomed.pop(worker), signal.SIGKILL)
+        return admit(self, worker, incarnation)
+
+    monkeypatch.setattr(Child, "admit", striking)
+    return doomed
+
+
 async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL under load, of one of two of each role: every request comes back once, equal to the undisturbed one."""
     engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
@@ -289,11 +305,12 @@ async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypat
             )
         await until_paired(rb, *processes)
 
-        async def kill(name: str) -> None:
-            processes[name].kill()
+        lost_at, doomed = record_losses(monkeypatch), record_doomed(monkeypatch)
 
-        lost_at = record_losses(monkeypatch)
-        # A few at a time, so that some are always at prefill.
+        async def kill(name: str) -> None:
+            doomed[name] = processes[name].pid
+
+        # A few at a time, so that some are still to come then.
         strikes = {10: partial(kill, "p0"), 40: partial(kill, "d0")}
         results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)
         children = [child for result in results for child in (result, *result.siblings)]
