@@ -72,7 +72,7 @@ class LinkSender:
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
         self._unacked_bytes = 0
         self._acked = self._number = 0
-        self._acked_bytes = self._offset = 0
+        self._offset = 0
         self._credit = INITIAL_CREDIT_BYTES
         self._is_stalled = False
         self.credit_stalls = 0
@@ -118,7 +118,8 @@ class LinkSender:
     @property
     def part_bytes(self) -> int:
         """What a large chunk should take at most: by the client's window, as it said it last."""
-        window = self._credit - self._acked_bytes
+        acked_bytes = self._offset - self._unacked_bytes
+        window = self._credit - acked_bytes
         return min(max(window // PARTS_PER_WINDOW, MIN_PART_BYTES), PART_BYTES)
 
     def unsent_bytes(self, key: RequestKey) -> int:
@@ -320,7 +321,6 @@ class LinkSender:
         while self._acked < message.acked:
             data, admitted = self._unacked.popleft()
             self._unacked_bytes -= len(data)
-            self._acked_bytes += len(data)
             confirmed += admitted
             self._acked += 1
         resend = [data for data, _ in self._unacked] if message.resend else []
