@@ -6,36 +6,32 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvloop
 
 from bus.connection import Connection, close_connection, open_connection
 from bus.server import Server, Tls
 from schemas.errors import BusBroken
 from tests.support.certificates import certificate
 from tests.support.invariants import until
+from tests.support.loops import on_both_loops, run_on
 
 INFO = {"server_id": "x", "version": "2.10", "max_payload": 2**20, "headers": True, "proto": 1, "tls_required": True}
 ENDS_WITHIN_S = 15.0
 """Far more than it takes; half of what a TLS connection waits for the other side's goodbye."""
-RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 pytestmark = pytest.mark.slow
-
-on_both_loops = pytest.mark.parametrize("runner", RUNNERS)
 
 
 class TlsServer:
     """As much of a NATS server as a connection needs that is opened, each client served by a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shakes_hands: bool = True, answers: bool = True) -> None:
         cert, key = certificate(folder)
         self.tls = Tls(ca=str(cert))
-        self.shakes_hands = self.answers = True
+        self.shakes_hands, self.answers = shakes_hands, answers
         self.port = 0
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(cert, key)
@@ -118,10 +114,10 @@ async def reconnects(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_a_connection_is_opened_again(tmp_path: Path, runner: str) -> None:
+def test_a_connection_is_opened_again(tmp_path: Path, loop: str) -> None:
     """When the server is back."""
     with TlsServer(tmp_path).running() as server:
-        RUNNERS[runner](reconnects(server))
+        run_on(loop, reconnects(server))
 
 
 async def gives_up(server: TlsServer) -> None:
@@ -132,12 +128,10 @@ async def gives_up(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_a_handshake_that_never_ends_is_given_up(tmp_path: Path, runner: str) -> None:
+def test_a_handshake_that_never_ends_is_given_up(tmp_path: Path, loop: str) -> None:
     """At the time limit."""
-    server = TlsServer(tmp_path)
-    server.shakes_hands = False
-    with server.running():
-        RUNNERS[runner](gives_up(server))
+    with TlsServer(tmp_path, shakes_hands=False).running() as server:
+        run_on(loop, gives_up(server))
 
 
 async def closes_in_a_handshake(server: TlsServer) -> None:
@@ -153,10 +147,10 @@ async def closes_in_a_handshake(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_closing_in_the_middle_of_a_handshake(tmp_path: Path, runner: str) -> None:
+def test_closing_in_the_middle_of_a_handshake(tmp_path: Path, loop: str) -> None:
     """Nothing is waited for."""
     with TlsServer(tmp_path).running() as server:
-        RUNNERS[runner](closes_in_a_handshake(server))
+        run_on(loop, closes_in_a_handshake(server))
 
 
 async def closes_unanswered(server: TlsServer) -> None:
@@ -167,9 +161,7 @@ async def closes_unanswered(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_a_server_that_says_no_goodbye_is_not_waited_for(tmp_path: Path, runner: str) -> None:
+def test_a_server_that_says_no_goodbye_is_not_waited_for(tmp_path: Path, loop: str) -> None:
     """TLS would, for half a minute."""
-    server = TlsServer(tmp_path)
-    server.answers = False
-    with server.running():
-        RUNNERS[runner](closes_unanswered(server))
+    with TlsServer(tmp_path, answers=False).running() as server:
+        run_on(loop, closes_unanswered(server))

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlparse
 
 import pytest
-import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
@@ -15,8 +14,21 @@ from bus.connection import close_connection, open_connection, publish, subscribe
 from bus.protocol.operations import Delivery
 from bus.wire import MAX_UNREAD_BYTES, NoNats, Wire
 from tests.support.invariants import until
+from tests.support.loops import on_both_loops, run_on
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def sending(data: bytes, *, stays: bool) -> Serve:
+    """Send `data`; then leave, or stay until the client does."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+        if stays:
+            await reader.read()
+
+    return serve
 
 
 @contextlib.asynccontextmanager
@@ -65,14 +77,10 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
     await close_connection(nats)
 
 
-async def test_all_sizes_arrive(nats_url: str, fleet: str) -> None:
-    """On asyncio's loop."""
-    await carry_all_sizes(nats_url, fleet)
-
-
-def test_all_sizes_arrive_on_uvloop(nats_url: str, fleet: str) -> None:
-    """On uvloop's."""
-    uvloop.run(carry_all_sizes(nats_url, fleet))
+@on_both_loops
+def test_all_sizes_arrive(nats_url: str, fleet: str, loop: str) -> None:
+    """And are what was sent."""
+    run_on(loop, carry_all_sizes(nats_url, fleet))
 
 
 async def flood_is_held_up() -> None:
@@ -96,37 +104,22 @@ async def flood_is_held_up() -> None:
         assert len(taken) == num_messages
 
 
-async def test_a_flood_is_held_up() -> None:
-    """On asyncio's loop."""
-    await flood_is_held_up()
-
-
-def test_a_flood_is_held_up_on_uvloop() -> None:
-    """On uvloop's."""
-    uvloop.run(flood_is_held_up())
+@on_both_loops
+def test_a_flood_is_held_up(loop: str) -> None:
+    """And lost is none of it."""
+    run_on(loop, flood_is_held_up())
 
 
 async def test_a_flood_of_nothing_is_held_up() -> None:
     """Empty messages take memory too."""
-    message = b"MSG a 1 0\r\n\r\n"
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(message * 500_000)
-        await reader.read()
-
-    async with connected(serve) as wire:
+    async with connected(sending(b"MSG a 1 0\r\n\r\n" * 500_000, stays=True)) as wire:
         await asyncio.sleep(0.3)
         assert len(list(await wire.operations())) < 100_000
 
 
 async def test_what_came_before_the_end_is_handed_on() -> None:
     """Then the end is told."""
-
-    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"PING\r\nMSG a 1 3\r\nabc\r\nMSG a 1 30000\r\nabc")
-        await writer.drain()
-
-    async with connected(serve) as wire:
+    async with connected(sending(b"PING\r\nMSG a 1 3\r\nabc\r\nMSG a 1 30000\r\nabc", stays=False)) as wire:
         taken = list(await wire.operations())
         with pytest.raises(nats_errors.UnexpectedEOF):
             await wire.operations()
@@ -138,12 +131,7 @@ async def test_what_came_before_the_end_is_handed_on() -> None:
 
 async def test_lines_of_the_start_are_read_one_by_one() -> None:
     """Those that came early wait; at the end there is an empty one."""
-
-    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"INFO {}\r\nPONG\r\nINFO {1}\r\n")
-        await writer.drain()
-
-    async with connected(serve) as wire:
+    async with connected(sending(b"INFO {}\r\nPONG\r\nINFO {1}\r\n", stays=False)) as wire:
         assert await wire.readline() == b"INFO {}\r\n"
         assert await wire.readline() == b"PONG\r\n"
         assert list(await wire.operations()) == [b"INFO {1}\r\n"]
@@ -152,12 +140,7 @@ async def test_lines_of_the_start_are_read_one_by_one() -> None:
 
 async def test_what_is_no_nats_ends_the_connection() -> None:
     """Nothing can be read behind it."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"+OK\r\nMSG a 1 2\r\nabcdef")
-        await reader.read()
-
-    async with connected(serve) as wire:
+    async with connected(sending(b"+OK\r\nMSG a 1 2\r\nabcdef", stays=True)) as wire:
         taken = list(await wire.operations())
         assert taken[0] == b"+OK\r\n"
         with pytest.raises(NoNats, match="does not end where it should"):

@@ -1,0 +1,27 @@
+"""The event loops that connections must work on."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+__all__ = ["on_both_loops", "run_on"]
+
+RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+HANGS_AFTER_S = 120.0
+"""Far above what any scenario takes."""
+
+on_both_loops = pytest.mark.parametrize("loop", RUNNERS)
+"""For tests that take the name of a loop."""
+
+
+def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
+    """Run `scenario` on this loop; one that hangs fails where it hangs."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(HANGS_AFTER_S):
+            await scenario
+
+    RUNNERS[loop](bounded())
