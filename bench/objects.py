@@ -16,11 +16,11 @@ from pathlib import Path
 
 import uvloop
 
-from bench.report import Report, Spread, add_arguments
-from bus.connection import Connection, close_connection, open_connection
-from bus.embedded import EmbeddedServer
-from bus.objects import ObjectReader, put_folder
-from bus.objects.catalog import ensure_bucket
+from bench.report import Report, Spread, add_arguments, in_turns
+from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.objects import ObjectReader, put_folder
+from rollbus.bus.objects.catalog import ensure_bucket
 
 MEGABYTE = 1024 * 1024
 BUCKET = "bench"
@@ -33,11 +33,10 @@ Run = Callable[[int], Awaitable[object]]
 async def measure_in_turns(report: Report, rounds: int, ways: Mapping[str, tuple[int, Run]]) -> None:
     """Add a row for each of `ways`: how many megabytes it moves, and how."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(rounds):
-        for name, (megabytes, move) in ways.items():
-            started = time.perf_counter()
-            await move(i)
-            rates[name].append(megabytes / (time.perf_counter() - started))
+    for name, (megabytes, move) in in_turns(rounds, ways.items()):
+        started = time.perf_counter()
+        await move(len(rates[name]))
+        rates[name].append(megabytes / (time.perf_counter() - started))
     for name, (megabytes, _) in ways.items():
         report.add(way=name, mib=megabytes, mib_per_s=Spread.of(rates[name]))
 
@@ -95,7 +94,7 @@ async def run(args: argparse.Namespace, report: Report) -> None:
             with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as scratch:
                 await measure(server.url, nats, Path(scratch), args, report)
         finally:
-            await close_connection(nats)
+            await nats.shut()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,11 @@ import msgspec
 import numpy as np
 import uvloop
 
-import bus
+import rollbus
+from bench.on_the_bus import START_S, bus_request, on_the_bus
 from bench.ways import answer
-from bus.embedded import EmbeddedServer
 
-__all__ = ["WAYS", "Count", "Run", "bus_request", "gathered", "on_the_bus", "serve", "streamed"]
+__all__ = ["WAYS", "Count", "Run", "gathered", "serve", "streamed"]
 
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 512
@@ -43,7 +43,6 @@ ENGINE_ARGS = {
     "block_size": 32,
     "gpu_memory_utilization": 0.1,
 }
-START_S = 180.0
 
 
 @dataclass(slots=True)
@@ -57,8 +56,8 @@ class Count:
     first_s: float = 0.0
     """Until its first token was there; of whole results, all of them."""
 
-    def take(self, tokens: int, rows: int) -> None:
-        """So much more has come."""
+    def add(self, tokens: int, rows: int) -> None:
+        """Add what arrived."""
         if not self.tokens:
             self.first_s = time.perf_counter() - self.started
         self.tokens += tokens
@@ -78,38 +77,10 @@ def make_prompts(concurrency: int, serial: int) -> list[list[int]]:
     ]
 
 
-def bus_request(prompt: list[int], max_tokens: int) -> bus.GenerateRequest:
-    """One request over the bus."""
-    sampling = bus.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=0)
-    return bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
-
-
-@asynccontextmanager
-async def on_the_bus(*worker_args: str) -> AsyncIterator[bus.Client]:
-    """A server and a worker as users start them, and a client."""
-    async with EmbeddedServer() as server:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--nats", server.url, "--log-level", "warning", *worker_args),
-            stdout=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            async with bus.connect(server.url) as rb:
-                await rb.fleet.wait_for_workers(timeout_s=START_S)
-                yield rb
-        finally:
-            worker.terminate()
-            await worker.wait()
-
-
-def on_a_real_engine(model: str) -> AbstractAsyncContextManager[bus.Client]:
-    """The same with vLLM."""
-    return on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS))
-
-
 @asynccontextmanager
 async def rollbus_whole(model: str) -> AsyncIterator[Run]:
     """`complete_many`: whole results, of which the worker gathers the tokens."""
-    async with on_a_real_engine(model) as rb:
+    async with on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)) as (rb, _):
 
         async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
             started = time.perf_counter()
@@ -119,7 +90,7 @@ async def rollbus_whole(model: str) -> AsyncIterator[Run]:
                 if generation.error is not None or generation.routed_experts is None:
                     raise RuntimeError(f"no result: {generation.error}")
                 counts.append(Count(started))
-                counts[-1].take(len(generation.token_ids), len(generation.routed_experts))
+                counts[-1].add(len(generation.token_ids), len(generation.routed_experts))
             return counts
 
         yield run
@@ -128,21 +99,21 @@ async def rollbus_whole(model: str) -> AsyncIterator[Run]:
 @asynccontextmanager
 async def rollbus_chunks(model: str) -> AsyncIterator[Run]:
     """`generate`: a loop over the chunks of each request."""
-    async with on_a_real_engine(model) as rb:
+    async with on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)) as (rb, _):
         yield streamed(rb)
 
 
-def streamed(rb: bus.Client) -> Run:
+def streamed(rb: rollbus.Client) -> Run:
     """A loop over the chunks of each request."""
 
     async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
         async for chunk in rb.generate(bus_request(prompt, max_tokens)):
-            count.take(chunk.num_tokens, 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
+            count.add(chunk.num_tokens, 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
 
     return gathered(one)
 
 
-def gathered(one: Callable[[list[int], int, Count], Awaitable[None]]) -> Run:
+def gathered(one: Callable[[list[int], int, Count], Coroutine[Any, Any, None]]) -> Run:
     """All at once."""
 
     async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
@@ -178,7 +149,7 @@ async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
         request_id = f"{prompt}-{time.monotonic_ns()}"
         async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id):
             [sample] = output.outputs
-            count.take(len(sample.token_ids), 0 if sample.routed_experts is None else len(sample.routed_experts))
+            count.add(len(sample.token_ids), 0 if sample.routed_experts is None else len(sample.routed_experts))
 
     try:
         yield gathered(one)
@@ -225,7 +196,7 @@ async def http_server(model: str) -> AsyncIterator[Run]:
                     for choice in msgspec.json.decode(line[6:])["choices"]:
                         routing = choice.get("routed_experts")
                         rows = 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
-                        count.take(len(choice.get("token_ids") or ()), rows)
+                        count.add(len(choice.get("token_ids") or ()), rows)
 
         try:
             await until_ready(session, server)

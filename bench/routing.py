@@ -20,11 +20,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, Spread, add_arguments
+from bench.report import Report, Spread, add_arguments, in_turns, spreads
 from bench.routing_engine import CASES, Case
 from bench.routing_ways import WAYS
 from bench.ways import Way, running
-from bus.embedded import EmbeddedServer
+from rollbus.bus.nats.embedded import EmbeddedServer
 
 __all__: list[str] = []
 
@@ -111,12 +111,10 @@ async def compare(report: Report, case_name: str, ways: list[str], rounds: int) 
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedServer())
         pairs = [await stack.enter_async_context(started(way, case_name, nats)) for way in ways]
-        for _ in range(rounds):
-            for pair in pairs:
-                await pair.measure_memory(case)
-        for _ in range(rounds):
-            for pair in pairs:
-                await pair.measure_time()
+        for pair in in_turns(rounds, pairs):
+            await pair.measure_memory(case)
+        for pair in in_turns(rounds, pairs):
+            await pair.measure_time()
         for pair in pairs:
             pair.add_to(report, case_name)
 
@@ -130,12 +128,11 @@ async def measure_flow(report: Report, rounds: int, seconds: float, mb_per_s: fl
         running("client", module, "client", nats.url) as client,
     ):
         found: dict[float, list[dict[str, float]]] = {0.0: [], mb_per_s: []}
-        for _ in range(rounds):
-            for rate, figures in found.items():
-                figures.append(await client.ask("measure", seconds, rate))
+        for rate in in_turns(rounds, found):
+            found[rate].append(await client.ask("measure", seconds, rate))
     for rate, figures in found.items():
-        columns = {name: Spread.of([one[name] for one in figures]) for name in figures[0]}
-        report.add(rows="u1", way="rollbus tokens, routing flows" if rate else "rollbus tokens alone", **columns)
+        way = "rollbus tokens, routing flows" if rate else "rollbus tokens alone"
+        report.add(rows="u1", way=way, **spreads(figures))
 
 
 async def run(args: argparse.Namespace, report: Report) -> None:

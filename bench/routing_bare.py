@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.routing_engine import Case, make_rows
-from bus.protocol.chunking import PART_BYTES
+from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
 
 __all__ = ["bare_client", "bare_server"]
 
@@ -83,9 +83,9 @@ async def bare_server(case: Case, address: str) -> AsyncIterator[tuple[str, Call
             rows = made[: int(connection.read(size))].copy()
             handed_at = time.monotonic()
             connection.send(ROWS, json.dumps({"shape": rows.shape, "dtype": str(rows.dtype)}).encode())
-            data = memoryview(rows).cast("B")
-            for first in range(0, len(data), PART_BYTES):
-                connection.send(ROWS, data[first : first + PART_BYTES])
+            data = rows.data.cast("B")
+            for first in range(0, len(data), SEGMENT_BYTES):
+                connection.send(ROWS, data[first : first + SEGMENT_BYTES])
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(asyncio.to_thread(serve))
@@ -105,7 +105,7 @@ async def bare_client(address: str) -> AsyncIterator[Callable[[int], Awaitable[t
     def fetch(num_tokens: int) -> torch.Tensor:
         connection.send(ASK, str(num_tokens).encode())
         rows = np.empty(**json.loads(connection.read(connection.receive())))
-        view = memoryview(rows).cast("B")
+        view = rows.data.cast("B")
         while len(view):
             size = connection.receive()
             connection.fill(view[:size])

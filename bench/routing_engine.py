@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from bus.protocol.step import RequestStep, split
-from schemas.messages import KvHandover
-from schemas.presence import Capabilities, RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, Rows, dtype_for
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import DTYPES, Rows, dtype_for
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["CASES", "CLOCK", "Case", "RoutedEngine", "clock_us", "make_rows"]
 
@@ -67,23 +67,18 @@ class RoutedEngine(SyntheticEngine):
 
     def __init__(self, case: Case, *, step_s: float, is_fresh: bool) -> None:
         super().__init__(SyntheticConfig(num_experts=0, step_s=step_s))
-        self._case = case
+        _, num_layers, top_k, num_experts = case
+        routing = RoutedExpertsInfo(
+            num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
+        )
+        self.capabilities = replace(self.capabilities, routed_experts=routing)
         self._rows = make_rows(case)
         self._is_fresh = is_fresh
         self._positions: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
         self.handed_at = 0.0
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of a synthetic engine that has this routing."""
-        _, num_layers, top_k, num_experts = self._case
-        routing = RoutedExpertsInfo(
-            num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
-        )
-        return replace(super().capabilities, routed_experts=routing)
-
-    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Queue a request."""
         self._positions[key], self._prompts[key] = request.routed_experts_prompt_start, request.prompt_len
         await super().add(key, request, kv)

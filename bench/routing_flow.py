@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import uvloop
 
-import bus
+import rollbus
 from bench.report import percentile
 from bench.routing_engine import CASES, CLOCK, RoutedEngine, clock_us
 from bench.routing_ways import bus_request, running_worker
@@ -43,7 +43,7 @@ class Figures:
     num_bytes: int = 0
 
 
-async def read_stream(rb: bus.Client, num_tokens: int, figures: Figures) -> None:
+async def read_stream(rb: rollbus.Client, num_tokens: int, figures: Figures) -> None:
     """Read a request's tokens as they come."""
     count, last = 0, 0
     async for chunk in rb.generate(bus_request(NUM_PROMPT, num_tokens)):
@@ -55,7 +55,7 @@ async def read_stream(rb: bus.Client, num_tokens: int, figures: Figures) -> None
         last = now
 
 
-async def flow(rb: bus.Client, mb_per_s: float, figures: Figures) -> None:
+async def flow(rb: rollbus.Client, mb_per_s: float, figures: Figures) -> None:
     """Have routing come at this rate, until cancelled."""
     turns = asyncio.Semaphore(MAX_IN_FLIGHT)
 
@@ -77,7 +77,7 @@ async def flow(rb: bus.Client, mb_per_s: float, figures: Figures) -> None:
             await asyncio.sleep(next_at - time.monotonic())
 
 
-async def measure(rb: bus.Client, seconds: float, mb_per_s: float) -> dict[str, float]:
+async def measure(rb: rollbus.Client, seconds: float, mb_per_s: float) -> dict[str, float]:
     """Figures of all streams together."""
     figures = Figures()
     async with asyncio.TaskGroup() as tasks:
@@ -102,19 +102,19 @@ async def run_server(url: str) -> None:
     """Be the worker."""
     async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
 
-        async def refuse(words: list[str]) -> object:
-            raise ValueError(f"asked for {words}")
+        async def refuse(arguments: list[str]) -> object:
+            raise ValueError(f"asked for {arguments}")
 
         await answer(refuse)
 
 
 async def run_client(url: str) -> None:
     """Be the client."""
-    async with bus.connect(url) as rb:
+    async with rollbus.connect(url) as rb:
         await rb.fleet.wait_for_workers(timeout_s=30)
 
-        async def answer_one(words: list[str]) -> object:
-            return await measure(rb, float(words[1]), float(words[2]))
+        async def answer_one(arguments: list[str]) -> object:
+            return await measure(rb, float(arguments[1]), float(arguments[2]))
 
         await answer(answer_one)
 

@@ -35,14 +35,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import bus
+import rollbus
 from bench.memory import give_back, peak_bytes, reset_peak, resident_bytes
 from bench.routing_bare import bare_client, bare_server
 from bench.routing_engine import CASES, Case, RoutedEngine, make_rows
 from bench.ways import answer
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.worker import Worker
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.engine import Engine
+from rollbus.workers.worker import Worker
 
 __all__ = ["WAYS", "bus_request", "running_worker"]
 
@@ -58,10 +58,10 @@ def prompt(num_tokens: int) -> npt.NDArray[np.int32]:
     return np.arange(num_tokens, dtype=np.int32) % 1000 + 10
 
 
-def bus_request(num_prompt: int, num_tokens: int = 1) -> bus.GenerateRequest:
+def bus_request(num_prompt: int, num_tokens: int = 1) -> rollbus.GenerateRequest:
     """A request over the bus."""
-    sampling = bus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    return bus.GenerateRequest(prompt_token_ids=prompt(num_prompt), sampling=sampling)
+    sampling = rollbus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    return rollbus.GenerateRequest(prompt_token_ids=prompt(num_prompt), sampling=sampling)
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ def with_orjson(content: dict[str, Any]) -> Response:
 @asynccontextmanager
 async def bus_client(address: str) -> AsyncIterator[Get]:
     """A client of the bus."""
-    async with bus.connect(address) as rb:
+    async with rollbus.connect(address) as rb:
         await rb.fleet.wait_for_workers(timeout_s=30)
 
         async def get(num_tokens: int) -> torch.Tensor:
@@ -209,13 +209,13 @@ async def run_server(way: str, case: Case, address: str) -> None:
     meter = Meter()
     async with WAYS[way][0](case, address) as (served_at, handed):
 
-        async def measure(words: list[str]) -> object:
-            match words[0]:
+        async def measure(arguments: list[str]) -> object:
+            match arguments[0]:
                 case "address":
                     return {"address": served_at}
                 case "handed":
                     return {"at": handed()}
-            return meter.answer(words[0])
+            return meter.answer(arguments[0])
 
         await answer(measure)
 
@@ -223,13 +223,13 @@ async def run_server(way: str, case: Case, address: str) -> None:
 async def run_client(way: str, case: Case, address: str) -> None:
     """Be the side that wants it."""
     meter = Meter()
-    wanted = digest(make_rows(case))
+    expected = digest(make_rows(case))
     tensor: torch.Tensor | None = None
     async with WAYS[way][1](address) as get:
 
-        async def measure(words: list[str]) -> object:
+        async def measure(arguments: list[str]) -> object:
             nonlocal tensor
-            match words[0]:
+            match arguments[0]:
                 case "warm":
                     await get(case.num_tokens // 16)
                     return {}
@@ -238,16 +238,16 @@ async def run_client(way: str, case: Case, address: str) -> None:
                     return {"at": time.monotonic()}
                 case "check":
                     found, tensor = tensor, None
-                    is_good = found is not None and found.numpy().flags.writeable and digest(found.numpy()) == wanted
+                    is_good = found is not None and found.numpy().flags.writeable and digest(found.numpy()) == expected
                     return {"is_good": is_good}
-            return meter.answer(words[0])
+            return meter.answer(arguments[0])
 
         await answer(measure)
 
 
 def digest(rows: npt.NDArray[Any]) -> str:
     """Of shape, dtype and contents."""
-    return f"{rows.shape} {rows.dtype} {hashlib.sha256(rows).hexdigest()}"
+    return f"{rows.shape} {rows.dtype} {hashlib.sha256(rows.data).hexdigest()}"
 
 
 if __name__ == "__main__":

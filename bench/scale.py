@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.report import Report, Spread, add_arguments
+from bench.report import Report, add_arguments, spreads
 from bench.scale_fleet import Fleet, Used, started_fleet
-from bus.client.dispatch import ORPHAN_AGE_S
-from workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.client.dispatch import ORPHAN_AGE_S
+from rollbus.workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]
 
@@ -101,11 +101,6 @@ def cost(used: Used, count: float, name: str = "{}_ms") -> dict[str, float]:
 def memory(used: Used) -> dict[str, float]:
     """Megabytes of each side, in all of its processes."""
     return {f"{side}_mb": one.rss_bytes / MEGABYTE for side, one in used.sides.items()}
-
-
-def spreads(rounds: list[dict[str, float]]) -> dict[str, Spread]:
-    """Each figure over all rounds."""
-    return {name: Spread.of([one[name] for one in rounds]) for name in rounds[0]}
 
 
 # The parts

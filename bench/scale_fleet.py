@@ -8,16 +8,17 @@ from typing import Final
 
 import msgspec
 
-import bus
+import rollbus
 from bench.cpu import cpu_s
 from bench.memory import resident_bytes
 from bench.scale_sides import FLEET, START_TIMEOUT_S, Counts
 from bench.ways import Way, running
-from bus.connection import Connection, close_connection, open_connection
-from bus.embedded import EmbeddedServer
-from bus.queue.streams import QueueLimits, ensure_queue, queue_depths
-from bus.subjects import Subjects
-from workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.subjects import Subjects
+from rollbus.workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["Fleet", "Queue", "Side", "Used", "started_fleet"]
 
@@ -127,12 +128,12 @@ class Fleet:
 
     async def pause(self) -> None:
         """Let requests wait in the queue."""
-        async with bus.connect(self._server.url, fleet=FLEET) as rb:
+        async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
             await rb.fleet.pause()
 
     async def resume(self) -> None:
         """Go on with what waits."""
-        async with bus.connect(self._server.url, fleet=FLEET) as rb:
+        async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
             await rb.fleet.resume()
 
     @asynccontextmanager
@@ -143,7 +144,7 @@ class Fleet:
             await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
             yield Queue(nats)
         finally:
-            await close_connection(nats)
+            await nats.shut()
 
 
 @asynccontextmanager
@@ -161,7 +162,7 @@ async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticCon
             return ways
 
         workers = await start("workers", num_workers, msgspec.json.encode(engine).decode())
-        async with bus.connect(url, fleet=FLEET) as rb:
+        async with rollbus.connect(url, fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
         clients = await start("clients", num_clients)
         yield Fleet(server, await _ids(workers), clients, await _ids(clients))

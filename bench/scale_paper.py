@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 
 from bench.scale_plot import number, plot
-from bus.protocol.chunking import PART_BYTES, ChunkWriter
-from bus.protocol.link_sender import LinkSender
-from bus.protocol.step import RequestStep
-from schemas.messages import WIRE_VERSION, LinkMessage, RequestKey
-from schemas.presence import RoutedExpertsInfo
-from schemas.rows import DTYPES, dtype_for
+from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.schemas.messages import WIRE_VERSION, LinkMessage, RequestKey
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.rows import DTYPES, dtype_for
 
 __all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
 
@@ -84,14 +84,16 @@ def frame_bytes(model: Model, *, routed: bool = True) -> int:
     )
     keys = [RequestKey(uuid.UUID(int=i).hex) for i in range(model.in_flight)]
     for key in keys:
-        writer = ChunkWriter(key, prompt_len=1, routing=routing if routed else None, start=0, part_bytes=PART_BYTES)
+        writer = ChunkWriter(
+            key, prompt_len=1, routing=routing if routed else None, start=0, segment_bytes=SEGMENT_BYTES
+        )
         sender.open(key, writer)
     size = 0
     # The second step: the first also offers the requests.
     for position in (0, 1):
         size = 0
         for key in keys:
-            sender.take(key, _step(model, position, routed=routed), 100)
+            sender.add_step(key, _step(model, position, routed=routed), 100)
         while (data := sender.seal()) is not None:
             size += len(data)
     return size

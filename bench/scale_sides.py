@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 
 import uvloop
 
-import bus
+import rollbus
 from bench.many_workers import many_workers
 from bench.ways import answer
-from schemas.errors import RequestError
-from workers.engines.synthetic import SyntheticConfig
+from rollbus.schemas.errors import RequestError
+from rollbus.workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
 
@@ -54,15 +54,15 @@ class Load:
         tasks: in which they do it.
     """
 
-    def __init__(self, clients: list[bus.Client], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, clients: list[rollbus.Client], tasks: asyncio.TaskGroup) -> None:
         self._clients = clients
         self._tasks = tasks
         self._running: list[asyncio.Task[None]] = []
         self._done = self._failed = 0
 
-    async def answer(self, words: list[str]) -> object:
+    async def answer(self, arguments: list[str]) -> object:
         """Begin a load, wait for its end, or say at once how far it is."""
-        match words:
+        match arguments:
             case ["run", requests, tokens, max_in_flight]:
                 self._running = [
                     self._tasks.create_task(self._complete(rb, int(requests), int(tokens), int(max_in_flight)))
@@ -79,7 +79,7 @@ class Load:
                 await asyncio.wait(self._running)
         return asdict(Counts(os.getpid(), self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
 
-    async def _complete(self, rb: bus.Client, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
+    async def _complete(self, rb: rollbus.Client, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
         results = rb.complete_many(_requests(num_requests, num_tokens), max_in_flight=max_in_flight)
         async for generation in results:
             self._done += 1
@@ -87,7 +87,7 @@ class Load:
                 self._failed += 1
                 sys.stderr.write(f"{generation.error}\n")
 
-    async def _stream(self, rb: bus.Client, source: Iterator[bus.GenerateRequest]) -> None:
+    async def _stream(self, rb: rollbus.Client, source: Iterator[rollbus.GenerateRequest]) -> None:
         """One after another, each token as it comes."""
         for request in source:
             try:
@@ -99,28 +99,29 @@ class Load:
             self._done += 1
 
 
-def _requests(num_requests: int, num_tokens: int) -> Iterator[bus.GenerateRequest]:
-    sampling = bus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+def _requests(num_requests: int, num_tokens: int) -> Iterator[rollbus.GenerateRequest]:
+    sampling = rollbus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     for i in range(num_requests):
         prompt = [(i + j) % 1000 + 10 for j in range(PROMPT_TOKENS)]
-        yield bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
+        yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
 
 
 async def run_workers(url: str, prefix: str, count: int, config: SyntheticConfig) -> None:
     """Be workers."""
 
-    async def say(_words: list[str]) -> object:
+    async def no_answer(_words: list[str]) -> object:
         return asdict(Counts(os.getpid()))
 
     async with many_workers(url, FLEET, prefix, count, config):
-        await answer(say)
+        await answer(no_answer)
 
 
 async def run_clients(url: str, prefix: str, count: int) -> None:
     """Be clients, each with a connection and a thread of its own, as in as many programs."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(bus.connect(url, fleet=FLEET, client=f"{prefix}{i}")) for i in range(count)
+            await stack.enter_async_context(rollbus.connect(url, fleet=FLEET, client=f"{prefix}{i}"))
+            for i in range(count)
         ]
         await clients[-1].fleet.wait_for_workers(1, timeout_s=START_TIMEOUT_S)
         async with asyncio.TaskGroup() as tasks:

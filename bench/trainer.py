@@ -26,12 +26,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import bus
-from bench.report import Report, Spread, Value, add_arguments
+import rollbus
+from bench.report import Report, Spread, Value, add_arguments, in_turns
 from bench.trainer_peak import write_messages
 from bench.trainer_ways import NUM_LAYERS, TOP_K, WAYS, Rollout, differences, make_rollout, tensor_bytes
-from schemas.chunk import FinishReason
-from trainer import MicroBatch, Stitcher, pack
+from rollbus.schemas.chunk import FinishReason
+from rollbus.trainer import MicroBatch, Stitcher, pack
 
 __all__ = ["MAX_TOKENS", "make_conversation", "measure_conversations", "measure_ways", "peak_of", "stitch_and_pack"]
 
@@ -41,7 +41,7 @@ NUM_TURNS = 4
 MAX_TOKENS = 32_768
 """Predictions in a micro-batch."""
 T = TypeVar("T")
-Turns = list[tuple[npt.NDArray[np.int32], bus.Generation]]
+Turns = list[tuple[npt.NDArray[np.int32], rollbus.Generation]]
 """Of a conversation: each prompt, and what was sampled after it."""
 
 
@@ -63,12 +63,11 @@ def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str
     messages = {name: way.write(rollout) for name, way in WAYS.items()}
     sizes = check_same(rollout, messages)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
-        for name, way in WAYS.items():
-            taken, result = timed(partial(way.read, rollout.prompt, messages[name]))
-            seconds[name].append(taken)
-            # Before the next: its tensors must find the memory as these did.
-            del result
+    for name, way in in_turns(rounds, WAYS.items()):
+        taken, result = timed(partial(way.read, rollout.prompt, messages[name]))
+        seconds[name].append(taken)
+        # Before the next: its tensors must find the memory as these did.
+        del result
     return [
         {
             "way": way.what,
@@ -112,7 +111,7 @@ def make_conversation(index: int, num_tokens: int) -> Turns:
     turns, start = [], 0
     for turn in range(NUM_TURNS):
         first, end = (num_tokens * part // (2 * NUM_TURNS) for part in (2 * turn + 1, 2 * turn + 2))
-        generation = bus.Generation(
+        generation = rollbus.Generation(
             request_id=f"{index}.{turn}",
             child=0,
             prompt_len=first,

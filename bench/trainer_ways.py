@@ -21,22 +21,23 @@ import numpy.typing as npt
 import pybase64
 import torch
 
-import bus
-from bus.client.calls import Call, Inbox
-from bus.client.children import Child
-from bus.client.exchange import Exchange
-from bus.protocol.chunking import PART_BYTES, ChunkWriter
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.protocol.link_sender import LinkSender
-from bus.protocol.step import RequestStep
-from schemas.chunk import FinishReason
-from schemas.errors import RequestError
-from schemas.messages import WIRE_VERSION, LinkMessage, RequestKey, decode_frame
-from schemas.presence import RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.rows import Rows
-from schemas.sampling import SamplingParams
-from trainer import MicroBatch, Stitcher, pack
+import rollbus
+from rollbus.bus.client.calls import Call, Inbox
+from rollbus.bus.client.children import ChildRequest
+from rollbus.bus.client.exchange import AttemptCoordinator
+from rollbus.bus.protocol.attempt.events import PublishingPossible
+from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import RequestError
+from rollbus.schemas.messages import WIRE_VERSION, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import Rows
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.trainer import MicroBatch, Stitcher, pack
 
 __all__ = [
     "NUM_LAYERS",
@@ -97,18 +98,21 @@ def make_rollout(num_tokens: int, num_prompt: int) -> Rollout:
 
 
 class _Nowhere:
-    """Stands for the queue and the workers: the request is on its way already, and nobody is told to stop."""
+    """Stands for the queue and the workers: each request is published at once, and no worker is told to stop."""
 
-    def add(self, child: Child) -> None:
+    def add(self, child: ChildRequest) -> None:
+        child.handle(PublishingPossible(max_bytes=1 << 20, is_served=True), time.monotonic())
+
+    def record_admission(self, child: ChildRequest, waited_s: float) -> None:
         pass
 
-    def admitted(self, child: Child) -> None:
+    def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
         pass
 
-    def remove(self, child: Child, refusal: RequestError | None = None) -> None:
-        pass
+    def is_blocked(self, child: ChildRequest) -> bool:
+        return False
 
-    def hindrance(self, child: Child) -> str:
+    def waiting_reason(self, child: ChildRequest) -> str:
         return ""
 
     def abort(self, worker: str, key: RequestKey) -> None:
@@ -134,7 +138,7 @@ def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
     sender = LinkSender(incarnation="life", link=0, client_incarnation="me", max_frame_bytes=MAX_FRAME_BYTES)
     key = RequestKey("rollout")
     routing = RoutedExpertsInfo(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=NUM_EXPERTS, dtype="u1")
-    writer = ChunkWriter(key, prompt_len=len(rollout.prompt), routing=routing, start=0, part_bytes=PART_BYTES)
+    writer = ChunkWriter(key, prompt_len=len(rollout.prompt), routing=routing, start=0, segment_bytes=SEGMENT_BYTES)
     sender.open(key, writer)
     frames: list[bytes] = []
 
@@ -151,23 +155,23 @@ def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
                 frames.append(data)
 
     for step in _steps(rollout):
-        sender.take(key, step, WEIGHT_VERSION)
+        sender.add_step(key, step, WEIGHT_VERSION)
         if not merge:
             send()
     send()
     return frames
 
 
-async def _take_in(request: GenerateRequest, frames: Iterable[bytes]) -> bus.Generation:
+async def _receive(request: GenerateRequest, frames: Iterable[bytes]) -> rollbus.Generation:
     """What a client does with the frames for one request, between its NATS subscription and its caller."""
-    exchange, receiver = Exchange(), LinkReceiver("me")
+    exchange, receiver = AttemptCoordinator(), LinkReceiver("me")
     exchange.connect(_Nowhere(), _Nowhere())
     call = Call(request, Inbox(lambda callback: None), streams=False)
     exchange.submit(call)
     for data in frames:
         frame = decode_frame(data)
-        if receiver.receive(frame, len(data), time.monotonic()) is Verdict.TAKEN:
-            exchange.take("worker", frame)
+        if receiver.receive(frame, len(data), time.monotonic()) is FrameVerdict.ACCEPTED:
+            exchange.handle_frame("worker", frame)
     if call.error is not None:
         raise call.error
     return call.generation()
@@ -181,7 +185,7 @@ def _read_frames(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Mi
         return_routed_experts=True,
     )
     stitcher = Stitcher()
-    stitcher.add(prompt, asyncio.run(_take_in(request, messages)))
+    stitcher.add(prompt, asyncio.run(_receive(request, messages)))
     sample = stitcher.sample(advantage=ADVANTAGE)
     del stitcher
     return pack([sample], max_tokens=len(sample) - 1)[0]

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from bench.ways import say
-from bus import GenerateRequest, SamplingParams
-from bus.protocol.step import TokenBatch
-from schemas.chunk import FinishReason
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from bench.ways import write
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.protocol.stream.engine_step import TokenBatch
+from rollbus.schemas.chunk import FinishReason
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ class Stream:
         self._tokens.append(token)
         self._has_some.set()
 
-    async def take(self) -> list[Token]:
+    async def next_tokens(self) -> list[Token]:
         """All that is there, at least one."""
         await self._has_some.wait()
         self._has_some.clear()
@@ -99,7 +99,7 @@ class Service:
         is_over = False
         try:
             while not is_over:
-                tokens = await stream.take()
+                tokens = await stream.next_tokens()
                 is_over = tokens[-1][2] is not None
                 yield b"".join([event(key, token) for token in tokens])
             yield b"data: [DONE]\n\n"
@@ -136,7 +136,7 @@ async def serve(engine_args: dict[str, object]) -> None:
         uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_level="error")
     )
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        say(str(listening.getsockname()[1]))
+        write(str(listening.getsockname()[1]))
         async with asyncio.TaskGroup() as tasks:
             steps = tasks.create_task(service.run(), name="steps")
             await server.serve(sockets=[listening])

@@ -21,18 +21,17 @@ import numpy as np
 import orjson
 import uvloop
 
-import bus
 from bench.cpu import cpu_s
+from bench.on_the_bus import START_S, bus_request, on_the_bus
 from bench.ways import answer
-from bus.embedded import EmbeddedServer
-from bus.protocol.step import RequestStep, TokenBatch, split
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["WAYS", "Round"]
 
 PROMPT_TOKENS = 16
 ENGINE_ARGS = {"max_num_seqs": 1024}
-START_S = 60.0
+SYNTHETIC = ("--engine", "synthetic", "--engine-args", json.dumps(ENGINE_ARGS))
 
 
 @dataclass(slots=True)
@@ -78,12 +77,6 @@ def make_prompts(requests: int, serial: int) -> Prompts:
     return [[serial, number, *range(2, PROMPT_TOKENS)] for number in range(requests)]
 
 
-def bus_request(prompt: list[int], max_tokens: int) -> bus.GenerateRequest:
-    """One request over the bus, or to the engine."""
-    sampling = bus.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=0)
-    return bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, return_routed_experts=False)
-
-
 @asynccontextmanager
 async def engine_alone() -> AsyncIterator[Way]:
     """The engine in this process, read as a worker reads it: what no transport can exceed."""
@@ -95,7 +88,7 @@ async def engine_alone() -> AsyncIterator[Way]:
     async def run(prompts: Prompts, max_tokens: int) -> Iterable[Result]:
         keys = [str(i) for i in range(len(prompts))]
         for key, prompt in zip(keys, prompts, strict=True):
-            await engine.add(key, bus_request(prompt, max_tokens))
+            await engine.add(key, bus_request(prompt, max_tokens, routing=False))
         made: list[RequestStep | TokenBatch] = []
         num_open = len(prompts)
         while num_open:
@@ -118,31 +111,13 @@ def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) ->
 
 
 @asynccontextmanager
-async def on_the_bus() -> AsyncIterator[tuple[bus.Client, Mapping[str, int]]]:
-    """A server and a worker as users start them, and a client; with the pids of the former."""
-    async with EmbeddedServer() as server:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--nats", server.url, "--engine", "synthetic"),
-            *("--engine-args", json.dumps(ENGINE_ARGS), "--log-level", "warning"),
-            stdout=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            async with bus.connect(server.url) as rb:
-                await rb.fleet.wait_for_workers(timeout_s=START_S)
-                yield rb, {"worker": worker.pid, "nats": server.pid}
-        finally:
-            worker.terminate()
-            await worker.wait()
-
-
-@asynccontextmanager
 async def rollbus_whole() -> AsyncIterator[Way]:
     """`complete_many`: whole results, of which the worker gathers the tokens."""
-    async with on_the_bus() as (rb, pids):
+    async with on_the_bus(*SYNTHETIC) as (rb, pids):
 
         async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
             results = []
-            requests = [bus_request(prompt, max_tokens) for prompt in prompts]
+            requests = [bus_request(prompt, max_tokens, routing=False) for prompt in prompts]
             async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
                 if generation.error is not None or generation.logprobs is None:
                     raise RuntimeError(f"no result: {generation.error}")
@@ -155,11 +130,11 @@ async def rollbus_whole() -> AsyncIterator[Way]:
 @asynccontextmanager
 async def rollbus_chunks() -> AsyncIterator[Way]:
     """`generate`: a loop over the chunks of each request."""
-    async with on_the_bus() as (rb, pids):
+    async with on_the_bus(*SYNTHETIC) as (rb, pids):
 
         async def one(prompt: list[int], max_tokens: int) -> Result:
             result = Result([], [], 0)
-            async for chunk in rb.generate(bus_request(prompt, max_tokens)):
+            async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=False)):
                 if chunk.logprobs is None:
                     raise RuntimeError(f"a chunk without logprobs: {chunk!r}")
                 result.token_ids += chunk.token_ids.tolist()
@@ -210,7 +185,7 @@ async def sse() -> AsyncIterator[Way]:
                     async for data in response.content.iter_any():
                         *events, rest = (rest + data).split(b"\n\n")
                         for event in events:
-                            take(event, result)
+                            add_event(event, result)
                 return result
 
             yield Way(at_once(one), {"worker": server.pid})
@@ -219,7 +194,7 @@ async def sse() -> AsyncIterator[Way]:
         await server.wait()
 
 
-def take(event: bytes, result: Result) -> None:
+def add_event(event: bytes, result: Result) -> None:
     """Add what an event says."""
     if not event.startswith(b"data: {"):
         return
@@ -262,8 +237,8 @@ async def serve(name: str) -> None:
     """Measure what stdin asks for, until it ends."""
     async with WAYS[name]() as way:
 
-        async def measured(words: list[str]) -> object:
-            return asdict(await measure(way, *map(int, words)))
+        async def measured(arguments: list[str]) -> object:
+            return asdict(await measure(way, *map(int, arguments)))
 
         await answer(measured)
 

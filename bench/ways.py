@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["Way", "answer", "running", "say"]
+__all__ = ["Way", "answer", "running", "write"]
 
 MAX_LINE_BYTES = 2**24
 """Of an answer: figures of a hundred thousand requests."""
@@ -83,13 +83,13 @@ async def running(name: str, module: str, *args: object) -> AsyncIterator[Way]:
 
 
 async def answer(measure: Callable[[list[str]], Awaitable[object]]) -> None:
-    """Be a way: give each line on stdin, as words, to `measure`, and say what it returns, until stdin ends."""
-    say("ready")
+    """Be a way: give the words of each line on stdin to `measure`, and write its result, until stdin ends."""
+    write("ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
-        say(json.dumps(await measure(line.split())))
+        write(json.dumps(await measure(line.split())))
 
 
-def say(line: str) -> None:
+def write(line: str) -> None:
     """Write a line on stdout now."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

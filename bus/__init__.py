@@ -1,23 +1,10 @@
-"""rollbus's message bus: how requests, chunks and announcements move, and the client that trainers use.
+"""How requests, chunks and announcements move, and the client that trainers use.
 
-    import bus
-
-    async with bus.connect("nats://127.0.0.1:4222") as rb:
-        generation = await rb.complete(bus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
-
-If this docstring is not what `help(bus)` shows, another package called `bus` comes first on your path.
+What is public of it is `rollbus`'s own: `rollbus.connect`, `rollbus.GenerateRequest` and the rest of this list.
 """
 
-from bus.client.client import Client, ClientStats, connect
-from bus.client.fleet import Fleet, FleetState
-from bus.client.generation import Generation
-from bus.credentials import Credentials
-from bus.protocol.canary import canary_request
-from bus.protocol.ledger import CommandIncomplete, Ledger
-from bus.queue.streams import QueueDepth
-from bus.server import Server, Tls
-from schemas.chunk import Chunk, FinishReason, RoutedExperts
-from schemas.errors import (
+from ..schemas.chunk import Chunk, FinishReason, RoutedExperts
+from ..schemas.errors import (
     BusBroken,
     BusClosed,
     ControlCode,
@@ -31,10 +18,20 @@ from schemas.errors import (
     RequestRejected,
     RequestTimeout,
     RollbusError,
+    TlsFailed,
 )
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from schemas.weights import Canary
+from ..schemas.request import GenerateRequest
+from ..schemas.sampling import SamplingParams
+from ..schemas.weights import Canary
+from .auth.credentials import Credentials
+from .auth.tls import Tls
+from .client.client import Client, ClientStats, connect
+from .client.fleet import Fleet, FleetState
+from .client.generation import Generation
+from .nats.server import Server
+from .protocol.fleet.canary import canary_request
+from .protocol.fleet.command_result import CommandIncomplete, CommandResult
+from .queue.streams import QueueDepth
 
 __all__ = [
     "BusBroken",
@@ -44,6 +41,7 @@ __all__ = [
     "Client",
     "ClientStats",
     "CommandIncomplete",
+    "CommandResult",
     "ControlCode",
     "ControlError",
     "Credentials",
@@ -54,7 +52,6 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "InvalidRequest",
-    "Ledger",
     "NoWorkers",
     "PermissionDenied",
     "QueueDepth",
@@ -67,6 +64,7 @@ __all__ = [
     "SamplingParams",
     "Server",
     "Tls",
+    "TlsFailed",
     "canary_request",
     "connect",
 ]

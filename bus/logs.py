@@ -89,7 +89,8 @@ class LineHandler(logging.Handler):
         """Write the line."""
         try:
             write_line(self.format(record))
-        except Exception:  # noqa: BLE001 - the boundary of logging: what cannot be logged harms nobody else
+        except Exception:  # noqa: BLE001
+            # Boundary of logging: a record that cannot be written must not fail the code that logs it.
             self.handleError(record)
 
 

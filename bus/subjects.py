@@ -7,7 +7,7 @@
 | `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
 | `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
 | `plain.<client>.>` | worker → a program without a link | msgpack `Frame` |
-| `presence.<worker>` | worker → everyone | JSON `WorkerPresence` |
+| `presence.<worker>` | worker → clients, and other workers of the same id | JSON `WorkerPresence` |
 | `client.<client>` | client → workers | JSON `ClientPresence` |
 | `control.<controller>` | controller → workers | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
@@ -19,13 +19,18 @@ reversibly into one subject token; the other names are subject tokens already.
 
 import re
 from dataclasses import dataclass
+from typing import Final, get_args
 
-from schemas.checks import check_subject_token
-from schemas.request import Lane
+from ..schemas.checks import check_subject_token
+from ..schemas.request import Lane
 
-__all__ = ["PREFIX", "Subjects", "check_subject_token", "decode_token", "encode_token"]
+__all__ = ["BUCKET", "LANES", "PREFIX", "Subjects", "check_subject_token", "decode_token", "encode_token"]
 
 PREFIX = "rb.v1"
+BUCKET: Final = "rollbus"
+"""Shared by all fleets of a server; each has keys of its own."""
+LANES: Final[tuple[Lane, ...]] = get_args(Lane)
+"""In the order in which workers empty them."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 

@@ -33,10 +33,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
-import bus
-from bus import ErrorCode, GenerateRequest, SamplingParams
-from bus.embedded import EmbeddedServer
-from trainer import MicroBatch, Sample, Stitcher, drop_stale, importance_weights, pack, replay, sampler_kl
+import rollbus
+from rollbus import ErrorCode, GenerateRequest, SamplingParams
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.trainer import MicroBatch, Sample, Stitcher, drop_stale, importance_weights, pack, replay, sampler_kl
 
 NUM_DIGITS = 4
 """Of each answer."""
@@ -84,7 +84,7 @@ class Group:
     rewards: np.ndarray
 
     @classmethod
-    def of(cls, prompt: np.ndarray, generation: bus.Generation) -> "Group":
+    def of(cls, prompt: np.ndarray, generation: rollbus.Generation) -> "Group":
         """An answer's advantage is its reward measured by those of its group."""
         if generation.error is not None:
             if generation.error.code is not ErrorCode.TOO_STALE:
@@ -117,7 +117,7 @@ class Rollouts:
             self._prompts[request.request_id] = prompt
             yield request
 
-    async def run(self, rb: bus.Client) -> None:
+    async def run(self, rb: rollbus.Client) -> None:
         """Ask and collect until cancelled, which aborts what is open."""
         async with aclosing(rb.complete_many(self._requests(), max_in_flight=GROUPS_PER_STEP)) as generations:
             async for generation in generations:
@@ -222,7 +222,7 @@ class Step:
     """All of it, with the comparison."""
 
 
-async def learn(rb: bus.Client, seed: int, version: int, num_steps: int, folder: Path, log: TextIO) -> list[Step]:
+async def learn(rb: rollbus.Client, seed: int, version: int, num_steps: int, folder: Path, log: TextIO) -> list[Step]:
     """Train one policy, from random weights on."""
     learner, comparison, rollouts = Learner(seed, version), Comparison(), Rollouts(seed)
 
@@ -311,18 +311,18 @@ def plot(runs: list[list[Step]], path: Path) -> None:
 
 
 @asynccontextmanager
-async def fleet(num_workers: int, folder: Path, output: Path) -> AsyncIterator[bus.Client]:
+async def fleet(num_workers: int, folder: Path, output: Path) -> AsyncIterator[rollbus.Client]:
     """NATS and vLLM workers with a random policy; yields a client once they serve."""
     first = folder / "0"
     Learner(seed=0, version=0).sampler().save_pretrained(first)
     engine_args = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 16, "skip_tokenizer_init": True}
     async with EmbeddedServer() as server, AsyncExitStack() as stack:
-        command = [sys.executable, "-P", "-m", "workers", "--nats", server.url, "--served-model-name", "policy"]
+        command = [sys.executable, "-P", "-m", "rollbus.workers", "--nats", server.url, "--served-model-name", "policy"]
         options = ["--model", str(first), "--weight-root", str(folder), "--engine-args", json.dumps(engine_args)]
         for name in (f"worker-{i}" for i in range(num_workers)):
             log = stack.enter_context((output / f"{name}.log").open("wb"))
             await stack.enter_async_context(process(*command, *options, "--worker-id", name, log=log))
-        async with bus.connect(server.url) as rb:
+        async with rollbus.connect(server.url) as rb:
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
             yield rb
 

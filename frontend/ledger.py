@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from bus import Ledger
-    from schemas.control import Ack
+    from ..bus import CommandResult
+    from ..schemas.control import Ack
 
-__all__ = ["RESULTS", "Line", "ledger_as_json", "ledger_lines"]
+__all__ = ["RESULTS", "WorkerLine", "ledger_as_json", "ledger_lines"]
 
 RESULTS = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """As the ledger calls them, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WorkerLine:
     """One worker of a ledger."""
 
     worker: str
@@ -28,7 +28,7 @@ class Line:
     """Why it did not apply the command, for people."""
 
 
-def ledger_as_json(ledger: "Ledger") -> dict[str, Any]:
+def ledger_as_json(ledger: "CommandResult") -> dict[str, Any]:
     """The ledger for programs; its names are documented in docs/operations.md and do not change."""
     return {
         "command": ledger.command,
@@ -41,31 +41,34 @@ def ledger_as_json(ledger: "Ledger") -> dict[str, Any]:
     }
 
 
-def _line_as_json(line: Line) -> dict[str, Any]:
+def _line_as_json(line: WorkerLine) -> dict[str, Any]:
     ack = line.ack
-    return {
-        "worker": line.worker,
-        "result": line.result,
-        "code": None if ack is None or ack.error is None else ack.error.code,
-        "why": line.why,
-        "model": None if ack is None else ack.model,
-        "weight_version": None if ack is None else ack.weight_version,
-        "in_flight": None if ack is None else ack.in_flight,
-        "seconds": None if ack is None else round(ack.seconds, 3),
-        "stage": None if ack is None else ack.stage,
-        "canary": None if ack is None else msgspec.to_builtins(ack.canary),
-        "request_ids": None if ack is None else ack.request_ids,
+    code = None if ack is None or ack.error is None else ack.error.code
+    found = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
+    if ack is None:
+        names = ("model", "weight_version", "in_flight", "seconds", "stage", "canary", "request_ids", "verified")
+        return found | dict.fromkeys(names)
+    return found | {
+        "model": ack.model,
+        "weight_version": ack.weight_version,
+        "in_flight": ack.in_flight,
+        "seconds": round(ack.seconds, 3),
+        "stage": ack.stage,
+        "canary": msgspec.to_builtins(ack.canary),
+        "request_ids": ack.request_ids,
+        # With the zeros and empty lists that the wire leaves out.
+        "verified": None if ack.verified is None else msgspec.structs.asdict(ack.verified),
     }
 
 
-def ledger_lines(ledger: "Ledger") -> Iterator[Line]:
+def ledger_lines(ledger: "CommandResult") -> Iterator[WorkerLine]:
     """Each worker of a ledger once, those that applied the command first."""
     for result in RESULTS[:-1]:
         acks: Mapping[str, Ack] = getattr(ledger, result)
         for worker, ack in sorted(acks.items()):
-            yield Line(worker, result, ack, _why(result, ack))
+            yield WorkerLine(worker, result, ack, _why(result, ack))
     for worker, why in sorted(ledger.missing.items()):
-        yield Line(worker, "missing", None, why)
+        yield WorkerLine(worker, "missing", None, why)
 
 
 def _why(result: str, ack: "Ack") -> str | None:

@@ -1,10 +1,10 @@
 """Text to token ids and back, with a model's own tokenizer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from schemas.errors import InvalidRequest, RollbusError
+from ..schemas.errors import InvalidRequest, RollbusError
 
 __all__ = ["Encoder", "Tokenizer", "TokenizerUnavailable", "load_tokenizer", "token_text"]
 
@@ -20,69 +20,12 @@ class Encoder(Protocol):
         """The token ids of a prompt, with the special tokens that the model expects around it."""
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids and back; may be used from several threads at a time."""
-
-    @property
-    def special_ids(self) -> Collection[int]:
-        """The ids of special tokens, which are not part of the text that people read."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, by default with the special tokens that the model expects around a prompt."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens; an id without a token adds nothing."""
-
-    def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary spells them, for instance `Ġthe`; empty for an id without a token."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, maybe a part of a character; empty for an id without a token."""
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text of a chat's prompt; it contains its special tokens, so encode it with `add_special_tokens=False`.
-
-        Raises:
-            InvalidRequest: both flags are set, a reserved name is among `chat_template_kwargs`, or the model's template
-                does not take these messages.
-            TokenizerUnavailable: the model has no chat template, or jinja2 is not installed.
-        """
-
-
 def token_text(data: bytes) -> str:
     r"""How one token's bytes are shown: as text, or like `bytes:\xe2\x82` where they are only a part of a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint as vLLM does, with transformers; nothing is downloaded.
-
-    Raises:
-        TokenizerUnavailable: no such folder, no tokenizer in it, or transformers is not installed.
-    """
-    if not folder.is_dir():
-        raise TokenizerUnavailable(f"no tokenizer: {folder} is not a folder")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise TokenizerUnavailable(
-            "a tokenizer needs the package transformers: pip install 'rollbus[frontend]'"
-        ) from None
-    try:
-        return _Pretrained(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError, KeyError) as exc:
-        raise TokenizerUnavailable(f"no tokenizer in {folder}: {exc}") from exc
 
 
 RESERVED: Final = frozenset(
@@ -131,7 +74,16 @@ class _HuggingFace(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str: ...
 
 
-class _Pretrained:
+class Tokenizer:
+    """Turns text into token ids and back; may be used from several threads at a time.
+
+    Args:
+        tokenizer: of transformers.
+
+    Attributes:
+        special_ids: the ids of special tokens, which are not part of the text that people read.
+    """
+
     def __init__(self, tokenizer: _HuggingFace) -> None:
         self._tokenizer = tokenizer
         # The first call sets up truncation and padding, where the tokenizer's file has any: later ones only read.
@@ -144,10 +96,12 @@ class _Pretrained:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, by default with the special tokens that the model expects around a prompt."""
         # Verbose, it warns of lengths, which are checked against the engine's.
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens; an id without a token adds nothing."""
         return self._tokenizer.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
@@ -156,9 +110,11 @@ class _Pretrained:
         )
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them, for instance `Ġthe`; empty for an id without a token."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, maybe a part of a character; empty for an id without a token."""
         found = self._bytes.get(token_id)
         if found is None:
             (token,) = self.tokens([token_id])
@@ -177,6 +133,13 @@ class _Pretrained:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        """The text of a chat's prompt; it contains its special tokens, so encode it with `add_special_tokens=False`.
+
+        Raises:
+            InvalidRequest: both flags are set, a reserved name is among `chat_template_kwargs`, or the model's template
+                does not take these messages.
+            TokenizerUnavailable: the model has no chat template, or jinja2 is not installed.
+        """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 field="continue_final_message",
@@ -212,6 +175,26 @@ class _Pretrained:
                 problem=f"cannot be rendered: {exc}",
                 allowed="what the model's chat template takes",
             ) from exc
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a checkpoint as vLLM does, with transformers; nothing is downloaded.
+
+    Raises:
+        TokenizerUnavailable: no such folder, no tokenizer in it, or transformers is not installed.
+    """
+    if not folder.is_dir():
+        raise TokenizerUnavailable(f"no tokenizer: {folder} is not a folder")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise TokenizerUnavailable(
+            "a tokenizer needs the package transformers: pip install 'rollbus[frontend]'"
+        ) from None
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError, KeyError) as exc:
+        raise TokenizerUnavailable(f"no tokenizer in {folder}: {exc}") from exc
 
 
 def _spelled_bytes(token: str) -> bytes:

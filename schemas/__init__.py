@@ -1,9 +1,9 @@
 """What crosses the wire: structs, codecs, limits, error codes. Needs only the standard library, msgspec and numpy."""
 
-from schemas.chunk import Chunk, FinishReason, RoutedExperts
-from schemas.errors import ErrorCode, InvalidRequest, RollbusError
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from .chunk import Chunk, FinishReason, RoutedExperts
+from .errors import ErrorCode, InvalidRequest, RollbusError
+from .request import GenerateRequest
+from .sampling import SamplingParams
 
 __all__ = [
     "Chunk",

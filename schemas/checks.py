@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas import limits
-from schemas.errors import InvalidRequest
+from . import limits
+from .errors import InvalidRequest
 
 __all__ = [
     "check_bool",

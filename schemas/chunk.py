@@ -6,7 +6,7 @@ suffix `_data` are read-only numpy views of them.
 """
 
 import enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from schemas import limits
-from schemas.errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError
-from schemas.rows import DTYPES, RowDtype, Rows, dtype_of
+from . import limits
+from .errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError, request_error
+from .rows import DTYPES, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
     # What is sent may be a view of an engine's array.
@@ -34,7 +34,6 @@ __all__ = [
     "RoutedExperts",
     "TopLogprobs",
     "json_logprobs",
-    "little_endian",
 ]
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
@@ -68,7 +67,7 @@ class FinishReason(enum.StrEnum):
 
 
 class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Expert ids for a run of consecutive positions; see `schemas.rows` for the row rule."""
+    """Expert ids for a run of consecutive positions; see `rollbus.schemas.rows` for the row rule."""
 
     start: Position
     """Absolute position of row 0."""
@@ -195,6 +194,17 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
             return cls(error.code, error.message, error.field, error.problem, error.allowed)
         return cls(error.code, error.message)
 
+    def exception(self, request_id: str) -> RequestError:
+        """Return the exception that a caller catches."""
+        return request_error(
+            self.code,
+            self.message,
+            request_id=request_id,
+            field=self.field,
+            problem=self.problem,
+            allowed=self.allowed,
+        )
+
 
 class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What only the terminal chunk carries: the reason, and totals to check the stream against."""
@@ -214,7 +224,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     routed_experts_start: Position | None = None
     """The `routed_experts_prompt_start` that was applied; None: no routing was returned."""
     kv_params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] | None = None
-    """Of a prefill leg: where its prompt's KV lies, for the `KvHandover` of the decode leg. None: it was not kept."""
+    """Of a prefill leg: where its prompt's KV lies, for the `KvTransfer` of the decode leg. None: it was not kept."""
 
     def __post_init__(self) -> None:
         """Refuse an error without its finish reason, and the reverse."""
@@ -254,6 +264,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     it None in a terminal chunk that it wrote itself."""
     traceparent: Name | None = None
     """The request's W3C trace context, as the worker has it; in the first chunk of each attempt only."""
+    kv_recomputed: bool | None = None
+    """True: the engine computed the KV of all positions before the first of these tokens anew, with the weights and the
+    adapter of this chunk, for example after a preemption. None: the chunk has no tokens, or the engine does not say."""
 
     def __post_init__(self) -> None:
         """Refuse arrays whose lengths contradict each other."""
@@ -296,11 +309,6 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     def error(self) -> ChunkError | None:
         """Why the request failed; None unless terminal and failed."""
         return None if self.end is None else self.end.error
-
-
-def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
-    """The bytes of `array` as `dtype` ('<i4' or '<f4')."""
-    return array.astype(dtype, copy=False).tobytes()
 
 
 def json_logprobs(logprobs: npt.NDArray[np.float32]) -> list[float]:

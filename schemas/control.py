@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from schemas import limits
-from schemas.checks import check_float, check_int, check_name, check_request_id, check_subject_token
-from schemas.errors import ControlCode, InvalidRequest
-from schemas.weights import Canary, WeightSource
+from . import limits
+from .checks import check_float, check_int, check_name, check_request_id, check_subject_token
+from .errors import ControlCode, InvalidRequest
+from .weights import Canary, Verified, WeightSource
 
 __all__ = [
     "LORA_REGISTER",
@@ -42,6 +42,7 @@ __all__ = [
     "UnloadLora",
     "UpdateWeightChunk",
     "UpdateWeights",
+    "Verified",
     "Wake",
     "WeightSource",
     "lora_register",
@@ -183,7 +184,23 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     timeout_s: float = LOAD_TIMEOUT_S
 
 
-class LoadLora(Command, frozen=True, kw_only=True, tag_field="command", tag="load_lora"):
+class _LoraCommand(Command, frozen=True, kw_only=True):
+    """What commands on one adapter have."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Check the name too."""
+        Command.__post_init__(self)
+        check_name("name", self.name)
+
+    @property
+    def register(self) -> str:
+        """One for each adapter."""
+        return lora_register(self.name)
+
+
+class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="load_lora"):
     """Load a LoRA adapter, or replace the one of the same name."""
 
     name: str
@@ -194,32 +211,12 @@ class LoadLora(Command, frozen=True, kw_only=True, tag_field="command", tag="loa
     """Of the adapter; every token sampled with it bears it."""
     timeout_s: float = LOAD_TIMEOUT_S
 
-    def __post_init__(self) -> None:
-        """Check the name too."""
-        Command.__post_init__(self)
-        check_name("name", self.name)
 
-    @property
-    def register(self) -> str:
-        """One for each adapter."""
-        return lora_register(self.name)
-
-
-class UnloadLora(Command, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
+class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
     """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended."""
 
     name: str
     """What requests call it."""
-
-    def __post_init__(self) -> None:
-        """Check the name too."""
-        Command.__post_init__(self)
-        check_name("name", self.name)
-
-    @property
-    def register(self) -> str:
-        """One for each adapter."""
-        return lora_register(self.name)
 
 
 class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"):
@@ -375,6 +372,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After an abort: those that were in flight here."""
     state: Any | None = None
     """After `state`: the worker's presence, as a map."""
+    verified: Verified | None = None
+    """After an update: what of the new weights was compared; None: the engine does not say, or nothing was loaded."""
 
     def __post_init__(self) -> None:
         """Refuse ids that no command has, and names that no worker has."""

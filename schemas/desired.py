@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from schemas import limits
-from schemas.checks import check_name
-from schemas.control import AnyCommand
+from . import limits
+from .checks import check_name
+from .control import AnyCommand
 
-__all__ = ["DesiredState", "Recorded", "Seen"]
+__all__ = ["DesiredState", "Recorded", "SeenCommand"]
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -28,7 +28,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """What set the register."""
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class SeenCommand(msgspec.Struct, frozen=True, array_like=True):
     """A command that was recorded, whether or not it still stands in a register."""
 
     id: str
@@ -50,7 +50,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     """For all workers of the model."""
     workers: dict[str, dict[str, Recorded]] = {}
     """For single workers, by id: of two commands on one register the later counts."""
-    seen: Annotated[tuple[Seen, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
+    seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
     """The last commands, so that one that comes again is not recorded again."""
 
     def __post_init__(self) -> None:

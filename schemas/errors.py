@@ -3,12 +3,13 @@
 RollbusError
 ├── BusClosed                 this client or worker was closed locally
 ├── BusBroken                 the connection to NATS failed or was refused
-│   └── PermissionDenied      NATS does not let this user publish or subscribe there; carries `action` and `subject`
+│   ├── PermissionDenied      NATS does not let this user publish or subscribe there; carries `action` and `subject`
+│   └── TlsFailed             TLS is required, and there is none; carries `problem` and `advice`
 ├── EngineDead                the engine is gone; its worker exits
 ├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
 ├── RemoteProtocolError       a peer sent something that breaks the protocol
 ├── ControlError              a command was refused, or a worker did not carry it out; carries `code`
-├── CommandIncomplete         not every worker applied a command (bus.protocol.ledger); carries `ledger`
+├── CommandIncomplete         not every worker applied a command; carries `ledger`, a `CommandResult`
 └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
     ├── RequestRejected       before a worker admitted it
     │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
@@ -26,6 +27,7 @@ __all__ = [
     "BusClosed",
     "ControlCode",
     "ControlError",
+    "DuplicateWorker",
     "EngineDead",
     "ErrorCode",
     "ErrorFacts",
@@ -39,6 +41,7 @@ __all__ = [
     "RequestRejected",
     "RequestTimeout",
     "RollbusError",
+    "TlsFailed",
     "request_error",
 ]
 
@@ -184,6 +187,24 @@ class PermissionDenied(BusBroken):
         self.action = action
         self.subject = subject
         super().__init__(f"{user} may not {action} {'to' if action == 'subscribe' else 'on'} {subject}")
+
+
+class TlsFailed(BusBroken):
+    """TLS is required, and the server offers none, or its certificate or ours is refused.
+
+    Attributes:
+        problem: what happened, with the server's address.
+        advice: the next step.
+    """
+
+    def __init__(self, *, problem: str, advice: str) -> None:
+        self.problem = problem
+        self.advice = advice
+        super().__init__(f"{problem}; {advice}")
+
+
+class DuplicateWorker(RollbusError):
+    """Another live worker has held this worker's id for longer, so this one must exit."""
 
 
 class EngineDead(RollbusError):

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_CHUNK_TOKENS",
     "MAX_DELIVERIES",
     "MAX_ENGINE_DEATHS",
+    "MAX_ENGINE_DEATHS_ALONE",
     "MAX_ERROR_CHARS",
     "MAX_EXPERTS",
     "MAX_EXTRA_BYTES",
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_LORAS",
+    "MAX_MODULE_CHARS",
     "MAX_N",
     "MAX_NAME_CHARS",
     "MAX_POSITION",
@@ -43,6 +45,7 @@ __all__ = [
     "MAX_TOKENS",
     "MAX_TOKEN_ID",
     "MAX_TOP_K_EXPERTS",
+    "MAX_UNPROBED",
     "MAX_WEIGHT_VERSION",
     "MAX_WORKER_OVERRIDES",
 ]
@@ -73,8 +76,12 @@ MAX_BAD_WORDS: Final = 4096
 """Token sequences that must not be generated, and tokens in each."""
 MAX_ATTEMPTS: Final = 16
 """Publications of one request: whoever loses more workers than that has another problem."""
-MAX_ENGINE_DEATHS: Final = 2
-"""Engines that may die while they serve a request: one may be chance, of the second the request is suspected."""
+MAX_ENGINE_DEATHS: Final = 3
+"""Engines that may die before they have made a token of a request: then it is not tried again. Two may be the fault of
+requests beside it."""
+MAX_ENGINE_DEATHS_ALONE: Final = 2
+"""The same where the request was the client's only one without a token at the last of these engines: nothing else of
+the client can be the cause."""
 MAX_DELIVERIES: Final = 16
 """How often the queue hands out one message that no client confirms before it counts as poison."""
 MAX_EXTRA_FIELDS: Final = 64
@@ -131,5 +138,9 @@ MAX_CHUNKS_PER_FRAME: Final = 65_536
 MAX_KV_PARAMS_BYTES: Final = 131_072
 """Where a prompt's KV lies, as its connector says: ids of forty thousand blocks, and still room for the prompt below
 the 1 MiB that NATS servers take by default."""
+MAX_UNPROBED: Final = 64
+"""Modules that an ack names as not probed; it gives the number of all."""
+MAX_MODULE_CHARS: Final = 256
+"""A module's name, and the reason why it was not probed."""
 MAX_ERROR_CHARS: Final = 4096
 """Error text is for people; longer text is cut by the sender."""

@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from schemas import limits
-from schemas.checks import check_request_id, check_subject_token, check_token_ids, describe
-from schemas.chunk import Chunk, Index, RequestId
-from schemas.control import Ack, AnyCommand
-from schemas.desired import DesiredState
-from schemas.errors import InvalidRequest, RemoteProtocolError
-from schemas.presence import ClientPresence, WorkerPresence
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from schemas.wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
+from . import limits
+from .checks import check_request_id, check_subject_token, check_token_ids, describe
+from .chunk import Chunk, Index, RequestId
+from .control import Ack, AnyCommand
+from .desired import DesiredState
+from .errors import InvalidRequest, RemoteProtocolError
+from .presence import ClientPresence, WorkerPresence
+from .request import GenerateRequest
+from .sampling import SamplingParams
+from .wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
 
 __all__ = [
     "WIRE_VERSION",
     "Frame",
-    "KvHandover",
+    "KvTransfer",
     "LinkMessage",
     "RequestKey",
     "RequestMessage",
@@ -63,7 +63,7 @@ class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=T
     """Which of n samples."""
 
 
-class KvHandover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The KV cache of a prompt on its way from a prefill worker to a decode worker: a msgpack map.
 
     Without `params` the request is a prefill leg: one token, and the prompt's KV is kept for another worker. With them
@@ -104,7 +104,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """The weights that the model's workers should have had when the request was submitted; `max_weight_lag` counts
     from there. None without that, and in later attempts, which it does not drop."""
-    kv: KvHandover | None = None
+    kv: KvTransfer | None = None
     """Of a prefill or a decode leg; None: the request is whole."""
     stream: bool = True
     """False: nobody reads the chunks one by one, so that the worker may gather tokens for a moment."""

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from schemas.errors import InvalidRequest
-from schemas.presence import Capabilities
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from .errors import InvalidRequest
+from .presence import Capabilities
+from .request import GenerateRequest
+from .sampling import SamplingParams
 
 __all__ = ["check_model_limits", "check_prompt", "check_sampling"]
 

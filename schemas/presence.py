@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from schemas import limits
-from schemas.checks import check_name, check_subject_token
-from schemas.control import PauseMode
-from schemas.rows import DTYPES
+from . import limits
+from .checks import check_name, check_subject_token
+from .control import PauseMode
+from .rows import DTYPES
 
 __all__ = [
     "Capabilities",
@@ -93,6 +93,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     legs, and what has none too. `both`: it serves whole requests."""
     kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """How its KV goes to other workers, and all that has to be equal for that on both sides; None: it does not."""
+    routing_refusal: str | None = None
+    """Why the engine returns no routing although its model has experts; None: it returns it, or there is none."""
+    max_lora_rank: Positive | None = None
+    """Largest rank of an adapter; None: not known, or it takes none."""
 
 
 class WorkerState(enum.StrEnum):
@@ -250,6 +254,15 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
 
     counters: WorkerCounters | None = None
     """What it has counted; None: it does not say."""
+    start_left_s: Annotated[float, Meta(ge=0)] | None = None
+    """While it starts: seconds for which requests may wait for it. None: it does not start, or does not say."""
+    host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    """Name of the machine that it runs on; None: not announced."""
+    pid: NotNegative | None = None
+    """Its process id on that machine; None: not announced."""
+    held_s: NotNegativeSeconds | None = None
+    """Seconds since the server first confirmed an announcement of this incarnation. Of two workers of one id, the one
+    that has held it longer keeps it. None: not announced."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import force_setattr, replace
 
-from schemas import limits
-from schemas.checks import (
+from . import limits
+from .checks import (
     check_bool,
     check_float,
     check_int,
@@ -20,8 +20,8 @@ from schemas.checks import (
     check_token_ids,
     describe,
 )
-from schemas.errors import InvalidRequest
-from schemas.sampling import SamplingParams
+from .errors import InvalidRequest
+from .sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     # Callers may pass any sequence of integers; after construction it is a read-only i4 array.
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 else:
-    # msgspec calls the hooks in schemas.messages for a type it does not know, on both ways.
+    # msgspec calls the hooks in rollbus.schemas.messages for a type it does not know, on both ways.
     TokenIds = np.ndarray
 
 __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]

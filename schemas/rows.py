@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from schemas import limits
+from . import limits
 
 __all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "dtype_of", "expected_rows", "no_rows", "rows_as_wire"]
 

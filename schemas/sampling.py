@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from schemas import limits
-from schemas.checks import check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
-from schemas.errors import InvalidRequest
+from . import limits
+from .checks import check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
+from .errors import InvalidRequest
 
 __all__ = ["SamplingParams"]
 

@@ -5,10 +5,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from schemas import limits
-from schemas.errors import InvalidRequest
+from . import limits
+from .errors import InvalidRequest
 
-__all__ = ["Canary", "WeightSource"]
+__all__ = ["Canary", "Verified", "WeightSource"]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 
@@ -45,3 +45,20 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """As people write it."""
         return self.path if self.path is not None else f"objects:{self.objects}"
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker compared after it had loaded weights, in all processes of its engine together."""
+
+    probed: Annotated[int, Meta(ge=0)] = 0
+    """Modules that computed a fixed input, and gave what the loaded tensors give."""
+    equal: Annotated[int, Meta(ge=0)] = 0
+    """Other modules, whose parameters are the loaded tensors, bit for bit."""
+    compared: Annotated[int, Meta(ge=0)] = 0
+    """Parameters that are the tensors of the same name in the checkpoint's files, bit for bit."""
+    unprobed: Annotated[
+        tuple[Annotated[str, Meta(max_length=limits.MAX_MODULE_CHARS)], ...], Meta(max_length=limits.MAX_UNPROBED)
+    ] = ()
+    """Modules with weights that are neither probed nor equal, each with the reason; the first ones."""
+    num_unprobed: Annotated[int, Meta(ge=0)] = 0
+    """How many of them there are."""

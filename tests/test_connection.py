@@ -9,9 +9,9 @@ import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
-from bus.connection import close_connection, open_connection, publish, subscribe
-from bus.embedded import EmbeddedServer
-from schemas.errors import BusBroken, BusClosed, LocalProtocolError
+from rollbus.bus.nats.connection import open_connection, publish, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.errors import BusBroken, BusClosed, LocalProtocolError
 from tests.support.connections import count_tasks, opened
 from tests.support.nats_server import require_binary
 
@@ -33,7 +33,7 @@ async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) ->
 
         assert [await received.get(), await received.get()] == [b"a", b"b"]
 
-    await close_connection(connection)
+    await connection.shut()
 
     assert await count_tasks() == 0
 
@@ -142,7 +142,7 @@ async def test_a_late_server_is_waited_for() -> None:
 
         assert connection.is_connected
 
-        await close_connection(connection)
+        await connection.shut()
 
 
 async def test_a_wrong_password_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

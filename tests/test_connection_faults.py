@@ -11,12 +11,13 @@ import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
-from bus import connection as connection_module
-from bus.connection import Connection, close_connection, open_connection, publish, subscribe
-from bus.embedded import EmbeddedServer
-from schemas.errors import BusBroken
+from rollbus.bus.nats import connection as connection_module
+from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.errors import BusBroken
 from tests.support.connections import count_tasks, event_callback, opened
 from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 
 MEGABYTE = bytes(1024 * 1024)
@@ -126,7 +127,7 @@ async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None
             flush.cancel()
         await publish(connection, f"{fleet}.x", b"")
         await connection.flush()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await handled.wait()
 
     assert flush.cancelled()
@@ -144,11 +145,11 @@ async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypa
 
     async with opened(nats_url) as reader, opened(nats_url) as writer:
         await subscribe(reader, f"{fleet}.x", receive)
-        assert await reader.confirm(timeout_s=10)
+        assert await reader.confirm(timeout_s=SOON_S)
         monkeypatch.setattr(writer, "_flush_pending", send_nothing)
         await publish(writer, f"{fleet}.x", b"waits")
 
-        assert await writer.confirm(timeout_s=10)
+        assert await writer.confirm(timeout_s=SOON_S)
         await reader.flush()
         assert received == [b"waits"]
 
@@ -168,7 +169,7 @@ async def test_a_server_that_is_away_confirms_nothing() -> None:
         await gone.wait()
 
         assert not hangs
-        assert not await connection.confirm(timeout_s=10)
+        assert not await connection.confirm(timeout_s=SOON_S)
 
 
 async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
@@ -192,11 +193,11 @@ async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
             confirm = tasks.create_task(connection.confirm(timeout_s=600))
             request = tasks.create_task(_fails(connection.request("x", timeout=600)))
             await asyncio.sleep(0)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(SOON_S):
                 proxy.cut()
                 await asyncio.wait([confirm, request])
                 await gone.wait()
-                later = tasks.create_task(connection.request("x", timeout=10))
+                later = tasks.create_task(connection.request("x", timeout=SOON_S))
                 proxy.thaw()
                 await proxy.restore()
                 assert (await later).data == b"heard"
@@ -209,7 +210,7 @@ async def test_a_waiting_publish_can_be_cancelled() -> None:
     """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
     async with stalled() as (_, _, task):
         task.cancel()
-        await asyncio.wait([task], timeout=10)
+        await asyncio.wait([task], timeout=SOON_S)
 
         assert task.cancelled()
 
@@ -220,7 +221,7 @@ async def test_a_cancel_that_meets_the_answer_is_not_lost(nats_url: str, fleet: 
     waits: list[asyncio.Future[object]] = []
 
     async def ask(connection: Connection) -> None:
-        await (connection.flush() if what == "flush" else connection.request(f"{fleet}.x", timeout=60))
+        await (connection.flush() if what == "flush" else connection.request(f"{fleet}.x", timeout=SOON_S))
 
     async def answer(message: Msg) -> None:
         waits.extend(connection._resp_map.values())
@@ -240,8 +241,8 @@ async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
     """With unsent bytes and a server that does not read, closing ends after `timeout_s`; no task is left."""
     async with stalled() as (_, connection, task):
         task.cancel()
-        async with asyncio.timeout(10):
-            await close_connection(connection, timeout_s=0.01)
+        async with asyncio.timeout(SOON_S):
+            await connection.shut(timeout_s=0.01)
 
         assert connection.is_closed
 
@@ -254,7 +255,7 @@ async def test_cancelling_a_close_leaves_nothing() -> None:
         task.cancel()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await close_connection(connection, timeout_s=60.0)
+                await connection.shut(timeout_s=60.0)
 
     assert await count_tasks() == 0
 
@@ -271,7 +272,7 @@ def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest
         connection._closed_cb = tell
         await publish(connection, "x", b"unsent")
         connection._wire.abort()
-        await close_connection(connection)
+        await connection.shut()
 
         assert connection.is_closed
         assert await count_tasks() == 0
@@ -292,7 +293,7 @@ def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet
         async def receive(message: Msg) -> None:
             received.put_nowait(message.data)
 
-        async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(10):
+        async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(SOON_S):
             await subscribe(connection, f"{fleet}.x", receive)
             await connection.flush()
             for task in (connection._flusher_task, connection._reading_task):  # they would notice
@@ -332,7 +333,7 @@ async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.Mo
     gone, back = asyncio.Event(), asyncio.Event()
     async with (
         stalled(on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as (server, connection, task),
-        asyncio.timeout(10),
+        asyncio.timeout(SOON_S),
     ):
         await gone.wait()
         task.cancel()

@@ -1,94 +1,20 @@
 """TLS: a server that goes away, comes back, or stops answering, in the handshake and after it."""
 
 import asyncio
-import contextlib
-import json
-import socket
-import ssl
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bus.connection import Connection, close_connection, open_connection
-from bus.server import Server, Tls
-from schemas.errors import BusBroken
-from tests.support.certificates import certificate
-from tests.support.invariants import until
+from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.schemas.errors import BusBroken
 from tests.support.loops import on_both_loops, run_on
+from tests.support.tls_server import TlsServer
+from tests.support.waits import until_true
 
-INFO = {"server_id": "x", "version": "2.10", "max_payload": 2**20, "headers": True, "proto": 1, "tls_required": True}
 ENDS_WITHIN_S = 15.0
 """Far more than it takes; half of what a TLS connection waits for the other side's goodbye."""
 
 pytestmark = pytest.mark.slow
-
-
-class TlsServer:
-    """As much of a NATS server as a connection needs that is opened, each client served by a thread."""
-
-    def __init__(self, folder: Path, *, shakes_hands: bool = True, answers: bool = True) -> None:
-        cert, key = certificate(folder)
-        self.tls = Tls(ca=str(cert))
-        self.shakes_hands, self.answers = shakes_hands, answers
-        self.port = 0
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(cert, key)
-        self._sockets: list[socket.socket] = []
-        self._over = threading.Event()
-
-    @property
-    def server(self) -> Server:
-        """For connections."""
-        return Server(f"nats://127.0.0.1:{self.port}", tls=self.tls)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator["TlsServer"]:
-        """Listen, at the end nowhere and to nobody any more."""
-        self.listen()
-        try:
-            yield self
-        finally:
-            self._over.set()
-            self.go_away()
-
-    def listen(self) -> None:
-        """Take connections, at the port of before."""
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
-        self._sockets.append(listener)
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-
-    def go_away(self) -> None:
-        """Take none, and drop all that there are."""
-        for one in self._sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        self._sockets.clear()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                one, _ = listener.accept()
-                self._sockets.append(one)
-                threading.Thread(target=self._serve, args=(one,), daemon=True).start()
-
-    def _serve(self, one: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            one.sendall(b"INFO " + json.dumps(INFO).encode() + b"\r\n")
-            if not self.shakes_hands:
-                self._over.wait()
-                return
-            with self._context.wrap_socket(one, server_side=True) as safe, safe.makefile("rb") as lines:
-                self._sockets.append(safe)
-                for line in lines:
-                    if not line.startswith(b"PING"):
-                        continue
-                    safe.sendall(b"PONG\r\n")
-                    if not self.answers:
-                        self._over.wait()
 
 
 async def opened(server: TlsServer) -> Connection:
@@ -100,17 +26,13 @@ async def reconnects(server: TlsServer) -> None:
     """Lose the server, and find it again."""
     connection = await opened(server)
     server.go_away()
-
-    async def is_connected() -> bool:
-        return connection.is_connected
-
-    await until(is_connected, False)
+    await until_true(lambda: not connection.is_connected)
     # Some attempts are refused.
     await asyncio.sleep(0.6)
     server.listen()
-    await until(is_connected, True)
+    await until_true(lambda: connection.is_connected)
     assert connection.counters().reconnects == 1
-    await close_connection(connection)
+    await connection.shut()
 
 
 @on_both_loops
@@ -143,7 +65,7 @@ async def closes_in_a_handshake(server: TlsServer) -> None:
     # It is in the middle of the handshake of its next connection.
     await asyncio.sleep(1)
     async with asyncio.timeout(ENDS_WITHIN_S):
-        await close_connection(connection, timeout_s=0.5)
+        await connection.shut(timeout_s=0.5)
 
 
 @on_both_loops
@@ -157,7 +79,7 @@ async def closes_unanswered(server: TlsServer) -> None:
     """Connect and close."""
     connection = await opened(server)
     async with asyncio.timeout(ENDS_WITHIN_S):
-        await close_connection(connection, timeout_s=0.5)
+        await connection.shut(timeout_s=0.5)
 
 
 @on_both_loops

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bus.connection import close_connection, open_connection
-from bus.embedded import BINARY_VARIABLE, EmbeddedServer, find_binary
-from schemas.errors import BusBroken, BusClosed
+from rollbus.bus.nats.connection import open_connection
+from rollbus.bus.nats.embedded import BINARY_VARIABLE, EmbeddedServer, find_binary
+from rollbus.schemas.errors import BusBroken, BusClosed
 from tests.support.nats_server import require_binary, running_server
 from tests.support.processes import becomes_true, is_alive, parent_of, python_program, read_line
 
 EMBED = """
     import asyncio, os
-    from bus.embedded import EmbeddedServer
+    from rollbus.bus.nats.embedded import EmbeddedServer
 
     async def main():
         async with EmbeddedServer() as server:
@@ -51,7 +51,7 @@ async def echo(url: str) -> int:
     """Make a round trip through the server and return its `max_payload`."""
     connection = await open_connection(url, name="echo")
     await connection.flush()
-    await close_connection(connection)
+    await connection.shut()
     return connection.max_payload
 
 
@@ -90,8 +90,8 @@ async def test_two_servers_run_side_by_side() -> None:
         second = await open_connection(two.url, name="two")
         await first.jetstream().add_stream(name="s", subjects=["s"])
         streams = [len(await connection.jetstream().streams_info()) for connection in (first, second)]
-        await close_connection(first)
-        await close_connection(second)
+        await first.shut()
+        await second.shut()
 
     assert one.url != two.url
     assert streams == [1, 0]
@@ -110,7 +110,7 @@ async def test_a_restart_keeps_port_and_streams() -> None:
         connection = await open_connection(url, name="writer")
         await connection.jetstream().add_stream(name="s", subjects=["s"])
         await connection.jetstream().publish("s", b"kept")
-        await close_connection(connection)
+        await connection.shut()
         for prepare in (server.stop, server.kill, None):
             if prepare is not None:
                 await prepare()
@@ -118,7 +118,7 @@ async def test_a_restart_keeps_port_and_streams() -> None:
             pids.add(server.pid)
             connection = await open_connection(server.url, name="reader")
             message = await connection.jetstream().get_msg("s", 1)
-            await close_connection(connection)
+            await connection.shut()
             assert (server.url, message.data) == (url, b"kept")
 
     assert len(pids) == 4
@@ -132,7 +132,7 @@ async def test_a_given_store_outlives_the_server(tmp_path: Path) -> None:
             connection = await open_connection(server.url, name="writer")
             await connection.jetstream().add_stream(name="s", subjects=["s"])
             acknowledgement = await connection.jetstream().publish("s", b"x")
-            await close_connection(connection)
+            await connection.shut()
             assert acknowledgement.seq == expected
 
     assert store.is_dir()
@@ -286,7 +286,7 @@ def test_nothing_survives_the_killing_of_the_guard(tmp_path: Path) -> None:
 def test_ctrl_c_does_not_reach_the_server(tmp_path: Path) -> None:
     """After SIGINT to the whole process group, the server still serves, so that all can end in order."""
     body = """
-            from bus.connection import close_connection, open_connection
+            from rollbus.bus.nats.connection import open_connection
             interrupted = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(2, interrupted.set)
             connection = await open_connection(server.url, name="test")
@@ -294,7 +294,7 @@ def test_ctrl_c_does_not_reach_the_server(tmp_path: Path) -> None:
             await interrupted.wait()
             await connection.flush()
             print("served", server.is_running, connection.counters().disconnects, flush=True)
-            await close_connection(connection)
+            await connection.shut()
     """
     with python_program(EMBED.format(body=body), tmp_path) as program:
         pid = int(read_line(program).split()[0])

@@ -18,22 +18,24 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-import bus
-from bus import FleetState, GenerateRequest, Generation
-from schemas.presence import WorkerState
-from tests.control.support import until
+import rollbus
+from rollbus import FleetState, GenerateRequest, Generation
+from rollbus.schemas.presence import WorkerState
 from tests.http.support import http_before
 from tests.support.fleet import check_generation
+from tests.support.fleet_states import until_state
+from tests.support.patience import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S
 from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, greedy
 from tests.support.results import assert_same
+from tests.support.shared import Shared
+from tests.support.waits import until_true
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
 
 BLOCK = 32
 """Where a worker with a connector runs on a CPU."""
 NUM_TOKENS = 12
 ABANDONED_AFTER_S = 60
-START_TIMEOUT_S = 240.0
 LENGTHS = (1, 31, 32, 33, 100, 500)
 ROLES = ("prefill", "decode")
 
@@ -54,25 +56,54 @@ class Pair:
         return list(self.folder.iterdir())
 
     @contextlib.asynccontextmanager
-    async def between_legs(self, rb: bus.Client, request: GenerateRequest) -> AsyncIterator["asyncio.Task[Generation]"]:
+    async def between_legs(
+        self, rb: rollbus.Client, request: GenerateRequest
+    ) -> AsyncIterator["asyncio.Task[Generation]"]:
         """Run the block while the KV of `request` has been stored, and nobody has taken it yet."""
         assert self.legs() == []
         self.processes["decode"].suspend()
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(rb.complete(request))
-                while not any(self.folder.glob("*/*.safetensors")):  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.01)
+                await until_true(lambda: any(self.folder.glob("*/*.safetensors")))
                 yield task
                 self.processes["decode"].resume()
         finally:
             self.processes["decode"].resume()
 
+    def is_sound(self) -> bool:
+        """Both live, and serve now or soon."""
+        if any(process.poll() is not None for process in self.processes.values()):
+            return False
+        try:
+            asyncio.run(wait_until_serving(self.url, self.fleet, SOON_S))
+        except TimeoutError:
+            return False
+        return self.legs() == []
+
 
 @pytest.fixture(scope="module")
-def pair(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Start both workers with the weights of `real_fleet`."""
-    folder = tmp_path_factory.mktemp("kv")
+def pairs(
+    nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shared[Pair]]:
+    """One pair for all tests that leave it as it was."""
+
+    def make() -> contextlib.AbstractContextManager[Pair]:
+        return running_pair(nats_url, tiny_moes[0], tmp_path_factory.mktemp("kv"))
+
+    with Shared(make, is_sound=Pair.is_sound) as shared:
+        yield shared
+
+
+@pytest.fixture
+def pair(pairs: Shared[Pair]) -> Pair:
+    """Two workers with the weights of `real_fleet`."""
+    return pairs.get()
+
+
+@contextlib.contextmanager
+def running_pair(nats_url: str, model: Path, folder: Path) -> Iterator[Pair]:
+    """Start both workers; in the end they stop in order."""
     fleet = f"disagg-{uuid.uuid4().hex[:8]}"
     extra = {"shared_storage_path": str(folder), "abandoned_after_s": ABANDONED_AFTER_S}
     connector = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
@@ -82,18 +113,18 @@ def pair(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.T
         "--fleet",
         fleet,
         "--model",
-        str(tiny_moes[0]),
+        str(model),
         "--weight-version",
         str(WEIGHT_VERSION),
     ]
-    flags += ["--weight-root", str(tiny_moes[0].parent), "--kv-transfer-config", json.dumps(connector)]
-    flags += ["--engine-args", json.dumps(ENGINE_ARGS)]
+    flags += ["--weight-root", str(model.parent), "--kv-transfer-config", json.dumps(connector)]
+    flags += ["--engine-args", json.dumps(ENGINE_ARGS), "--lease-s", f"{UNHURRIED_LEASE_S:g}", "--listen-s", "0"]
     processes = {
-        role: psutil.Popen([sys.executable, "-m", "workers", *flags, "--role", role, "--worker-id", role])
+        role: psutil.Popen([sys.executable, "-m", "rollbus.workers", *flags, "--role", role, "--worker-id", role])
         for role in ROLES
     }
     try:
-        asyncio.run(wait_until_serving(nats_url, fleet))
+        asyncio.run(wait_until_serving(nats_url, fleet, ENGINE_STARTS_S))
         yield Pair(nats_url, fleet, folder, processes)
         for process in processes.values():
             process.terminate()
@@ -109,17 +140,17 @@ def both_serve(state: FleetState) -> bool:
     return {worker.worker for worker in state.workers if worker.state is WorkerState.SERVING} == {*ROLES}
 
 
-async def wait_until_serving(nats_url: str, fleet: str) -> None:
+async def wait_until_serving(nats_url: str, fleet: str, timeout_s: float) -> None:
     """Until both workers serve."""
-    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(START_TIMEOUT_S):
-        await until(rb, both_serve)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(timeout_s):
+        await until_state(rb, both_serve)
 
 
 @contextlib.asynccontextmanager
-async def connected(pair: Pair) -> AsyncIterator[bus.Client]:
+async def connected(pair: Pair) -> AsyncIterator[rollbus.Client]:
     """Give a client that has heard of both workers."""
-    async with bus.connect(pair.url, fleet=pair.fleet) as rb:
-        await until(rb, both_serve)
+    async with rollbus.connect(pair.url, fleet=pair.fleet) as rb:
+        await until_state(rb, both_serve)
         yield rb
 
 
@@ -137,7 +168,7 @@ def check_legs(generation: Generation, request: GenerateRequest) -> None:
 
 async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
     """Tokens, logprobs and routing are a single worker's, from any row of the prompt on."""
-    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         for length in LENGTHS:
             for start in (0, length // 2, length):
                 # A salt of its own, so that no prefix cache has anything of it.
@@ -157,7 +188,7 @@ async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
     requests = [
         greedy(500, NUM_TOKENS, seed=i, request_id=f"r{i}", routed_experts_prompt_start=16 * i) for i in range(32)
     ]
-    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         together = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=32)}
         for request in requests:
             generation = together[request.request_id]
@@ -173,9 +204,9 @@ async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
 async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) -> None:
     """A prompt whose KV the decode worker got from elsewhere is computed anew for who wants its rows."""
     request = greedy(100, NUM_TOKENS, seed=77)
-    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         check_legs(await rb.complete(request), request)
-        async with bus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
+        async with rollbus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
             generation = await alone.complete(request)
         assert generation.worker_ids == ("decode",)
         assert_same(generation, await single.complete(request))
@@ -192,7 +223,7 @@ async def test_over_http(pair: Pair, real_fleet: str) -> None:
     for fleet in (pair.fleet, real_fleet):
         async with http_before(pair.url, fleet) as http:
             if fleet == pair.fleet:
-                await until(http.own, both_serve)
+                await until_state(http.own, both_serve)
             answer = await http.client.post("/inference/v1/generate", json=body)
             assert answer.status_code == 200, answer.text
             choice = answer.json()["choices"][0]
@@ -209,7 +240,7 @@ async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
     """KV that is gone before it is loaded costs an attempt, and nothing else."""
     # Salted: what the decode worker has in its cache it would not load.
     request = greedy(100, NUM_TOKENS, seed=13, cache_salt="lost")
-    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         async with pair.between_legs(rb, request) as running:
             shutil.rmtree(pair.legs()[0])
         generation = running.result()
@@ -229,7 +260,7 @@ async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
     (leg / "pp0-tp0.safetensors").touch()
     then = time.time() - ABANDONED_AFTER_S - 1
     os.utime(leg, (then, then))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SOON_S):
         while leg.exists():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.1)
 
@@ -237,14 +268,14 @@ async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
 async def test_new_weights_between_legs(pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]) -> None:
     """An update between the legs mixes no weights: KV of the old ones is used by the old ones or by nobody."""
     request = greedy(100, 200, seed=21, cache_salt="between")
-    async with connected(pair) as rb, bus.connect(pair.url, fleet=real_fleet) as single:
+    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         async with asyncio.TaskGroup() as tasks, pair.between_legs(rb, request) as running:
             update = tasks.create_task(rb.fleet.update_weights(tiny_moes[1], version=WEIGHT_VERSION + 1))
         assert update.result().is_complete
         check_generation(running.result(), request)
         assert sorted(running.result().weight_versions) == list(running.result().weight_versions)
 
-        async with bus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
+        async with rollbus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
             for seed in (21, 77):
                 fresh = greedy(100, NUM_TOKENS, seed=seed)
                 generation = await rb.complete(fresh)

@@ -7,19 +7,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import bus
-from bus import GenerateRequest
+import rollbus
+from rollbus import GenerateRequest
+from rollbus.trainer import PADDING, MicroBatch, Sample, Stitcher, pack, replay
 from tests.support.fleet import check_generation
 from tests.support.real_fleet import greedy, prompt
 from tests.support.results import TOLERANCE
-from trainer import PADDING, MicroBatch, Sample, Stitcher, pack, replay
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 16, 4
 
 
-async def talk(rb: bus.Client, seed: int) -> Sample:
+async def talk(rb: rollbus.Client, seed: int) -> Sample:
     """Two turns: the second asks only for the rows that are not there yet."""
     stitcher = Stitcher()
     first = greedy(5 + 13 * seed, 7 + seed, seed)
@@ -48,7 +48,7 @@ async def test_replay_with_the_workers_weights_changes_nothing(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
     """Logprobs of packed conversations are equal to 1e-5 with and without, and to the tolerance the worker's own."""
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         samples = [await talk(rb, seed) for seed in range(5)]
     (batch,) = pack(samples, max_tokens=1024, pad_to_multiple_of=64)
     assert batch.routed_experts is not None
@@ -69,7 +69,7 @@ async def test_other_experts_than_the_workers_are_used_too(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
     """With each expert replaced by its neighbour, these are the ones that compute, and the logprobs are others."""
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         (batch,) = pack([await talk(rb, 0)], max_tokens=1024)
     assert batch.routed_experts is not None
     perturbed = (batch.routed_experts.long() + 1) % NUM_EXPERTS

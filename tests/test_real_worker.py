@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bus
-from bus import GenerateRequest, InvalidRequest, RequestRejected, SamplingParams
+import rollbus
+from rollbus import GenerateRequest, InvalidRequest, RequestRejected, SamplingParams
 from tests.support.fleet import check_generation
 from tests.support.real_fleet import WEIGHT_VERSION, greedy, prompt
 from tests.support.results import TOLERANCE, assert_same, expert_sets
@@ -19,7 +19,7 @@ async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet
     request = GenerateRequest(
         prompt_token_ids=prompt(200), sampling=SamplingParams(max_tokens=100, seed=11, ignore_eos=True)
     )
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         generation = await rb.complete(request)
     check_generation(generation, request)
     sequence = [*request.prompt_token_ids, *generation.token_ids]
@@ -58,7 +58,7 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
         greedy(5 + 7 * i % 200, 1 + 5 * i % 60, seed=i, request_id=f"r{i}", routed_experts_prompt_start=i % 6)
         for i in range(64)
     ]
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         together = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=64)}
         for request in requests:
             check_generation(together[request.request_id], request)
@@ -68,7 +68,7 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
 
 async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
     """Every streamed chunk brings the rows of what its steps computed: the prompt's first, then one for each token."""
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         chunks = [chunk async for chunk in rb.generate(greedy(40, 12))]
 
     # The last token has none yet. A worker that is late sends the tokens of several steps together.
@@ -87,7 +87,7 @@ async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> No
 async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
     """n=3 gives three samples with routing each; child i is what seed + i gives alone."""
     sampling = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         first = await rb.complete(GenerateRequest(prompt_token_ids=prompt(30), sampling=sampling))
         alone = await rb.complete(
             GenerateRequest(
@@ -103,7 +103,7 @@ async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
 async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
     """A long prompt arrives whole with all of its routing."""
     request = greedy(5000, 3)
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         check_generation(await rb.complete(request), request)
 
 
@@ -112,7 +112,7 @@ async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) ->
     too_long = greedy(8192, 1, request_id="long")
     no_token = GenerateRequest(prompt_token_ids=[600], request_id="vocabulary")
     good = [greedy(10, 30, seed=i, request_id=f"good{i}") for i in range(8)]
-    async with bus.connect(nats_url, fleet=real_fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         results = {g.request_id: g async for g in rb.complete_many([*good[:4], too_long, no_token, *good[4:]])}
         with pytest.raises(InvalidRequest, match=r"prompt_token_ids has 8192 tokens; allowed: 1 to 8191"):
             await rb.complete(too_long)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
 ROOT_ENTRIES = {
-    *PACKAGES, "bench", "docker", "docs", "examples", "tests", ".ci", ".dockerignore", ".env.example", ".gitignore",
-    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml", "pyproject.toml",
-    "requirements-cpu.lock",
+    *PACKAGES, "bench", "deploy", "docs", "examples", "src", "tests", ".ci", ".dockerignore", ".env.example",
+    ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml",
+    "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
@@ -26,12 +27,12 @@ HEAVY = ("aiohttp", "tokenizers", "torch", "transformers", "triton", "vllm")
 # Run by the Python of a client-only environment: imports every module of the client and says what came along.
 CLIENT_PROBE = f"""
 import importlib, importlib.util, json, pkgutil, sys
-import bus, schemas
-for package in (bus, schemas):
+import rollbus.bus, rollbus.schemas
+for package in (rollbus.bus, rollbus.schemas):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 print(json.dumps({{
-    "bus": bus.__file__,
+    "rollbus": rollbus.__file__,
     "loaded": [name for name in {HEAVY} if name in sys.modules],
     "installed": [name for name in {HEAVY} if importlib.util.find_spec(name)],
 }}))
@@ -45,13 +46,16 @@ def python_files(*folders: str) -> Iterator[Path]:
 
 
 def imported_names(path: Path) -> set[str]:
-    """The absolute names that a file imports anywhere, also inside functions and `if TYPE_CHECKING`."""
+    """The absolute names that a file of ours imports anywhere, also inside functions and `if TYPE_CHECKING`."""
+    folder = ("rollbus", *path.relative_to(ROOT).parent.parts)
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = folder[: len(folder) + 1 - node.level] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names.update(f"{module}.{alias.name}" for alias in node.names)
     return names
 
 
@@ -81,8 +85,8 @@ def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
     """Installed without extras, all of bus and schemas imports, and no engine, model library or torch comes along."""
     probe = json.loads(run(client_bin / "python", "-I", "-c", CLIENT_PROBE, cwd=tmp_path))
 
-    assert probe == {"bus": probe["bus"], "loaded": [], "installed": []}
-    assert Path(probe["bus"]).is_relative_to(client_bin.parent)
+    assert probe == {"rollbus": probe["rollbus"], "loaded": [], "installed": []}
+    assert Path(probe["rollbus"]).is_relative_to(client_bin.parent)
 
 
 @pytest.mark.slow
@@ -101,8 +105,8 @@ def test_import_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("schemas", {"msgspec", "numpy", "schemas"}),
-        ("bus/protocol", {"bus.protocol", "msgspec", "numpy", "schemas"}),
+        ("schemas", {"msgspec", "numpy", "rollbus.schemas"}),
+        ("bus/protocol", {"msgspec", "numpy", "rollbus.bus.protocol", "rollbus.schemas"}),
     ],
 )
 def test_pure_packages_import_only_their_own_kind(folder: str, allowed: set[str]) -> None:
@@ -134,6 +138,19 @@ def test_files_and_functions_stay_short() -> None:
     assert too_long == []
 
 
+def test_blind_handlers_stand_at_named_boundaries() -> None:
+    """A handler of every exception begins with a comment that names its boundary, and there are fewer than ten."""
+    handlers = {
+        f"{path.relative_to(ROOT)}:{number}": after.strip()
+        for path in python_files(*PACKAGES)
+        for number, (line, after) in enumerate(pairwise(path.read_text().splitlines()), 1)
+        if re.match(r"\s*except\b[^:]*\b(Base)?Exception\b", line)
+    }
+
+    assert [place for place, comment in handlers.items() if not comment.startswith("# Boundary")] == []
+    assert len(handlers) < 10
+
+
 def test_root_stays_clean() -> None:
     """At the root stand the packages, their surroundings and the few files that every reader expects, nothing else."""
     tracked = run("git", "ls-files", cwd=ROOT).splitlines()
@@ -162,6 +179,6 @@ def test_lock_covers_what_pyproject_asks_for() -> None:
     assert {re.split(r"[<>=!~\[]", item)[0] for item in wanted} - locked == set()
 
 
-def test_packages_say_that_they_are_typed() -> None:
-    """Each installed package carries the py.typed that lets type checkers read its annotations."""
-    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
+def test_the_package_says_that_it_is_typed() -> None:
+    """It carries the py.typed that lets type checkers read its annotations."""
+    assert (ROOT / "src" / "rollbus" / "py.typed").is_file()

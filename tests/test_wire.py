@@ -10,11 +10,11 @@ import pytest
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
-from bus.connection import close_connection, open_connection, publish, subscribe
-from bus.protocol.operations import Delivery
-from bus.wire import MAX_UNREAD_BYTES, NoNats, Wire
-from tests.support.invariants import until
+from rollbus.bus.nats.connection import open_connection, publish, subscribe
+from rollbus.bus.nats.operations import SubscriptionMessage
+from rollbus.bus.nats.transport import MAX_UNREAD_BYTES, NatsTransport, NoNats
 from tests.support.loops import on_both_loops, run_on
+from tests.support.waits import until_true
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -32,7 +32,7 @@ def sending(data: bytes, *, stays: bool) -> Serve:
 
 
 @contextlib.asynccontextmanager
-async def connected(serve: Serve) -> AsyncIterator[Wire]:
+async def connected(serve: Serve) -> AsyncIterator[NatsTransport]:
     """Run a server that does `serve`, and connect to it."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,7 @@ async def connected(serve: Serve) -> AsyncIterator[Wire]:
 
     served = asyncio.Event()
     async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
-        wire = Wire()
+        wire = NatsTransport()
         port = server.sockets[0].getsockname()[1]
         await wire.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 3)
         try:
@@ -68,13 +68,9 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
     await subscribe(nats, subject, take)
     for payload, headers in sent:
         await publish(nats, subject, payload, headers=headers)
-
-    async def count() -> int:
-        return len(received)
-
-    await until(count, len(sent))
+    await until_true(lambda: len(received) == len(sent))
     assert [(message.data, message.headers) for message in received] == sent
-    await close_connection(nats)
+    await nats.shut()
 
 
 @on_both_loops
@@ -98,7 +94,9 @@ async def flood_is_held_up() -> None:
         await asyncio.sleep(0.3)
         taken = list(await wire.operations())
         # What one reading brings on top: asyncio and uvloop ask for no more than the buffer at a time.
-        assert sum(len(one.payload) for one in taken if isinstance(one, Delivery)) < MAX_UNREAD_BYTES + 200_000
+        assert (
+            sum(len(one.payload) for one in taken if isinstance(one, SubscriptionMessage)) < MAX_UNREAD_BYTES + 200_000
+        )
         while len(taken) < num_messages:
             taken += await wire.operations()
         assert len(taken) == num_messages
@@ -123,7 +121,7 @@ async def test_what_came_before_the_end_is_handed_on() -> None:
         taken = list(await wire.operations())
         with pytest.raises(nats_errors.UnexpectedEOF):
             await wire.operations()
-        assert taken == [b"PING\r\n", Delivery(1, b"a", b"", None, b"abc")]
+        assert taken == [b"PING\r\n", SubscriptionMessage(1, b"a", b"", None, b"abc")]
         assert wire.at_eof()
         with pytest.raises(ConnectionResetError):
             await wire.drain()
@@ -151,7 +149,7 @@ async def test_what_is_no_nats_ends_the_connection() -> None:
 
 async def test_without_a_connection_there_is_an_error() -> None:
     """Not a wait."""
-    wire = Wire()
+    wire = NatsTransport()
     wire.abort()
     assert wire.at_eof()
     with pytest.raises(ConnectionResetError):

@@ -1,6 +1,6 @@
 """What a training process does with what the bus delivers: stitching, packing, replay. Needs no NATS.
 
-    from trainer import Stitcher, pack, replay
+    from rollbus.trainer import Stitcher, pack, replay
 
     stitcher = Stitcher()
     stitcher.add(prompt_token_ids, generation)
@@ -11,14 +11,14 @@
 The page docs/trainer.md shows a whole step.
 """
 
-from trainer.errors import PackError, ReplayError, StitchError
-from trainer.importance import importance_weights, sampler_kl
-from trainer.packing import NO_EXPERT, PADDING, MicroBatch, pack
-from trainer.replay import replay
-from trainer.sample import NOT_SAMPLED, Sample
-from trainer.segments import attention_mask, check_packing, segment_indices
-from trainer.staleness import drop_stale, mask_stale
-from trainer.stitching import Stitcher, Turn, stitch_rows
+from .errors import PackError, ReplayError, StitchError
+from .importance import importance_weights, sampler_kl
+from .packing import NO_EXPERT, PADDING, MicroBatch, pack
+from .replay import replay
+from .sample import NOT_SAMPLED, Sample
+from .segments import attention_mask, check_packing, segment_indices
+from .staleness import drop_stale, mask_stale
+from .stitching import Stitcher, Turn, stitch_rows
 
 __all__ = [
     "NOT_SAMPLED",

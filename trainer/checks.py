@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas.rows import DTYPES
-from trainer.errors import PackError, StitchError
+from ..schemas.rows import DTYPES
+from .errors import PackError, StitchError
 
 __all__ = ["check_entries", "check_integer", "check_rows", "check_vector", "describe"]
 

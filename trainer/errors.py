@@ -1,12 +1,12 @@
 """What can go wrong between the bus and a training step.
 
-RollbusError (schemas.errors)
+RollbusError (rollbus.schemas.errors)
 ├── StitchError      turns, attempts or pieces of routing do not make one sequence
 ├── PackError        a sample contradicts itself, or samples cannot become micro-batches
 └── ReplayError      a model cannot use the routing it was given
 """
 
-from schemas.errors import RollbusError
+from ..schemas.errors import RollbusError
 
 __all__ = ["PackError", "ReplayError", "StitchError"]
 

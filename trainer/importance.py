@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from trainer.errors import PackError
-from trainer.segments import segment_indices
+from .errors import PackError
+from .segments import segment_indices
 
 __all__ = ["importance_weights", "sampler_kl"]
 

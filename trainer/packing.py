@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from schemas.rows import Rows
-from trainer.bins import fit
-from trainer.checks import check_integer
-from trainer.errors import PackError
-from trainer.sample import NOT_SAMPLED, Sample, check_samples
+from ..schemas.rows import Rows
+from .bins import fit
+from .checks import check_integer
+from .errors import PackError
+from .sample import NOT_SAMPLED, Sample, check_samples
 
 __all__ = ["NO_EXPERT", "PADDING", "MicroBatch", "pack"]
 

@@ -5,18 +5,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from schemas.rows import Rows
-from trainer.checks import check_integer, check_rows
-from trainer.errors import StitchError
+from ..schemas.rows import Rows
+from .checks import check_integer, check_rows
+from .errors import StitchError
 
-__all__ = ["Overlap", "RowRun"]
+__all__ = ["Overlap", "RowStitcher"]
 
 Overlap = Literal["refuse", "first", "last"]
 """Two pieces with a row for the same position: they must agree, or the first or the last of them counts."""
 OVERLAPS = ("refuse", "first", "last")
 
 
-class RowRun:
+class RowStitcher:
     """Contiguous rows in parts that do not overlap. Nothing is copied until `join`, except for small rests.
 
     A piece touches the parts that it meets, and no others, so many pieces cost no more than their rows.

@@ -1,7 +1,7 @@
 """One sequence to train on, with everything aligned to its tokens.
 
 Row i of the routed experts belongs to position `start + i`; the last token has not been through the model and has
-none. So a sample of S tokens has `S - 1 - start` rows, as `schemas.rows` has it for what a worker returns.
+none. So a sample of S tokens has `S - 1 - start` rows, as `rollbus.schemas.rows` has it for what a worker returns.
 """
 
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from schemas.rows import Rows, expected_rows
-from trainer.checks import check_entries, check_integer, check_rows, check_vector, describe
-from trainer.errors import PackError
+from ..schemas.rows import Rows, expected_rows
+from .checks import check_entries, check_integer, check_rows, check_vector, describe
+from .errors import PackError
 
 __all__ = ["NOT_SAMPLED", "Sample", "check_samples"]
 
@@ -106,5 +106,5 @@ def check_samples(samples: object) -> list[Sample]:
     listed = list(samples)
     for index, sample in enumerate(listed):
         if not isinstance(sample, Sample):
-            raise PackError(f"sample {index} is {describe(sample)}; allowed: trainer.Sample")
+            raise PackError(f"sample {index} is {describe(sample)}; allowed: rollbus.trainer.Sample")
     return listed

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checks import check_integer
-from trainer.errors import PackError
-from trainer.packing import MicroBatch
+from .checks import check_integer
+from .errors import PackError
+from .packing import MicroBatch
 
 __all__ = ["attention_mask", "check_packing", "segment_indices"]
 

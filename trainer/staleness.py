@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from trainer.checks import check_integer
-from trainer.errors import PackError
-from trainer.packing import MicroBatch
-from trainer.sample import Sample, check_samples
+from .checks import check_integer
+from .errors import PackError
+from .packing import MicroBatch
+from .sample import Sample, check_samples
 
 __all__ = ["drop_stale", "mask_stale"]
 

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from schemas.rows import Rows, expected_rows
-from trainer.checks import check_entries, check_integer, check_rows, check_vector, describe
-from trainer.errors import StitchError
-from trainer.row_run import Overlap, RowRun
-from trainer.sample import NOT_SAMPLED, Sample
+from ..schemas.rows import Rows, expected_rows
+from .checks import check_entries, check_integer, check_rows, check_vector, describe
+from .errors import StitchError
+from .row_run import Overlap, RowStitcher
+from .sample import NOT_SAMPLED, Sample
 
 __all__ = ["Stitcher", "Turn", "stitch_rows"]
 
 
 class Turn(Protocol):
-    """What one request produced, after a prompt of Lp tokens. A `bus.Generation` is one."""
+    """What one request produced, after a prompt of Lp tokens. A `rollbus.Generation` is one."""
 
     @property
     def prompt_len(self) -> int:
@@ -70,7 +70,7 @@ def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refus
     Raises:
         StitchError: no pieces, a gap, an overlap that disagrees, or pieces of different layers or top_k.
     """
-    run = RowRun(overlap)
+    run = RowStitcher(overlap)
     for number, (start, rows) in enumerate(pieces):
         run.add(f"piece {number}", start, rows)
     return run.start, run.join()
@@ -90,7 +90,7 @@ class Stitcher:
     """
 
     def __init__(self, *, overlap: Overlap = "refuse") -> None:
-        self._run = RowRun(overlap)
+        self._run = RowStitcher(overlap)
         self._sampled: list[tuple[slice, npt.NDArray[np.float32], npt.NDArray[np.int32]]] = []
         """Of each turn that sampled something: its positions, logprobs and weight versions."""
         self._num_added = 0

@@ -1,6 +1,7 @@
-"""The worker process: `python -m workers`, or `rollbus worker`.
+"""The worker process: `python -m rollbus.workers`, or `rollbus worker`.
 
-Exit codes: 0 stopped in order, 1 failed (the engine died, NATS cannot be reached), 2 usage.
+Exit codes: 0 stopped in order, 1 failed (the engine died, NATS cannot be reached), 2 usage, 78 another worker has the
+same id.
 """
 
 import argparse
@@ -17,18 +18,26 @@ from typing import Any, get_args
 
 import uvloop
 
-from bus.credentials import worker_identity
-from bus.logs import LogFormat, is_json, set_up
-from bus.server import Server, default_url
-from schemas.errors import BusBroken, InvalidRequest, RollbusError
-from schemas.presence import Role
-from workers.config import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_LEASE_S, WorkerConfig, default_cache_dir, default_worker_id
-from workers.engines import ENGINES, make_engine
-from workers.worker import Worker
+from ..bus.auth.credentials import worker_identity
+from ..bus.logs import LogFormat, is_json, set_up
+from ..bus.nats.server import Server, default_url
+from ..schemas.errors import BusBroken, DuplicateWorker, InvalidRequest, RollbusError
+from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
+from ..schemas.presence import Role
+from .config import (
+    DEFAULT_ENGINE_TIMEOUT_S,
+    DEFAULT_LEASE_S,
+    DEFAULT_START_TIMEOUT_S,
+    WorkerConfig,
+    default_cache_dir,
+    default_worker_id,
+)
+from .engines import ENGINES, make_engine
+from .worker import Worker
 
 __all__ = ["main"]
 
-logger = logging.getLogger("workers")
+logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"
 """The engine argument that `--kv-transfer-config` stands for."""
@@ -55,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
     parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
     parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
+    parser.add_argument(
+        "--listen-s",
+        metavar="S",
+        type=float,
+        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
+    )
     parser.add_argument("--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="of its announcements")
     parser.add_argument(
         "--engine-timeout-s",
@@ -62,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_ENGINE_TIMEOUT_S,
         help="a busy engine that makes no step for so long is dead",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=float,
+        default=DEFAULT_START_TIMEOUT_S,
+        help="seconds for which requests may wait for this worker to start (default: %(default)g)",
     )
     parser.add_argument(
         "--weight-root",
@@ -121,8 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
             lease_s=args.lease_s,
+            # No other worker has an id that is made here.
+            listen_s=args.listen_s if worker_id is not None else 0.0,
             engine_timeout_s=args.engine_timeout_s,
-            weight_roots=tuple(str(Path(root).resolve()) for root in args.weight_root),
+            start_timeout_s=args.start_timeout,
+            weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
             cache_dir=args.cache_dir or default_cache_dir(),
             prove_reload=not args.no_prove_reload,
         )
@@ -133,17 +158,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(exc)
     try:
         uvloop.run(_run(Worker(config, engine), args.parent_pipe))
+    except DuplicateWorker as exc:
+        return _failed(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
         return _failed(exc)
     return 0
 
 
-def _failed(error: RollbusError) -> int:
+def _failed(error: RollbusError, exit_code: int = 1) -> int:
     if is_json():
         logger.error("worker.failed error=%s", error)
     else:
         sys.stderr.write(f"rollbus worker: {error}\n")
-    return 1
+    return exit_code
 
 
 async def _run(worker: Worker, parent_pipe: int | None) -> None:

@@ -7,18 +7,28 @@ from pathlib import Path
 
 import msgspec
 
-from bus.credentials import Credentials, worker_identity
-from bus.server import Server, Tls
-from schemas.checks import check_float, check_int, check_name, check_subject_token
-from schemas.limits import MAX_WEIGHT_VERSION
+from ..bus.auth.credentials import Credentials, worker_identity
+from ..bus.auth.tls import Tls
+from ..bus.nats.server import Server
+from ..schemas.checks import check_float, check_int, check_name, check_subject_token
+from ..schemas.limits import MAX_WEIGHT_VERSION
 
-__all__ = ["DEFAULT_ENGINE_TIMEOUT_S", "DEFAULT_LEASE_S", "LEASE_MARGIN_S", "WorkerConfig", "default_cache_dir"]
+__all__ = [
+    "DEFAULT_ENGINE_TIMEOUT_S",
+    "DEFAULT_LEASE_S",
+    "DEFAULT_START_TIMEOUT_S",
+    "LEASE_MARGIN_S",
+    "WorkerConfig",
+    "default_cache_dir",
+]
 
 DEFAULT_LEASE_S = 5.0
 """Five heartbeats: a busy machine may delay a few of them, and a dead worker is still noticed soon."""
 DEFAULT_ENGINE_TIMEOUT_S = 300.0
 """Far above the longest step: that of a long prompt on a CPU."""
 
+DEFAULT_START_TIMEOUT_S = 1800.0
+"""Loading a large model from a slow disk takes many minutes."""
 LEASE_MARGIN_S = 1.0
 """A worker gives up this long before others may take it for dead, and takes others for dead this much later."""
 
@@ -53,8 +63,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the checkpoint lies, for tools on the same machine that want its tokenizer."""
     lease_s: float = DEFAULT_LEASE_S
     """For how long an announcement is good."""
+    listen_s: float | None = None
+    """Seconds for which it listens for another worker of its id before it serves, while its engine loads; None: one
+    lease. 0: it does not listen, because no other worker can have its id."""
     engine_timeout_s: float = DEFAULT_ENGINE_TIMEOUT_S
     """An engine that has requests and makes no step for so long counts as dead."""
+    start_timeout_s: float = DEFAULT_START_TIMEOUT_S
+    """From the start of the worker; requests that wait for a worker do not wait longer for this one to serve."""
     max_held_bytes: int = 512 * 1024**2
     """Results that clients have not taken: above it no more requests are taken, above twice that some are given up."""
     weight_roots: tuple[str, ...] = ()
@@ -73,7 +88,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_name("model", self.model)
         check_int("weight_version", self.weight_version, 0, MAX_WEIGHT_VERSION)
         check_float("lease_s", self.lease_s, 2 * LEASE_MARGIN_S, 60)
+        if self.listen_s is not None:
+            check_float("listen_s", self.listen_s, 0, 60)
         check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
+        check_float("start_timeout_s", self.start_timeout_s, 0, 24 * 3600, above=True)
         check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)
 
     @property

@@ -1,46 +1,56 @@
-"""One worker: takes requests from the bus, feeds an engine, sends what it makes back to who asked.
+"""One worker: it receives requests over the bus, runs them on an engine and publishes their chunks to the clients.
 
-Its parts, each in a module of its own: `life` (state, incarnation, lease), `intake` (what comes in), `engine_runner`
-(the engine), `links` (all that is open, and what clients have not taken), `sending` (what goes out). They decide; this
-one puts them together, hears what comes from outside and ends them in order.
+The worker makes its parts, subscribes to what they handle and ends them in order: `lifecycle` (state, incarnation,
+lease), `intake` (incoming requests), `runner` (the engine), `in_flight` (pause, resume and held steps), `links` (open
+requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands).
 
-Every request that was taken ends with one terminal chunk to its client, unless the process is killed or its lease runs
-out: of that, clients learn by the lease or by the new incarnation.
+Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires.
+Clients then learn of the end by the lease or by the new incarnation.
 """
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, close_connection, open_connection, subscribe
-from bus.permitted import check_permitted
-from bus.protocol.states import WorkerEvent
-from bus.queue.puller import QueuePuller
-from bus.queue.streams import ensure_queue
-from bus.subjects import Subjects
-from schemas.errors import BusBroken, BusClosed, EngineDead, ErrorCode, RemoteProtocolError, RollbusError
-from schemas.limits import MAX_ERROR_CHARS
-from schemas.messages import decode_client_presence, decode_link_message
-from schemas.presence import LoraInfo, WorkerPresence, WorkerState
-from workers.config import WorkerConfig
-from workers.control.assembly import make_control, make_sources
-from workers.control.control import Control
-from workers.control.flow import Flow
-from workers.control.parts import Parts
-from workers.engine import Engine
-from workers.engine_runner import EngineRunner
-from workers.held import Instructions
-from workers.intake import Intake
-from workers.life import HEARTBEAT_S, Life
-from workers.links import Links
-from workers.routes import ClientLink, Route
-from workers.sending import Sending
-from workers.worker_stats import WorkerStats
+from ..bus.nats.connection import Connection, open_connection, subscribe
+from ..bus.nats.permitted import check_permitted
+from ..bus.protocol.states import WorkerEvent
+from ..bus.queue.puller import QueuePuller
+from ..bus.queue.streams import ensure_queue
+from ..bus.subjects import Subjects
+from ..schemas.errors import (
+    BusBroken,
+    BusClosed,
+    EngineDead,
+    ErrorCode,
+    RemoteProtocolError,
+    RequestError,
+    RollbusError,
+)
+from ..schemas.limits import MAX_ERROR_CHARS
+from ..schemas.messages import decode_client_presence, decode_link_message
+from ..schemas.presence import LoraInfo, WorkerPresence, WorkerState
+from .config import WorkerConfig
+from .control.assembly import make_control, make_sources
+from .control.command_handler import CommandHandler
+from .engines.engine import Engine
+from .engines.engine_runner import EngineRunner
+from .lifecycle.identity import HOST, IdGuard
+from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
+from .requests.in_flight import InFlightRequests
+from .requests.intake import RequestIntake
+from .requests.links import WorkerLinks
+from .requests.outbound import Outbound, OutboundLink
+from .requests.publisher import OutboundPublisher
+from .requests.worker_requests import Instructions
+from .worker_stats import WorkerStats
 
 __all__ = ["Worker"]
 
@@ -74,12 +84,13 @@ class Worker:
         # Made by `run`, once there is a connection.
         self._nats: Connection
         self._runner: EngineRunner
-        self._life: Life
-        self._links: Links
-        self._intake: Intake
-        self._sending: Sending
-        self._flow: Flow
-        self._control: Control
+        self._lifecycle: WorkerLifecycle
+        self._id_guard: IdGuard
+        self._links: WorkerLinks
+        self._intake: RequestIntake
+        self._publisher: OutboundPublisher
+        self._in_flight: InFlightRequests
+        self._control: CommandHandler
         self._puller: QueuePuller
         self._max_payload = 0
         self._num_free = 0
@@ -87,7 +98,9 @@ class Worker:
 
     def __repr__(self) -> str:
         """One line with the parts."""
-        parts = [self.__dict__.get(f"_{name}") for name in ("life", "intake", "links", "sending", "runner", "control")]
+        parts = [
+            self.__dict__.get(f"_{name}") for name in ("lifecycle", "intake", "links", "publisher", "runner", "control")
+        ]
         return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
 
     def stop(self) -> None:
@@ -100,6 +113,7 @@ class Worker:
         Raises:
             BusBroken: no NATS server answers, or it does not let this user be a worker.
             EngineDead: the engine could not be started or died; every open request was told.
+            DuplicateWorker: another worker has the same id, and keeps it.
         """
         self._nats = await open_connection(
             self._config.server,
@@ -112,7 +126,8 @@ class Worker:
             await self._sources.clear()
             await subscribe(self._nats, self._subjects.ping, self._on_ping)
             await subscribe(self._nats, self._subjects.clients, self._on_client_presence)
-            await self._control.listen()
+            await subscribe(self._nats, self._subjects.presence(self._config.worker_id), self._id_guard.receive)
+            await self._control.subscribe()
             await check_permitted(self._nats)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=f"worker.{name}") for name, work in self._work().items()]
@@ -120,72 +135,76 @@ class Worker:
                 await self._wind_down()
                 for task in background:
                     task.cancel()
-            self._life.advance(WorkerEvent.STOPPED if self._death is None else WorkerEvent.DIED)
-            await self._life.publish()
+            self._lifecycle.transition(WorkerEvent.STOPPED if self._death is None else WorkerEvent.DIED)
+            await self._lifecycle.publish_presence()
             logger.info("worker.ended worker=%s stats=%s", self._config.worker_id, self.stats())
         finally:
             try:
                 await self._engine.close()
                 await self._sources.clear()
             finally:
-                await close_connection(self._nats)
-        if self._death is not None:
-            raise self._death
+                await self._nats.shut()
+        if (fatal := self._id_guard.duplicate or self._death) is not None:
+            raise fatal
         if (broken := self._nats.lost or self._nats.denials.first) is not None:
             raise broken
 
     def _assemble(self) -> None:
         config, nats = self._config, self._nats
         self._runner = EngineRunner(self._engine, timeout_s=config.engine_timeout_s)
-        self._life = Life(config, nats, describe=self.presence, on_fenced=self._on_fenced, on_changed=self._on_changed)
+        self._lifecycle = WorkerLifecycle(
+            config, nats, describe=self.presence, on_fenced=self._on_fenced, on_changed=self._on_changed
+        )
+        self._id_guard = IdGuard(config.worker_id, self._lifecycle, self._give_up)
         self._max_payload = nats.max_payload
-        self._links = Links(config, self._life.incarnation, max_payload=self._max_payload)
-        self._sending = Sending(nats, self._life, self._links, on_broken=self._on_broken)
-        self._intake = Intake(config, self._life, self._links, self._runner, self._carry_out, self._on_room)
+        self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
+        self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
+        self._intake = RequestIntake(
+            config, self._lifecycle, self._links, self._runner, self._execute, self._on_free_slots
+        )
         self._puller = QueuePuller(
-            nats, self._subjects, config.model, room=self._intake.queue_room, on_request=self._intake.take
+            nats, self._subjects, config.model, room=self._intake.queue_room, on_request=self._intake.accept
         )
-        self._flow = Flow(self._runner, self._links, self._intake, self._puller, carry_out=self._carry_out)
-        parts = Parts(
-            config=config,
-            nats=nats,
-            life=self._life,
-            links=self._links,
-            sending=self._sending,
-            flow=self._flow,
-            runner=self._runner,
-            describe=self.presence,
-            on_dead=self._die,
-        )
-        self._control = make_control(parts, self._sources)
+        self._in_flight = InFlightRequests(self._runner, self._links, self._intake, self._puller, execute=self._execute)
+        self._control = make_control(config, nats, self._lifecycle, self._in_flight, self._publisher, self._sources)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
         """What runs side by side until the worker stops."""
         return {
-            "life": self._life.run(),
-            "engine": self._run_engine(),
+            "lifecycle": self._lifecycle.run(),
+            "engine": self._guard(self._run_engine),
             "abort": self._runner.run_aborts(),
             "pull": self._pull(),
             "admit": self._intake.run(),
-            "frames": self._sending.run_frames(),
-            "words": self._sending.run_words(),
+            "frames": self._publisher.publish_frames(),
+            "acks": self._publisher.publish_acks(),
             "keep": self._keep_house(),
-            **self._control.work(),
+            **{name: self._guard(work) for name, work in self._control.work().items()},
         }
 
-    async def _run_engine(self) -> None:
-        """Start the engine and hand on what it makes, until it dies."""
+    async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Stop the worker in order when its engine has died, rather than end all tasks with what is open."""
         try:
-            await self._runner.start()
-            worker = self._config.worker_id
-            await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
-            await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
-            await self._ensure_queue()
-            # What announces this worker follows the subscriptions on the same connection: who reads it is heard here.
-            self._control.start()
-            await self._runner.run(self._flow.take)
+            await work()
         except EngineDead as exc:
-            self._die(exc)
+            self._on_engine_dead(exc)
+
+    async def _run_engine(self) -> None:
+        """Start the engine, subscribe to requests, and forward the engine's steps.
+
+        Raises:
+            EngineDead: always, at last.
+        """
+        await self._runner.start()
+        self._links.reports_kv = self._runner.engine.reports_recomputed_kv
+        await self._lifecycle.wait_alone()
+        worker = self._config.worker_id
+        await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
+        await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
+        await self._ensure_queue()
+        # The presence of a serving worker follows the subscriptions on the same connection: its readers are heard here.
+        self._control.reconciler.start()
+        await self._runner.run(self._in_flight.add_steps)
 
     async def _ensure_queue(self) -> None:
         """Wait until there is a queue: who hears that this worker serves publishes to it."""
@@ -213,56 +232,54 @@ class Worker:
             try:
                 self._runner.watch(HEARTBEAT_S)
             except EngineDead as exc:
-                self._die(exc)
-            if self._nats.is_connected and self._life.may_speak():
-                self._carry_out(self._links.expire(time.monotonic()))
-                self._links.routes.beat()
+                self._on_engine_dead(exc)
+            if self._nats.is_connected and self._lifecycle.may_publish():
+                self._execute(self._links.expire(time.monotonic()))
+                self._links.outbound.request_heartbeats()
                 if beats % round(KEEP_S / HEARTBEAT_S) == 0:
-                    await self._sending.keep([*self._links.messages, *self._intake.messages])
-            self._control.look()
-            self._sending.wake()
+                    messages = [*self._links.requests.messages, *self._intake.messages]
+                    await self._publisher.publish_all([message.in_progress for message in messages])
+            self._control.publish_due_acks()
+            self._publisher.wake()
             self._puller.wake()
 
     # What is heard
 
     async def _on_direct(self, message: Msg) -> None:
-        self._intake.take_direct(message.subject.split(".")[-2], message.data)
+        self._intake.accept_direct(message.subject.split(".")[-2], message.data)
 
     async def _on_link_message(self, message: Msg) -> None:
-        try:
-            link_message = decode_link_message(message.data)
-        except RemoteProtocolError as exc:
-            self._count_bad(message, exc)
-            return
         client = message.subject.split(".")[-2]
-        self._carry_out(self._links.on_link_message(client, link_message, time.monotonic()))
+        with self._counting_bad(message):
+            self._execute(self._links.on_link_message(client, decode_link_message(message.data), time.monotonic()))
 
     async def _on_client_presence(self, message: Msg) -> None:
-        try:
+        client = message.subject.rpartition(".")[2]
+        with self._counting_bad(message):
             presence = decode_client_presence(message.data)
-            client = message.subject.rpartition(".")[2]
             if presence.client != client:
                 raise RemoteProtocolError(f"client {client} signed as {presence.client}")
-        except RemoteProtocolError as exc:
-            self._count_bad(message, exc)
-            return
-        self._carry_out(self._links.on_presence(presence, time.monotonic()))
+            self._execute(self._links.on_presence(presence, time.monotonic()))
 
     async def _on_ping(self, _message: Msg) -> None:
-        self._life.announce()
+        self._lifecycle.request_presence()
 
-    def _count_bad(self, message: Msg, error: RemoteProtocolError) -> None:
-        self._bad_messages += 1
-        logger.warning("message.bad subject=%s error=%s", message.subject, error)
+    @contextmanager
+    def _counting_bad(self, message: Msg) -> Iterator[None]:
+        try:
+            yield
+        except RemoteProtocolError as exc:
+            self._bad_messages += 1
+            logger.warning("message.bad subject=%s error=%s", message.subject, exc)
 
     async def _on_reconnect(self) -> None:
         """Links go on: heartbeats tell what was lost, and it is sent again."""
-        self._links.renew_leases(time.monotonic())
+        self._links.leases.restart_leases(time.monotonic())
         if self._nats.max_payload < self._max_payload:
-            self._life.fence("frames are too large for what the server takes now")
-        self._life.announce()
-        self._control.reader.look()
-        self._sending.wake()
+            self._lifecycle.fence("frames are too large for what the server takes now")
+        self._lifecycle.request_presence()
+        self._control.reader.request_read()
+        self._publisher.wake()
         self._puller.wake()
 
     def _on_error(self, error: Exception) -> None:
@@ -270,41 +287,41 @@ class Worker:
         if isinstance(error, BusBroken):
             self._give_up(error)
 
-    def _on_broken(self, route: Route) -> None:
-        if isinstance(route, ClientLink):
-            todo = Instructions()
-            self._links.break_link(route, todo)
-            self._carry_out(todo)
+    def _on_broken(self, outbound: Outbound) -> None:
+        if isinstance(outbound, OutboundLink):
+            instructions = Instructions()
+            self._links.break_link(outbound, instructions)
+            self._execute(instructions)
 
     # What follows
 
-    def _carry_out(self, todo: Instructions) -> None:
-        self._runner.abort(todo.abort)
-        naks = (partial(message.nak, delay_s) for message, delay_s in todo.nak)
-        self._sending.settle([*(message.ack for message in todo.ack), *naks])
-        self._flow.look()
+    def _execute(self, instructions: Instructions) -> None:
+        self._runner.abort(instructions.abort)
+        naks = (partial(message.nak, delay_s) for message, delay_s in instructions.nak)
+        self._publisher.enqueue_acks([*(message.ack for message in instructions.ack), *naks])
+        self._in_flight.wake_waiters()
         if self._runner.num_free != self._num_free:
             self._num_free = self._runner.num_free
             self._puller.wake()
 
-    def _on_room(self) -> None:
+    def _on_free_slots(self) -> None:
         self._puller.wake()
 
     def _on_changed(self) -> None:
-        self._control.look_again()
-        self._sending.wake()
+        self._control.on_state_changed()
+        self._publisher.wake()
         self._puller.wake()
 
     def _on_fenced(self) -> None:
         """Give up all that is open, without a word to anyone."""
-        self._intake.drop()
-        self._sending.clear()
+        self._intake.clear()
+        self._publisher.clear()
         self._control.fence()
         self._max_payload = self._nats.max_payload
-        todo = self._links.fence(self._life.incarnation, time.monotonic(), max_payload=self._max_payload)
-        self._runner.abort(todo.abort)
+        instructions = self._links.fence(self._lifecycle.incarnation, time.monotonic(), max_payload=self._max_payload)
+        self._runner.abort(instructions.abort)
 
-    def _die(self, death: EngineDead) -> None:
+    def _on_engine_dead(self, death: EngineDead) -> None:
         if self._death is None:
             logger.error("engine.dead worker=%s error=%s", self._config.worker_id, death)
             self._death = death
@@ -322,15 +339,16 @@ class Worker:
         # What its engine never saw did not kill it: that goes back to the queue.
         self._puller.pause()
         self._intake.stop()
-        self._carry_out(self._links.fail_all(code, reason))
-        self._life.announce()
+        error = RequestError(code=code, message=reason)
+        self._execute(self._links.fail(self._links.requests.names, error))
+        self._lifecycle.request_presence()
         try:
             async with asyncio.timeout(WIND_DOWN_S if self._nats.lost is None else 0):
-                await self._sending.wait_settled()
+                await self._publisher.wait_acknowledged()
         except TimeoutError:
             logger.warning("worker.unsettled worker=%s links=%r", self._config.worker_id, self._links)
             # What nobody confirmed by now the next worker may answer.
-            await self._sending.give_back(self._links.messages)
+            await self._publisher.publish_all([message.nak for message in self._links.requests.messages])
 
     def stats(self) -> WorkerStats:
         """The counters; once `run` has connected."""
@@ -338,32 +356,33 @@ class Worker:
             intake=replace(self._intake.stats),
             links=replace(self._links.stats),
             puller=replace(self._puller.stats),
-            frames=self._sending.frames,
-            frames_lost=self._sending.frames_lost,
-            bad_messages=self._bad_messages,
+            frames=self._publisher.frames,
+            frames_lost=self._publisher.frames_lost,
+            bad_messages=self._bad_messages + self._id_guard.bad_messages,
             bad_commands=self._control.bad_messages,
-            times_fenced=self._life.times_fenced,
+            times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
-            credit_stalls=self._links.routes.credit_stalls,
+            credit_stalls=self._links.outbound.credit_stalls,
         )
 
     def presence(self) -> WorkerPresence:
         """What this worker says of itself now."""
         # First, as it looks at the lease, which may have run out just now.
         free_slots = max(self._intake.room(), 0)
-        versions, reconciler, state = self._links.versions, self._control.reconciler, self._life.state
+        versions, reconciler, state = self._links.versions, self._control.reconciler, self._lifecycle.state
+        uptime_s = time.monotonic() - self._started_at
         return WorkerPresence(
             worker=self._config.worker_id,
-            incarnation=self._life.incarnation,
+            incarnation=self._lifecycle.incarnation,
             model=self._config.model,
             state=state,
             weight_version=versions.weight_version,
-            in_flight=len(self._links),
+            in_flight=len(self._links.requests),
             free_slots=free_slots,
-            uptime_s=round(time.monotonic() - self._started_at, 3),
+            uptime_s=round(uptime_s, 3),
             lease_s=self._config.lease_s,
             capabilities=None if state is WorkerState.STARTING else self._runner.capabilities,
-            held_bytes=self._links.routes.held_bytes,
+            held_bytes=self._links.outbound.held_bytes,
             last_error=self._last_error or self._control.problem,
             model_path=self._config.model_path,
             pause_mode=reconciler.pause_mode if state is WorkerState.PAUSED else None,
@@ -371,6 +390,10 @@ class Worker:
             target_version=versions.target_version if self._control.reader.is_fresh else None,
             epoch=reconciler.epoch,
             loras=tuple(LoraInfo(name=name, version=version) for name, version in versions.loras.items()),
-            lease_age_s=round(self._life.lease_age_s, 3),
+            lease_age_s=round(self._lifecycle.lease_age_s, 3),
             counters=self.stats().counters(),
+            start_left_s=max(self._config.start_timeout_s - uptime_s, 0) if state is WorkerState.STARTING else None,
+            host=HOST,
+            pid=os.getpid(),
+            held_s=round(self._lifecycle.held_s, 3),
         )

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from bus.connection import ConnectionStats
-from bus.queue.puller import PullerStats
-from schemas.presence import WorkerCounters
-from workers.intake import IntakeStats
-from workers.link_stats import LinkStats
+from ..bus.nats.connection import ConnectionStats
+from ..bus.queue.puller import PullerStats
+from ..schemas.presence import WorkerCounters
+from .requests.intake import IntakeStats
+from .requests.link_stats import WorkerLinkStats
 
 __all__ = ["WorkerStats"]
 
@@ -16,7 +16,7 @@ class WorkerStats:
     """Counters since the start: whatever is dropped anywhere in a worker is in one of them."""
 
     intake: IntakeStats
-    links: LinkStats
+    links: WorkerLinkStats
     puller: PullerStats
     frames: int
     """Frames published, those sent again included."""

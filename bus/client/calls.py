@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bus.client.generation import Generation, Sample, join_samples
-from bus.protocol.sizes import chunk_bytes
-from schemas.chunk import Chunk
-from schemas.errors import RequestError
-from schemas.limits import DEFAULT_TIMEOUT_S
-from schemas.messages import encode
-from schemas.request import GenerateRequest, expand_children
+from ...schemas.chunk import Chunk
+from ...schemas.errors import RequestError
+from ...schemas.limits import DEFAULT_TIMEOUT_S
+from ...schemas.messages import encode
+from ...schemas.request import GenerateRequest, expand_children
+from ..protocol.stream.chunk_sizes import chunk_bytes
+from .generation import ChildResult, Generation, join_samples
 
-__all__ = ["Call", "Ending", "Inbox", "Unread"]
+__all__ = ["Call", "CallResult", "Inbox", "Unread"]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Unread:
 
     delivered: int = 0
     """Written by the bus thread."""
-    taken: int = 0
+    read: int = 0
     """Written in the caller's loop."""
     dropped: int = 0
     """Delivered to calls that their callers had left; written by the bus thread."""
@@ -36,14 +36,14 @@ class Unread:
     @property
     def num_bytes(self) -> int:
         """At this moment, or a moment ago."""
-        return self.delivered - self.taken - self.dropped
+        return self.delivered - self.read - self.dropped
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CallResult:
     """How a call ended; the bus thread touches none of this any more."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[ChildResult]
     """What came of each child; empty where that is lost."""
     error: RequestError | None
     """Why it failed; None if every child has its terminal chunk."""
@@ -56,14 +56,14 @@ class Inbox:
         tell: has a callback called in the caller's loop; to be called on the bus thread.
     """
 
-    def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
-        self._tell = tell
+    def __init__(self, call_in_owner_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._call_in_owner_loop = call_in_owner_loop
         # Appended to by the bus thread, taken from in the caller's loop. Bounded by the live calls: each is in it once.
         self._calls: deque[Call] = deque()
         self._is_due = False
         self.unread = Unread()
 
-    def put(self, call: "Call") -> None:
+    def add(self, call: "Call") -> None:
         """Have `call` notice its news in the caller's loop; on the bus thread."""
         if call.is_due:
             return
@@ -71,15 +71,15 @@ class Inbox:
         self._calls.append(call)
         if not self._is_due:
             self._is_due = True
-            self._tell(self._hand_out)
+            self._call_in_owner_loop(self._notify_calls)
 
-    def _hand_out(self) -> None:
+    def _notify_calls(self) -> None:
         # Each flag falls before what it stands for is looked at: news that come later raise it again.
         self._is_due = False
         while self._calls:
             call = self._calls.popleft()
             call.is_due = False
-            call.notice()
+            call.notify()
 
 
 @dataclass(eq=False, slots=True)
@@ -113,14 +113,14 @@ class Call:
     is_submitted: bool = False
     is_aborted: bool = False
     """The caller gave it up before it was submitted."""
-    _taken: int = 0
+    _num_read_bytes: int = 0
     _waiter: asyncio.Future[None] | None = None
     """Of the one who reads this call, while it waits: an `asyncio.Event` would cost a token twice as much."""
     _on_end: Callable[["Call"], None] | None = None
     # By the bus thread.
     delivered: int = 0
     """Bytes that came; those of a streamed call leave as they are taken, all others when the caller leaves the call."""
-    ending: Ending | None = None
+    result: CallResult | None = None
     """How it ended; None while it is open. Set after the last chunk was appended."""
     _chunks: deque[tuple[Chunk, int]] = field(init=False, default_factory=deque)
     # By both, in the order that `Inbox` explains.
@@ -134,7 +134,7 @@ class Call:
 
     def __repr__(self) -> str:
         """One line with the state."""
-        state = "open" if self.ending is None else "ended" if self.error is None else self.error.code
+        state = "open" if self.result is None else "ended" if self.error is None else self.error.code
         return f"<Call {self.request.request_id} {state} children={len(self.children)}>"
 
     @property
@@ -145,7 +145,7 @@ class Call:
     @property
     def error(self) -> RequestError | None:
         """Why the call failed; None while it runs or when it succeeded."""
-        return None if self.ending is None else self.ending.error
+        return None if self.result is None else self.result.error
 
     # On the bus thread.
 
@@ -158,31 +158,31 @@ class Call:
             if self.streams:
                 self._chunks.append((chunk, size))
         if self.streams and chunks:
-            self.inbox.put(self)
+            self.inbox.add(self)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, result: CallResult) -> None:
         """End the call; nothing is delivered any more."""
-        self.ending = ending
-        self.inbox.put(self)
+        self.result = result
+        self.inbox.add(self)
 
-    def forget(self) -> None:
+    def count_dropped(self) -> None:
         """Count as dropped what came after the caller had left the call."""
-        self.inbox.unread.dropped += self.delivered - self._taken
+        self.inbox.unread.dropped += self.delivered - self._num_read_bytes
 
     # In the caller's loop.
 
-    def notice(self) -> None:
+    def notify(self) -> None:
         """Wake who waits for this call."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self.ending is not None and self._on_end is not None:
+        if self.result is not None and self._on_end is not None:
             callback, self._on_end = self._on_end, None
             callback(self)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
         """Call `callback` once when the call has ended; at once if it has."""
         self._on_end = callback
-        self.notice()
+        self.notify()
 
     async def next_chunk(self) -> Chunk | None:
         """Wait for the next chunk, those of several children interleaved; None when all have been taken.
@@ -192,40 +192,40 @@ class Call:
         """
         while True:
             # Before the chunks: what came ahead of the ending is seen by then.
-            ending = self.ending
+            result = self.result
             if self._chunks:
                 chunk, size = self._chunks.popleft()
-                self._take(size)
+                self._count_read(size)
                 return chunk
-            if ending is None:
-                await self._news()
-            elif ending.error is None:
+            if result is None:
+                await self._wait_for_notification()
+            elif result.error is None:
                 return None
             else:
-                raise ending.error
+                raise result.error
 
     async def wait(self) -> None:
         """Wait until the call has ended, well or not."""
-        while self.ending is None:
-            await self._news()
+        while self.result is None:
+            await self._wait_for_notification()
 
-    async def _news(self) -> None:
-        """Wait for `notice`; what was noticed before is for the caller to look at."""
+    async def _wait_for_notification(self) -> None:
+        """Wait for `notify`. The caller checks for earlier notifications itself."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Take no more of it: what has come counts as taken."""
-        self._take(self.delivered - self._taken)
+        self._count_read(self.delivered - self._num_read_bytes)
 
-    def _take(self, num_bytes: int) -> None:
-        self._taken += num_bytes
-        self.inbox.unread.taken += num_bytes
+    def _count_read(self, num_bytes: int) -> None:
+        self._num_read_bytes += num_bytes
+        self.inbox.unread.read += num_bytes
 
     def generation(self) -> Generation:
         """The result of a call that has ended and was not streamed; on failure what had arrived."""
-        samples = () if self.ending is None else self.ending.samples
+        samples = () if self.result is None else self.result.samples
         return join_samples(self.request, samples, self.error)

@@ -3,30 +3,31 @@
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from bus.client.calls import Call
-from bus.client.config import ClientConfig
-from bus.client.desk import Desk, check_ids
-from bus.client.fleet import Fleet
-from bus.client.generation import Generation, join_samples
-from bus.client.traffic import ClientStats
-from bus.credentials import Credentials, client_identity
-from bus.server import Server
-from bus.subjects import Subjects
-from schemas.checks import check_float, check_int
-from schemas.chunk import Chunk
-from schemas.errors import BusClosed, NoWorkers, RequestError
-from schemas.limits import (
+from ...schemas.checks import check_float, check_int
+from ...schemas.chunk import Chunk
+from ...schemas.errors import BusClosed, NoWorkers, RequestError
+from ...schemas.limits import (
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
     DEFAULT_PREFILL_MIN_TOKENS,
     MAX_PROMPT_TOKENS,
     MAX_TIMEOUT_S,
 )
-from schemas.request import GenerateRequest
+from ...schemas.request import GenerateRequest
+from ..auth.credentials import Credentials, client_identity
+from ..nats.server import Server
+from ..subjects import Subjects
+from .call_registry import CallRegistry, check_ids
+from .calls import Call
+from .config import ClientConfig
+from .fleet import Fleet
+from .generation import Generation, join_samples
+from .runtime import ClientStats
 
 __all__ = ["Client", "ClientStats", "connect"]
 
@@ -54,6 +55,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
             random.
         credentials: of the NATS user to connect as, or their file; None: the file in `$ROLLBUS_CREDS`, else no user.
         worker_grace_s: seconds that requests may wait for a worker to come up when the last one of their model is gone.
+            Without a connection to NATS the client takes its workers for gone after a lease and margin (6 s).
         max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
         prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
 
@@ -91,20 +93,26 @@ class Client:
         max_unread_bytes: int,
         prefill_min_tokens: int,
     ) -> None:
-        self._server = server
-        self._worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
+        worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
-        self._prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
-        fleet, self._client = client_identity(server.credentials, fleet=fleet, client=client)
-        self._subjects = Subjects(fleet)
+        prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
+        fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
+        self._config = ClientConfig(
+            server=server,
+            subjects=Subjects(fleet),
+            client=client,
+            incarnation="",
+            worker_grace_s=worker_grace_s,
+            prefill_min_tokens=prefill_min_tokens,
+        )
         # Set while connected.
-        self._connected: Desk | None = None
+        self._connected: CallRegistry | None = None
 
     def __repr__(self) -> str:
         """One line with the state."""
-        desk = self._connected
-        state = "closed" if desk is None else f"calls={desk.num_calls} unread_bytes={desk.unread_bytes}"
-        return f"<Client {self._client} fleet={self._subjects.fleet} {state}>"
+        registry = self._connected
+        state = "closed" if registry is None else f"calls={registry.num_calls} unread_bytes={registry.unread_bytes}"
+        return f"<Client {self._config.client} fleet={self._config.subjects.fleet} {state}>"
 
     @property
     def fleet(self) -> Fleet:
@@ -113,10 +121,10 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        return self._desk.fleet
+        return self._registry.fleet
 
     @property
-    def _desk(self) -> Desk:
+    def _registry(self) -> CallRegistry:
         if self._connected is None:
             raise BusClosed("this client is not connected; use it inside `async with`")
         return self._connected
@@ -127,49 +135,48 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        return self._desk.stats()
+        return self._registry.stats()
 
     async def __aenter__(self) -> Self:
         """Connect, listen, and ask who is there."""
         if self._connected is not None:
             raise BusClosed("this client is entered already")
-        desk = Desk(
-            ClientConfig(
-                server=self._server,
-                subjects=self._subjects,
-                client=self._client,
-                incarnation=uuid.uuid4().hex[:12],
-                worker_grace_s=self._worker_grace_s,
-                prefill_min_tokens=self._prefill_min_tokens,
-            )
-        )
-        await desk.start()
-        self._connected = desk
+        registry = CallRegistry(replace(self._config, incarnation=uuid.uuid4().hex[:12]))
+        await registry.start()
+        self._connected = registry
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is open and close."""
-        desk = self._desk
+        registry = self._registry
         self._connected = None
-        await desk.close()
+        await registry.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`, those of n > 1 samples interleaved and told apart by `child`.
 
         Leaving the loop early aborts the request; `contextlib.aclosing` makes that immediate.
 
+        Args:
+            on_end: called when the workers are done with the request, which may be before the last chunk was taken; not
+                called if the loop was left before.
+
         Raises:
             RequestError: it was rejected, failed or timed out; what came before has been yielded.
         """
-        desk = self._desk
-        call = await desk.open(request, streams=True)
+        registry = self._registry
+        call = await registry.open(request, streams=True)
+        if on_end is not None:
+            call.when_ended(lambda _: on_end())
         try:
             while (chunk := await call.next_chunk()) is not None:
                 yield chunk
         finally:
-            desk.drop(call)
+            registry.remove(call)
 
     async def complete(self, request: GenerateRequest) -> Generation:
         """The finished result of `request`; for n > 1 child 0 with `siblings`.
@@ -179,15 +186,15 @@ class Client:
         Raises:
             RequestError: it was rejected, failed or timed out.
         """
-        desk = self._desk
-        call = await desk.open(request, streams=False)
+        registry = self._registry
+        call = await registry.open(request, streams=False)
         try:
             await call.wait()
             if call.error is not None:
                 raise call.error
             return call.generation()
         finally:
-            desk.drop(call)
+            registry.remove(call)
 
     async def complete_many(
         self, requests: Iterable[GenerateRequest], *, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
@@ -204,7 +211,7 @@ class Client:
         """
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
-        desk = self._desk
+        registry = self._registry
         source = iter(requests)
         request = next(source, None)
         in_flight: set[Call] = set()
@@ -215,12 +222,12 @@ class Client:
             while request is not None or in_flight:
                 # With nothing in flight nothing can end: then unread results of others must not hold up this.
                 has_room = not in_flight or (
-                    len(in_flight) < max_in_flight and desk.unread_bytes < self._max_unread_bytes
+                    len(in_flight) < max_in_flight and registry.unread_bytes < self._max_unread_bytes
                 )
                 if request is None or not has_room or not ended.empty():
-                    yield _take(desk, in_flight, await ended.get())
+                    yield _remove_ended(registry, in_flight, await ended.get())
                     continue
-                opened = await _try_open(desk, request)
+                opened = await _try_open(registry, request)
                 if isinstance(opened, NoWorkers):
                     request, no_workers = None, opened
                     continue
@@ -232,7 +239,7 @@ class Client:
                 request = next(source, None)
         finally:
             for call in in_flight:
-                desk.drop(call)
+                registry.remove(call)
         if no_workers is not None:
             raise no_workers
 
@@ -248,19 +255,19 @@ class Client:
             InvalidRequest: there are no ids.
             BusClosed: the client is not connected.
         """
-        return await self._desk.abort(check_ids(request_ids))
+        return await self._registry.abort(check_ids(request_ids))
 
 
-async def _try_open(desk: Desk, request: GenerateRequest) -> Call | RequestError:
+async def _try_open(registry: CallRegistry, request: GenerateRequest) -> Call | RequestError:
     """Open a call, or say why it was refused."""
     try:
-        return await desk.open(request, streams=False)
+        return await registry.open(request, streams=False)
     except RequestError as exc:
         return exc
 
 
-def _take(desk: Desk, in_flight: set[Call], call: Call) -> Generation:
+def _remove_ended(registry: CallRegistry, in_flight: set[Call], call: Call) -> Generation:
     """The result of a call that has ended."""
     in_flight.remove(call)
-    desk.drop(call)
+    registry.remove(call)
     return call.generation()

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from bus.server import Server
-from bus.subjects import Subjects
+from ..nats.server import Server
+from ..subjects import Subjects
 
 __all__ = ["ClientConfig"]
 

@@ -2,22 +2,22 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 import msgspec
 
-from bus.client.loop_thread import LoopThread
-from bus.client.traffic import Traffic
-from bus.control.collector import OnAck
-from bus.protocol.ledger import Ledger
-from bus.queue.streams import QueueDepth
-from schemas import control, limits
-from schemas.checks import check_bool, check_float, check_int, check_name, describe
-from schemas.control import AnyCommand, Canary, PauseMode, WeightSource
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, InvalidRequest
-from schemas.presence import WorkerPresence
+from ...schemas import control, limits
+from ...schemas.checks import check_bool, check_float, check_int, check_name, describe
+from ...schemas.control import AnyCommand, Canary, PauseMode, WeightSource
+from ...schemas.desired import DesiredState
+from ...schemas.errors import BusBroken, InvalidRequest
+from ...schemas.presence import WorkerPresence
+from ..control.ack_collector import OnAck
+from ..protocol.fleet.command_result import CommandResult
+from ..queue.streams import QueueDepth
+from .loop_thread import LoopThread
+from .runtime import ClientRuntime
 
 __all__ = ["DrainOptions", "Fleet", "FleetState", "SendOptions", "SourceOptions", "UpdateOptions"]
 
@@ -65,7 +65,7 @@ class UpdateOptions(SourceOptions, total=False):
     allow_rollback: bool
     """The version may be older than the present one, or the same with another source. Default: False."""
     expected_canary: Canary | None
-    """What the trainer's own copy of the weights makes of `bus.canary_request`; workers compare theirs with it."""
+    """What the trainer's own copy of the weights makes of `rollbus.canary_request`; workers compare theirs with it."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,30 +96,29 @@ class Fleet:
     carry it out all the same.
 
     Args:
-        name: of the fleet.
-        thread: where `traffic` lives.
+        thread: on which `runtime` lives.
     """
 
-    def __init__(self, name: str, thread: LoopThread[Any], traffic: Traffic) -> None:
+    def __init__(self, name: str, thread: LoopThread[Any], runtime: ClientRuntime) -> None:
         self._name = name
         self._thread = thread
-        self._traffic = traffic
-        self._watch = traffic.watch
+        self._runtime = runtime
+        self._watcher = runtime.watcher
 
     def __repr__(self) -> str:
         """One line with each worker and its state."""
-        workers = (f"{worker.worker}:{worker.state}" for worker in self._watch.snapshot.workers)
+        workers = (f"{worker.worker}:{worker.state}" for worker in self._watcher.snapshot.workers)
         return f"<Fleet {self._name} {' '.join(workers) or 'empty'}>"
 
     @property
     def workers(self) -> tuple[WorkerPresence, ...]:
         """Live workers by id, as they were last heard; `state` asks them."""
-        return self._watch.snapshot.workers
+        return self._watcher.snapshot.workers
 
     @property
     def bad_messages(self) -> int:
         """Announcements and answers of workers that did not decode."""
-        return self._watch.bad_messages + self._traffic.commander.bad_messages
+        return self._watcher.bad_messages + self._runtime.controller.collector.bad_messages
 
     async def state(self) -> FleetState:
         """Ask all workers for their state and return what was heard within half a second.
@@ -131,9 +130,9 @@ class Fleet:
         return await self._thread.run(self._state())
 
     async def _state(self) -> FleetState:
-        workers, queues = await self._watch.announced()
+        workers, queues = await self._watcher.workers_and_queues()
         try:
-            desired = await self._traffic.commander.store.read_all()
+            desired = await self._runtime.controller.store.read_all()
         except BusBroken as exc:
             # What workers say of themselves counts all the same.
             logger.warning("fleet.no_desired_states error=%s", exc)
@@ -155,7 +154,7 @@ class Fleet:
         return await self._thread.run(self._reset(model))
 
     async def _reset(self, model: str | None) -> tuple[str, ...]:
-        store = self._traffic.commander.store
+        store = self._runtime.controller.store
         models = await store.models() if model is None else (check_name("model", model),)
         return tuple([name for name in models if await store.reset(name)])
 
@@ -170,15 +169,15 @@ class Fleet:
         count = check_int("count", count, 0, MAX_COUNT)
         timeout_s = check_float("timeout_s", timeout_s, 0, limits.MAX_TIMEOUT_S)
         model = None if model is None else check_name("model", model)
-        await self._thread.run(self._watch.wait_for_workers(count, model, timeout_s))
+        await self._thread.run(self._watcher.wait_for_workers(count, model, timeout_s))
 
-    async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> Ledger:
-        """Carry out any command of `schemas.control`; nothing is uploaded, checked before or compared afterwards."""
-        return await self._thread.run(self._traffic.commander.send(command, on_ack))
+    async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> CommandResult:
+        """Carry out any command of `schemas/control.py`; nothing is uploaded, checked before or compared afterwards."""
+        return await self._thread.run(self._runtime.controller.send(command, on_ack))
 
     async def pause(
         self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]
-    ) -> Ledger:
+    ) -> CommandResult:
         """Have workers take no more requests.
 
         Args:
@@ -186,57 +185,49 @@ class Fleet:
                 finished first, a worker that cannot within the time stays paused and fails; `abort`: they end.
             clear_cache: forget the prefix cache too.
         """
-        fields, on_ack = _split(options)
-        return await self.send(control.Pause(mode=mode, clear_cache=clear_cache, **fields), on_ack=on_ack)
+        return await self._send(control.Pause, options, mode=mode, clear_cache=clear_cache)
 
-    async def resume(self, **options: Unpack[SendOptions]) -> Ledger:
+    async def resume(self, **options: Unpack[SendOptions]) -> CommandResult:
         """Undo `pause` and `drain`."""
-        fields, on_ack = _split(options)
-        return await self.send(control.Resume(**fields), on_ack=on_ack)
+        return await self._send(control.Resume, options)
 
-    async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> Ledger:
+    async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> CommandResult:
         """Have these workers hand their requests to others and take no more, until `resume`."""
-        fields, on_ack = _split(options)
-        return await self.send(control.Drain(workers=_names("workers", workers), **fields), on_ack=on_ack)
+        return await self._send(control.Drain, options, workers=_names("workers", workers))
 
-    async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> Ledger:
+    async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> CommandResult:
         """Forget the prefix cache.
 
         Args:
             preempt: also what requests in flight have cached, which are then computed anew; else those make it fail.
         """
-        fields, on_ack = _split(options)
-        return await self.send(control.FlushCache(preempt=preempt, **fields), on_ack=on_ack)
+        return await self._send(control.FlushCache, options, preempt=preempt)
 
-    async def sleep(self, level: Literal[1, 2] = 1, **options: Unpack[SendOptions]) -> Ledger:
+    async def sleep(self, level: Literal[1, 2] = 1, **options: Unpack[SendOptions]) -> CommandResult:
         """Have idle engines give up their memory; level 1 keeps the weights in the machine's, level 2 drops them."""
-        fields, on_ack = _split(options)
-        return await self.send(control.Sleep(level=level, **fields), on_ack=on_ack)
+        return await self._send(control.Sleep, options, level=level)
 
-    async def wake(self, **options: Unpack[SendOptions]) -> Ledger:
+    async def wake(self, **options: Unpack[SendOptions]) -> CommandResult:
         """Undo `sleep`."""
-        fields, on_ack = _split(options)
-        return await self.send(control.Wake(**fields), on_ack=on_ack)
+        return await self._send(control.Wake, options)
 
-    async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> Ledger:
+    async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> CommandResult:
         """End requests in flight, of whichever client; not those that wait in the queue.
 
-        `Ack.request_ids` says which of them a worker had, and `Ledger.not_found` which none had. That is an error,
-        `CommandIncomplete`, where it is true of all.
+        `Ack.request_ids` says which of them a worker had, and `CommandResult.not_found` which none had. That is an
+        error, `CommandIncomplete`, if no worker had any of them.
         """
-        fields, on_ack = _split(options)
-        return await self.send(control.Abort(request_ids=_names("request_ids", request_ids), **fields), on_ack=on_ack)
+        return await self._send(control.Abort, options, request_ids=_names("request_ids", request_ids))
 
     async def check_weights(
         self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]
-    ) -> Ledger:
+    ) -> CommandResult:
         """Have workers say whether `update_weights` with this source could be carried out; nothing is touched."""
-        fields, on_ack = _split(options)
-        return await self.send(control.CheckWeights(source=_source(path, objects), **fields), on_ack=on_ack)
+        return await self._send(control.CheckWeights, options, source=_source(path, objects))
 
     async def update_weights(
         self, path: Path | None = None, *, version: int, **options: Unpack[UpdateOptions]
-    ) -> Ledger:
+    ) -> CommandResult:
         """Replace the weights of all workers of a model, as one: checked by all before any changes, proven after it.
 
         A worker that fails serves nothing until a later good update or a restart. If all fail, what is desired is set
@@ -249,23 +240,23 @@ class Fleet:
         To have the workers prove that they compute what the trainer does, give them `expected_canary`:
 
             [worker, *_] = (await rb.fleet.state()).workers
-            request = bus.canary_request(worker.capabilities)
+            request = rollbus.canary_request(worker.capabilities)
             ids, logprobs = greedy(request.prompt_token_ids, request.sampling.max_tokens)  # the trainer's own model
-            canary = bus.Canary(token_ids=tuple(ids), logprobs=tuple(logprobs))
+            canary = rollbus.Canary(token_ids=tuple(ids), logprobs=tuple(logprobs))
             await rb.fleet.update_weights(path, version=7, expected_canary=canary)
 
         Raises:
             ControlError: also where the folder could not be uploaded. Nothing was changed.
         """
         fields, on_ack = _split(options)
-        source, upload = _take_source(path, fields)
+        source, upload = _pop_source(path, fields)
         command = control.UpdateWeights(version=version, source=source, **fields)
-        updates = self._traffic.updates
+        updates = self._runtime.updates
         return await self._thread.run(updates.update_weights(command, upload=upload, on_ack=on_ack))
 
     async def load_lora(
         self, name: str, path: Path | None = None, *, version: int | None = None, **options: Unpack[SourceOptions]
-    ) -> Ledger:
+    ) -> CommandResult:
         """Load a LoRA adapter into all workers of a model, or replace the one of the same name.
 
         Args:
@@ -277,40 +268,37 @@ class Fleet:
             ControlError: also where the folder could not be uploaded. Nothing was changed.
         """
         fields, on_ack = _split(options)
-        source, upload = _take_source(path, fields)
+        source, upload = _pop_source(path, fields)
         command = control.LoadLora(name=name, source=source, version=version or 0, **fields)
-        loading = self._traffic.updates.load_lora(
+        loading = self._runtime.updates.load_lora(
             command, is_next_version=version is None, upload=upload, on_ack=on_ack
         )
         return await self._thread.run(loading)
 
-    async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> Ledger:
+    async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> CommandResult:
         """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended.
 
         What was uploaded for it is deleted.
         """
         fields, on_ack = _split(options)
         command = control.UnloadLora(name=name, **fields)
-        return await self._thread.run(self._traffic.updates.unload_lora(command, on_ack))
+        return await self._thread.run(self._runtime.updates.unload_lora(command, on_ack))
 
-    async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> Ledger:
+    async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
         """Pass `info` to the engines' `init_weight_transfer_engine`."""
-        fields, on_ack = _split(options)
-        return await self.send(control.InitWeightTransfer(info=info, **fields), on_ack=on_ack)
+        return await self._send(control.InitWeightTransfer, options, info=info)
 
-    async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> Ledger:
+    async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> CommandResult:
         """Hold the requests in flight and begin to take weights from the engines' transfer engine."""
-        fields, on_ack = _split(options)
-        return await self.send(control.StartWeightUpdate(mode=mode, **fields), on_ack=on_ack)
+        return await self._send(control.StartWeightUpdate, options, mode=mode)
 
-    async def update_weight_chunk(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> Ledger:
+    async def update_weight_chunk(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
         """Pass `info` to the engines' `update_weights`."""
-        fields, on_ack = _split(options)
-        return await self.send(control.UpdateWeightChunk(info=info, **fields), on_ack=on_ack)
+        return await self._send(control.UpdateWeightChunk, options, info=info)
 
     async def finish_weight_update(
         self, version: int, *, allow_rollback: bool = False, **options: Unpack[SendOptions]
-    ) -> Ledger:
+    ) -> CommandResult:
         """End an update by the transfer engine: verified, compared and stamped as after `update_weights`.
 
         A worker that starts later cannot get these weights, and serves nothing until the next update. Where the version
@@ -318,7 +306,11 @@ class Fleet:
         """
         fields, on_ack = _split(options)
         command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, **fields)
-        return await self._thread.run(self._traffic.updates.finish_weight_update(command, on_ack))
+        return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
+
+    async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:
+        common, on_ack = _split(options)
+        return await self.send(kind(**fields, **common), on_ack=on_ack)
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
@@ -332,7 +324,7 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
     return fields, on_ack
 
 
-def _take_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
+def _pop_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
     """The source, and whether it is to be uploaded; what says so is taken out of `fields`."""
     objects = fields.pop("objects", None)
     upload = check_bool("upload", fields.pop("upload", False))

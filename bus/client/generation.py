@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bus.protocol.stream import Stream
-from schemas.chunk import FinishReason
-from schemas.errors import RequestError
-from schemas.request import GenerateRequest
-from schemas.rows import Rows
+from ...schemas.chunk import FinishReason
+from ...schemas.errors import RequestError
+from ...schemas.request import GenerateRequest
+from ...schemas.rows import Rows
+from ..protocol.stream.kv_versions import Spans
+from ..protocol.stream.response_stream import ResponseStream
 
-__all__ = ["Generation", "Sample", "join_samples"]
+__all__ = ["ChildResult", "Generation", "join_samples"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +44,15 @@ class Generation:
     """The stop token id that ended the request, when one of `stop_token_ids` did."""
     lora_versions: npt.NDArray[np.int32] | None = None
     """i4[G]: of the adapter that each token was sampled with; None without an adapter."""
+    kv_version_spans: Spans | None = None
+    """(first position, weight version) of each span of the KV at the end: of which weights it is. The KV of positions 0
+    to Lp + G - 2 is there; a preemption, a forced flush or another attempt computes all KV before it anew. None: a
+    worker did not say when it computed KV anew, or there are no tokens."""
+    kv_lora_version_spans: Spans | None = None
+    """The same for the versions of the adapter; None also without an adapter."""
+    kv_mixed: npt.NDArray[np.bool_] | None = None
+    """bool[G]: when this token was sampled, KV before it was of other weights, or of another version of the adapter,
+    than the token's own. None: a worker did not say when it computed KV anew."""
     top_token_ids: npt.NDArray[np.int32] | None = None
     """i4[G, k]: the k most likely tokens at each position, best first; None unless `sampling.logprobs` > 0."""
     top_logprobs: npt.NDArray[np.float32] | None = None
@@ -59,7 +69,7 @@ class Generation:
     """How often the request was published: once, and once more for each worker that was lost on the way. Where a
     prefill and a decode worker served it together, that is once."""
     exact: bool = True
-    """What came is what an undisturbed run could have given; see `bus.protocol.stream`."""
+    """What came is what an undisturbed run could have given; see `rollbus.bus.protocol.stream.response_stream`."""
     worker_ids: tuple[str, ...] = ()
     """The workers that served it, in order."""
     siblings: tuple["Generation", ...] = ()
@@ -77,26 +87,28 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ChildResult:
     """What came of one child of a request."""
 
     child: int
-    stream: Stream
+    stream: ResponseStream
     """Kept, and not touched by anybody else any more."""
     workers: tuple[str, ...] = ()
     """Who served its attempts, in order."""
 
 
-def join_samples(request: GenerateRequest, samples: Sequence[Sample], error: RequestError | None) -> Generation:
+def join_samples(request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError | None) -> Generation:
     """The result of `request`: its first sample, with the others as siblings; without `samples`, empty ones."""
     if not samples:
-        samples = [Sample(i, Stream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)]
+        samples = [
+            ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
+        ]
     first, *others = samples
     return _join(request, first, error, tuple(_join(request, sample, error) for sample in others))
 
 
 def _join(
-    request: GenerateRequest, sample: Sample, error: RequestError | None, siblings: tuple[Generation, ...] = ()
+    request: GenerateRequest, sample: ChildResult, error: RequestError | None, siblings: tuple[Generation, ...] = ()
 ) -> Generation:
     stream, end = sample.stream, sample.stream.end
     return Generation(

@@ -7,19 +7,23 @@ arrived, not for what callers have read: one that does not read holds up no othe
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.subjects import Subjects
-from schemas.errors import BusBroken, RemoteProtocolError
-from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame, encode
+from ...schemas.errors import BusBroken, RemoteProtocolError
+from ...schemas.frame_header import FrameHeader, decode_frame_header
+from ...schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame, encode
+from ..nats.connection import Connection, publish
+from ..protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from ..protocol.link.worker_links import FollowedLinks
+from ..subjects import Subjects
+from .exchange import AttemptCoordinator
+from .losses import Losses
 
-__all__ = ["ClientLinks", "LinkStats"]
+__all__ = ["ClientLinkStats", "ClientLinks"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,53 +47,48 @@ MAX_LINKS: Final = 16_384
 
 
 @dataclass(slots=True)
-class LinkStats:
-    """Counters of what came over the links, and of what was dropped or asked for again."""
+class ClientLinkStats:
+    """Counters of frames, as in `ClientStats`."""
 
     frames: int = 0
-    """Messages that decoded, heartbeats included."""
     duplicate_frames: int = 0
-    """Taken before."""
     missing_frames: int = 0
-    """Dropped because one before them was missing; all of them were asked for again."""
     stale_frames: int = 0
-    """Of a link, or a life of either side, that is over."""
     resends_asked: int = 0
-    """Link messages that asked for what was missing."""
     bad_messages: int = 0
-    """Frames that did not decode."""
-
-
-class Reader(Protocol):
-    """Who reads the links."""
-
-    def take(self, worker: str, frame: Frame) -> None:
-        """Take a worker's next frame."""
-
-    def lose_at(self, worker: str, reason: str) -> None:
-        """What the worker had of this client is lost."""
 
 
 @dataclass(slots=True)
 class _Link:
-    receiver: LinkReceiver
-    heard_at: float
+    followed: FollowedLinks
+    received_at: float
 
 
 class ClientLinks:
     """One link for each worker that has something for this client.
 
     Args:
-        nats: connected.
         identity: this client's name in subjects, and which life of it this is.
-        reader: takes what the frames bring.
+        coordinator: handles the content of frames.
+        losses: hears of what is lost.
+        live: the incarnations that announce themselves as a worker.
     """
 
-    def __init__(self, nats: Connection, subjects: Subjects, identity: tuple[str, str], reader: Reader) -> None:
+    def __init__(
+        self,
+        nats: Connection,
+        subjects: Subjects,
+        identity: tuple[str, str],
+        coordinator: AttemptCoordinator,
+        losses: Losses,
+        incarnations_of: Callable[[str], Collection[str]] = lambda _worker: (),
+    ) -> None:
         self._nats = nats
         self._subjects = subjects
         self._client, self._incarnation = identity
-        self._reader = reader
+        self._coordinator = coordinator
+        self._losses = losses
+        self._incarnations_of = incarnations_of
         # The one not heard for longest first.
         self._links: dict[str, _Link] = {}
         # Requests to be stopped, by worker: those in flight, and whatever a worker offers that nobody wants.
@@ -98,8 +97,8 @@ class ClientLinks:
         self._due: dict[str, None] = {}
         self._soon: dict[str, None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._wanted = asyncio.Event()
-        self.stats = LinkStats()
+        self._woken = asyncio.Event()
+        self.stats = ClientLinkStats()
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -111,34 +110,69 @@ class ClientLinks:
         try:
             frame = decode_frame(message.data)
         except RemoteProtocolError as exc:
-            self.stats.bad_messages += 1
-            logger.warning("frame.bad worker=%s error=%s", worker, exc)
+            self._receive_unreadable(worker, message.data, exc)
             return
         self.stats.frames += 1
         now = time.monotonic()
-        # Put behind all others.
-        link = self._links.pop(worker, None) or _Link(LinkReceiver(self._incarnation), now)
-        self._links[worker] = link
-        link.heard_at = now
-        receiver = link.receiver
-        if receiver.begins_anew(frame):
-            self._reader.lose_at(worker, f"worker {worker} began a new link")
+        receiver = self._receiver(worker, frame, now)
+        if receiver is None:
+            self._count(FrameVerdict.STALE)
+            return
         verdict = receiver.receive(frame, len(message.data), now)
-        if verdict is Verdict.TAKEN:
-            self._reader.take(worker, frame)
+        if verdict is FrameVerdict.ACCEPTED:
+            self._coordinator.handle_frame(worker, frame)
         else:
             self._count(verdict)
-        if receiver.is_ack_due(self._window):
-            self._hasten(worker)
-        elif receiver.has_unacked:
-            self._hasten_soon(worker)
-        if len(self._links) > MAX_LINKS:
-            self._drop(next(iter(self._links)))
+        self._acknowledge(worker, receiver)
 
-    def _count(self, verdict: Verdict) -> None:
-        self.stats.duplicate_frames += verdict is Verdict.DUPLICATE
-        self.stats.missing_frames += verdict is Verdict.GAP
-        self.stats.stale_frames += verdict is Verdict.STALE
+    def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
+        """Note bytes that do not decode. A stranger's are counted; those of a link are missing there."""
+        self.stats.bad_messages += 1
+        logger.warning("frame.bad worker=%s error=%s", worker, error)
+        header, now = decode_frame_header(data), time.monotonic()
+        if header is not None:
+            receiver = self._receiver(worker, header, now)
+            receivers = [] if receiver is None else [receiver]
+        else:
+            link = self._links.get(worker)
+            receivers = [] if link is None else list(link.followed.receivers)
+        for receiver in receivers:
+            verdict = receiver.receive_unreadable(header, len(data), now)
+            if verdict is FrameVerdict.SKIPPED and header is not None:
+                self._losses.fail_unreadable(worker, header, str(error))
+            elif verdict is FrameVerdict.BROKEN:
+                logger.error("link.broken worker=%s link=%r error=%s", worker, receiver, error)
+                self._write_now(worker)
+                self._losses.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
+            else:
+                self._count(verdict)
+            self._acknowledge(worker, receiver)
+
+    def _receiver(self, worker: str, frame: Frame | FrameHeader, now: float) -> LinkReceiver | None:
+        """Return the receiver of `frame`, after a look at which links it ends; None if it is stale."""
+        if frame.client_incarnation != self._incarnation:
+            return None
+        # Put behind all others.
+        link = self._links.pop(worker, None) or _Link(FollowedLinks(self._incarnation), now)
+        self._links[worker] = link
+        link.received_at = now
+        receiver, ended = link.followed.receiver_of(frame, self._incarnations_of(worker))
+        for incarnation in ended:
+            self._losses.mark_lost(worker, incarnation, f"worker {worker} began a new link")
+        return receiver
+
+    def _acknowledge(self, worker: str, receiver: LinkReceiver) -> None:
+        if receiver.is_ack_due(self._window):
+            self._write_now(worker)
+        elif receiver.has_unacked:
+            self._write_soon(worker)
+        if len(self._links) > MAX_LINKS:
+            self._remove(next(iter(self._links)))
+
+    def _count(self, verdict: FrameVerdict) -> None:
+        self.stats.duplicate_frames += verdict is FrameVerdict.DUPLICATE
+        self.stats.missing_frames += verdict is FrameVerdict.GAP
+        self.stats.stale_frames += verdict is FrameVerdict.STALE
 
     @property
     def _window(self) -> int:
@@ -150,48 +184,50 @@ class ClientLinks:
         aborts = self._aborts.setdefault(worker, {})
         if len(aborts) < MAX_ABORTS:
             aborts[key] = None
-        self._hasten(worker)
+        self._write_now(worker)
 
-    def repeat(self) -> None:
+    def repeat_acks(self) -> None:
         """Tell every worker how far its link has come: what was said before may be lost."""
         for worker in self._links:
-            self._hasten(worker)
+            self._write_now(worker)
 
-    def prune(self, announced: Callable[[str], object]) -> None:
+    def prune(self, find_presence: Callable[[str], object]) -> None:
         """Forget workers that are gone: those without an announcement (None), and not heard for a while either."""
+        for worker, link in self._links.items():
+            link.followed.prune(self._incarnations_of(worker))
         silent_since = time.monotonic() - MAX_SILENCE_S
         for worker, link in list(self._links.items()):
-            if link.heard_at > silent_since:
+            if link.received_at > silent_since:
                 break
-            if announced(worker) is None:
-                self._drop(worker)
+            if find_presence(worker) is None:
+                self._remove(worker)
 
-    def _drop(self, worker: str) -> None:
+    def _remove(self, worker: str) -> None:
         self._links.pop(worker, None)
         self._aborts.pop(worker, None)
         self._due.pop(worker, None)
         self._soon.pop(worker, None)
 
-    def _hasten(self, worker: str) -> None:
+    def _write_now(self, worker: str) -> None:
         self._due[worker] = None
-        self._wanted.set()
+        self._woken.set()
 
-    def _hasten_soon(self, worker: str) -> None:
+    def _write_soon(self, worker: str) -> None:
         self._soon[worker] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._hasten_all)
+            self._timer = asyncio.get_running_loop().call_later(ACK_DELAY_S, self._write_delayed)
 
-    def _hasten_all(self) -> None:
+    def _write_delayed(self) -> None:
         self._timer = None
         self._due.update(self._soon)
         self._soon.clear()
-        self._wanted.set()
+        self._woken.set()
 
     async def run(self) -> None:
         """Write to workers as it becomes due, until cancelled."""
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._woken.wait()
+            self._woken.clear()
             await self.flush()
 
     async def flush(self) -> None:
@@ -208,13 +244,17 @@ class ClientLinks:
     async def _write(self, worker: str) -> None:
         aborts = list(self._aborts.pop(worker, {}))
         for first in range(0, max(len(aborts), 1), MAX_KEYS_PER_MESSAGE):
-            message = self._message(worker, aborts[first : first + MAX_KEYS_PER_MESSAGE])
-            await publish(self._nats, self._subjects.link(self._client, worker), encode(message))
+            for message in self._messages(worker, aborts[first : first + MAX_KEYS_PER_MESSAGE]):
+                await publish(self._nats, self._subjects.link(self._client, worker), encode(message))
 
-    def _message(self, worker: str, abort: list[RequestKey]) -> LinkMessage:
+    def _messages(self, worker: str, abort: list[RequestKey]) -> Sequence[LinkMessage]:
         link = self._links.get(worker)
-        if link is None:
-            return LinkMessage(WIRE_VERSION, abort, client_incarnation=self._incarnation)
-        message = link.receiver.message(window=self._window, now=time.monotonic(), abort=abort)
-        self.stats.resends_asked += message.resend
-        return message
+        messages: list[LinkMessage] = []
+        for receiver in () if link is None else link.followed.receivers:
+            if receiver.is_broken:
+                messages += receiver.break_messages(abort)
+            else:
+                messages.append(receiver.message(window=self._window, now=time.monotonic(), abort=abort))
+                self.stats.resends_asked += messages[-1].resend
+            abort = []
+        return messages or [LinkMessage(WIRE_VERSION, abort, client_incarnation=self._incarnation)]

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import uvloop
 
-from schemas.errors import BusBroken, BusClosed
+from ...schemas.errors import BusBroken, BusClosed
 
 __all__ = ["LoopThread"]
 
@@ -33,7 +33,6 @@ class LoopThread(Generic[T]):
     """Runs one async context manager on a daemon thread. Use it from one event loop, the owner's; start it once.
 
     Args:
-        name: of the thread.
         resident: entered and left on the thread; owns every task that lasts there.
         on_end: called in the owner's loop when a thread that had started has ended, with what ended it too early.
     """
@@ -50,7 +49,7 @@ class LoopThread(Generic[T]):
         self._owner: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
-        # Awaited in the owner's loop, set from the thread by `tell_owner`.
+        # Awaited in the owner's loop, set from the thread by `call_in_owner_loop`.
         self._entered: asyncio.Future[T]
         self._ended: asyncio.Future[None]
         # Appended to by the owner only, taken from by the thread only. While `_is_woken` the thread will look again.
@@ -82,17 +81,16 @@ class LoopThread(Generic[T]):
         self._entered, self._ended = self._owner.create_future(), self._owner.create_future()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(self._loop.close)
             self._thread.start()
-        except BaseException:
-            self._loop.close()
-            raise
-        try:
-            return await self._entered
-        except BaseException:
-            self._wake_thread(self._cancel)
-            await self._until_ended()
-            raise
+            unless_started.pop_all()
+        async with contextlib.AsyncExitStack() as unless_entered:
+            unless_entered.push_async_callback(self._until_ended)
+            unless_entered.callback(self._wake_thread, self._cancel)
+            resident = await self._entered
+            unless_entered.pop_all()
+        return resident
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Have `function(*args)` called on the thread, in the order of posting; many posts cost one wake-up.
@@ -143,13 +141,13 @@ class LoopThread(Generic[T]):
         Raises:
             Exception: whatever ended the thread too early, or leaving raised.
         """
-        self.post(self.end)
+        self.post(self.request_stop)
         await self._until_ended()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         """Have the resident left; to be called on the thread."""
         self._is_stopping = True
         self._wake.set()
@@ -183,30 +181,31 @@ class LoopThread(Generic[T]):
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001  the end of the thread: `start`, `run` and `stop` raise it
+                runner.run(self._run_resident())
+        except BaseException as error:  # noqa: BLE001
+            # Boundary of the thread: nothing is above it; `start`, `run` and `stop` raise the error in the owner.
             self._error = error
         finally:
-            self.tell_owner(self._finish)
+            self.call_in_owner_loop(self._on_ended)
 
-    async def _serve(self) -> None:
+    async def _run_resident(self) -> None:
         self._task = asyncio.current_task()
         if self._is_stopping:
             return
-        self._loop.set_exception_handler(self._take_error)
+        self._loop.set_exception_handler(self._on_callback_error)
         async with self._resident as resident:
-            self.tell_owner(lambda: self._enter(resident))
+            self.call_in_owner_loop(lambda: self._on_entered(resident))
             try:
                 while not self._is_stopping:
                     await self._wake.wait()
                     self._wake.clear()
-                    self._take_posts()
+                    self._call_posted()
                     if self._callback_error is not None:
                         raise self._callback_error
             finally:
-                await self._end_runs()
+                await self._cancel_runs()
 
-    async def _end_runs(self) -> None:
+    async def _cancel_runs(self) -> None:
         """Cancel what `run` has not ended, and wait for it."""
         tasks = {task for task in asyncio.all_tasks() if task.get_coro() in self._runs}
         for task in tasks:
@@ -216,14 +215,14 @@ class LoopThread(Generic[T]):
         if tasks:
             await asyncio.wait(tasks, timeout=CLEAN_UP_S)
 
-    def _take_posts(self) -> None:
+    def _call_posted(self) -> None:
         # First: what is posted from here on wakes the thread again.
         self._is_woken = False
         while self._posts:
             function, args = self._posts.popleft()
             function(*args)
 
-    def _take_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_callback_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if "handle" not in context or error is None:
             loop.default_exception_handler(context)
@@ -237,7 +236,7 @@ class LoopThread(Generic[T]):
         if self._task is not None:
             self._task.cancel()
 
-    def tell_owner(self, callback: Callable[[], object]) -> None:
+    def call_in_owner_loop(self, callback: Callable[[], object]) -> None:
         """Have `callback` called in the owner's loop; to be called on the thread.
 
         Where that loop was closed without `stop`, nobody is left to be told, and the thread ends.
@@ -246,15 +245,15 @@ class LoopThread(Generic[T]):
             self._owner.call_soon_threadsafe(callback)
         except RuntimeError:
             logger.warning("loop_thread.abandoned name=%s", self._name)
-            self.end()
+            self.request_stop()
 
     # Called by it in the owner's loop.
 
-    def _enter(self, resident: T) -> None:
+    def _on_entered(self, resident: T) -> None:
         if not self._entered.done():
             self._entered.set_result(resident)
 
-    def _finish(self) -> None:
+    def _on_ended(self) -> None:
         self._ended.set_result(None)
         if not self._entered.done():
             self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))

@@ -1,16 +1,15 @@
 """Which worker a session's next request should go to: the one that holds its prefix cache.
 
-The worker that served the session last comes first. Where it is gone, or this client never saw the session, all clients
-agree on a worker without talking to each other: rendezvous hashing, under which a worker that comes or goes moves only
-the sessions that it gains or leaves.
+The worker that served the session last comes first. If that worker is gone, or this client never saw the session, all
+clients choose the same worker by rendezvous hashing.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from bus.protocol.rendezvous import rendezvous
-from schemas.presence import WorkerPresence
+from ...schemas.presence import WorkerPresence
+from ..protocol.queue.rendezvous import rendezvous
 
 __all__ = ["Sessions"]
 
@@ -28,7 +27,7 @@ class Sessions:
         """Sessions that are remembered."""
         return len(self._workers)
 
-    def served(self, model: str, session_id: str, worker: str) -> None:
+    def remember(self, model: str, session_id: str, worker: str) -> None:
         """Remember who served the session last."""
         self._workers[model, session_id] = worker
         self._workers.move_to_end((model, session_id))

@@ -9,21 +9,19 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from bus.connection import Connection
-from bus.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, put
-from bus.protocol import desired
-from bus.subjects import Subjects, decode_token, encode_token
-from schemas.control import AnyCommand
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
-from schemas.messages import decode_desired, encode_json
+from ...schemas.control import AnyCommand
+from ...schemas.desired import DesiredState
+from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
+from ...schemas.messages import decode_desired, encode_json
+from ..nats.connection import Connection
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, put
+from ..protocol.fleet import desired
+from ..subjects import BUCKET, Subjects, decode_token, encode_token
 
-__all__ = ["BUCKET", "DesiredStore"]
+__all__ = ["DesiredStore"]
 
 logger = logging.getLogger(__name__)
 
-BUCKET: Final = "rollbus"
-"""Shared by all fleets of a server; each has keys of its own."""
 HISTORY: Final = 64
 """Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
 MAX_STATE_BYTES: Final = 1024**2
@@ -42,9 +40,8 @@ _WRONG_LAST_SEQUENCE: Final = 10071
 class DesiredStore:
     """The desired states of one fleet.
 
-    Args:
-        nats: connected.
-        subjects: of the fleet.
+    Every method that reads or writes raises `BusBroken` if JetStream is missing, does not answer or refuses. A write
+    that was not answered may have been stored.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects) -> None:
@@ -67,20 +64,18 @@ class DesiredStore:
 
         Raises:
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
-            BusBroken: JetStream is not there or does not answer.
         """
         sequence, data = await self._read(model)
         return self._decode(model, sequence, data) if data else None
 
     async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
-        """Record `command`: the state with it, and its epoch. See `bus.protocol.desired.record`.
+        """Record `command`: the state with it, and its epoch. See `rollbus.bus.protocol.fleet.desired.record`.
 
         Cancellation: it may be recorded or not; recording it again under its id is harmless.
 
         Raises:
             ControlError: it was refused; nothing is recorded.
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
-            BusBroken: JetStream is not there or does not answer. In the second case it may be recorded all the same.
         """
         epoch = 0
 
@@ -99,7 +94,6 @@ class DesiredStore:
         Raises:
             ControlError: the state would be too large.
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
-            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
         """
         for _ in range(MAX_TRIES):
             sequence, data = await self._read(model)
@@ -113,9 +107,6 @@ class DesiredStore:
         """Clear the desired state of `model`, also one that cannot be read; False where nothing is recorded.
 
         Epochs go on, so that later commands do not look old to workers.
-
-        Raises:
-            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
         """
         for _ in range(MAX_TRIES):
             sequence, data = await self._read(model)
@@ -132,11 +123,7 @@ class DesiredStore:
         raise _contended(model)
 
     async def models(self) -> tuple[str, ...]:
-        """The models of the fleet that anything was ever recorded for, sorted.
-
-        Raises:
-            BusBroken: JetStream is not there, does not answer or refuses, quoting it.
-        """
+        """The models of the fleet that anything was ever recorded for, sorted."""
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
         try:
             answer = await ask(self._nats, f"STREAM.INFO.{_STREAM}", {"subjects_filter": f"{prefix}*"})
@@ -153,11 +140,7 @@ class DesiredStore:
         return tuple(sorted(found))
 
     async def read_all(self) -> dict[str, DesiredState]:
-        """The desired state of each model that has one that can be read.
-
-        Raises:
-            BusBroken: JetStream is not there or does not answer.
-        """
+        """The desired state of each model that has one that can be read."""
         states = {}
         for model in await self.models():
             try:

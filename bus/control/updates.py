@@ -9,15 +9,7 @@ from typing import Final, TypeVar
 
 from msgspec import structs
 
-from bus.control.collector import OnAck
-from bus.control.commander import Commander, Outcome, Revise, check_command
-from bus.control.uploads import Uploads, sources_in
-from bus.protocol import desired
-from bus.protocol.canary import check_expected
-from bus.protocol.ledger import CommandIncomplete, Ledger
-from bus.protocol.roster import Roster
-from bus.protocol.verify import dissenters
-from schemas.control import (
+from ...schemas.control import (
     AckError,
     AckStatus,
     AnyCommand,
@@ -29,9 +21,17 @@ from schemas.control import (
     UpdateWeights,
     WeightSource,
 )
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
-from schemas.limits import MAX_ERROR_CHARS
+from ...schemas.desired import DesiredState
+from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
+from ...schemas.limits import MAX_ERROR_CHARS
+from ..protocol.fleet import desired
+from ..protocol.fleet.canary import check_expected
+from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
+from ..protocol.fleet.roster import Roster
+from ..protocol.fleet.verify import dissenters
+from .ack_collector import OnAck
+from .controller import CommandOutcome, Controller, Revise, check_command
+from .uploads import Uploads, sources_in
 
 __all__ = ["Updates"]
 
@@ -44,22 +44,17 @@ Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 class Updates:
-    """Changes of what a fleet's workers compute with.
+    """Changes of what a fleet's workers compute with. Each raises the errors of `Controller.send`."""
 
-    Args:
-        commander: of the fleet.
-        uploads: of the fleet.
-    """
-
-    def __init__(self, commander: Commander, uploads: Uploads) -> None:
-        self._commander = commander
+    def __init__(self, controller: Controller, uploads: Uploads) -> None:
+        self._controller = controller
         self._uploads = uploads
 
     def __repr__(self) -> str:
         """One line with the commands under way."""
-        return f"<Updates {self._commander!r}>"
+        return f"<Updates {self._controller!r}>"
 
-    async def update_weights(self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None) -> Ledger:
+    async def update_weights(self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None) -> CommandResult:
         """Replace the weights of all workers of a model, or of those that `command` names.
 
         Every worker first checks the source; if one refuses it, nothing changes. After it was applied the canaries
@@ -72,50 +67,43 @@ class Updates:
 
         Raises:
             CommandIncomplete: not all workers have the new weights; its note says what holds.
-            NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: as in `Commander.send`.
         """
         command = check_command(command)
-        roster = await self._commander.roster(command)
+        roster = await self._controller.roster(command)
         [model] = roster
         if command.expected_canary is not None:
             for worker in roster[model]:
                 if worker.capabilities is not None:
                     check_expected(command.expected_canary, worker.capabilities)
-        await self._refuse_old(model, command, roster)
+        await self._check_version(model, command, roster)
         async with self._source(model, command, upload) as ready:
-            gone = await self._check(ready, roster, on_ack)
-            outcome = await self._commander.carry_out(ready, roster, on_ack, gone=gone)
-            ledger = await self._conclude(outcome, roster)
+            lost = await self._check(ready, roster, on_ack)
+            outcome = await self._controller.execute(ready, roster, on_ack, lost=lost)
+            result = await self._conclude(outcome, roster)
         if upload:
             await self._prune(model, ready, outcome)
-        return ledger
+        return result
 
-    async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> Ledger:
+    async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> CommandResult:
         """End an update by the engines' own transfer, and compare the canaries as after `update_weights`.
 
         A version that is refused leaves the transfer open: it can be ended with another.
-
-        Raises:
-            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
         """
         command = check_command(command)
-        roster = await self._commander.roster(command)
-        return await self._conclude(await self._commander.carry_out(command, roster, on_ack), roster)
+        roster = await self._controller.roster(command)
+        return await self._conclude(await self._controller.execute(command, roster, on_ack), roster)
 
     async def load_lora(
         self, command: LoadLora, *, is_next_version: bool, upload: bool, on_ack: OnAck | None
-    ) -> Ledger:
+    ) -> CommandResult:
         """Load an adapter, or replace the one of the same name.
 
         Args:
             is_next_version: `command.version` does not count: it is the one after what is recorded.
             upload: as in `update_weights`.
-
-        Raises:
-            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
         """
         command = check_command(command)
-        roster = await self._commander.roster(command)
+        roster = await self._controller.roster(command)
         [model] = roster
         revise: Revise | None = None
         if is_next_version:
@@ -123,43 +111,39 @@ class Updates:
             command = _at_next_version(await self._state(model), command)
             revise = _revise_version
         async with self._source(model, command, upload) as ready:
-            outcome = await self._commander.carry_out(ready, roster, on_ack, revise=revise)
-            ledger = await self._commander.conclude(outcome)
+            outcome = await self._controller.execute(ready, roster, on_ack, revise=revise)
+            result = await self._controller.conclude(outcome)
         if upload:
             await self._prune(model, ready, outcome)
-        return ledger
+        return result
 
-    async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> Ledger:
-        """Unload an adapter, and delete what was uploaded for it.
-
-        Raises:
-            CommandIncomplete, NoWorkers, InvalidRequest, ControlError, RemoteProtocolError, BusBroken: likewise.
-        """
+    async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> CommandResult:
+        """Unload an adapter, and delete what was uploaded for it."""
         command = check_command(command)
-        roster = await self._commander.roster(command)
+        roster = await self._controller.roster(command)
         [model] = roster
-        outcome = await self._commander.carry_out(command, roster, on_ack)
-        ledger = await self._commander.conclude(outcome)
+        outcome = await self._controller.execute(command, roster, on_ack)
+        result = await self._controller.conclude(outcome)
         for recording in outcome.recordings:
             before = recording.before
             for registers in (before.registers, *before.workers.values()):
                 recorded = registers.get(command.register)
                 if recorded is not None and isinstance(recorded.command, LoadLora):
-                    await self._forget(model, recorded.command)
-        return ledger
+                    await self._delete_source(model, recorded.command)
+        return result
 
-    async def _forget(self, model: str, command: LoadLora) -> None:
+    async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:
             keep = sources_in(await self._state(model))
         except RollbusError as exc:
             logger.warning("upload.not_deleted objects=%s error=%s", command.source.objects, exc)
             return
-        await self._uploads.forget(model, command, keep)
+        await self._uploads.delete_source(model, command, keep)
 
     async def _state(self, model: str) -> DesiredState:
-        return await self._commander.store.read(model) or DesiredState(model=model)
+        return await self._controller.store.read(model) or DesiredState(model=model)
 
-    async def _refuse_old(self, model: str, command: UpdateWeights, roster: Roster) -> None:
+    async def _check_version(self, model: str, command: UpdateWeights, roster: Roster) -> None:
         """Raise what recording would raise, before anything is uploaded or asked."""
         state = await self._state(model)
         desired.record(state, command)
@@ -192,18 +176,18 @@ class Updates:
             raise
         finally:
             if not may_be_recorded_yet:
-                await self._drop_unwanted(model, command, objects)
+                await self._delete_unneeded(model, command, objects)
 
-    async def _drop_unwanted(self, model: str, command: Load, objects: str) -> None:
+    async def _delete_unneeded(self, model: str, command: Load, objects: str) -> None:
         try:
             state = await self._state(model)
         except RollbusError as exc:
             logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
             return
         if objects not in sources_in(state) and not desired.may_come_back(state, command):
-            await self._uploads.drop(objects)
+            await self._uploads.delete(objects)
 
-    async def _prune(self, model: str, command: Load, outcome: Outcome) -> None:
+    async def _prune(self, model: str, command: Load, outcome: CommandOutcome) -> None:
         """Delete older uploads than that of `command`, but what is recorded, or was before it, stays."""
         befores = [recording.before for recording in outcome.recordings]
         try:
@@ -222,25 +206,25 @@ class Updates:
         check = CheckWeights(
             source=command.source, model=command.model, workers=command.workers, timeout_s=command.timeout_s
         )
-        outcome = await self._commander.carry_out(check, roster, on_ack)
-        ledger = outcome.ledger
-        is_refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late
-        if is_refused or not ledger.applied or ledger.missing.keys() - outcome.gone.keys():
-            raise CommandIncomplete(ledger, "Nothing was changed.")
-        return outcome.gone
+        outcome = await self._controller.execute(check, roster, on_ack)
+        result = outcome.result
+        is_refused = result.failed or result.unsupported or result.stale or result.late
+        if is_refused or not result.applied or result.missing.keys() - outcome.lost.keys():
+            raise CommandIncomplete(result, "Nothing was changed.")
+        return outcome.lost
 
-    async def _conclude(self, outcome: Outcome, roster: Roster) -> Ledger:
+    async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:
         """Compare the canaries, fence those that differ, and sum up."""
         everyone = {worker.worker: worker for workers in roster.values() for worker in workers}
         dtypes = {
             name: worker.capabilities.dtype for name, worker in everyone.items() if worker.capabilities is not None
         }
-        differing = dissenters(outcome.ledger.applied, dtypes)
+        differing = dissenters(outcome.result.applied, dtypes)
         if differing:
             epoch = max(recording.epoch for recording in outcome.recordings)
             fenced = await self._fence(tuple(differing), roster, epoch)
-            outcome = replace(outcome, ledger=_not_verified(outcome.ledger, differing, fenced))
-        return await self._commander.conclude(outcome)
+            outcome = replace(outcome, result=_not_verified(outcome.result, differing, fenced))
+        return await self._controller.conclude(outcome)
 
     async def _fence(self, workers: tuple[str, ...], roster: Roster, epoch: int) -> frozenset[str]:
         """Have these workers serve nothing, unless weights of after `epoch` are desired; returns who confirmed it."""
@@ -252,19 +236,19 @@ class Updates:
             timeout_s=FENCE_TIMEOUT_S,
         )
         concerned = {model: tuple(p for p in present if p.worker in workers) for model, present in roster.items()}
-        outcome = await self._commander.carry_out(fence, concerned, None)
-        return frozenset(outcome.ledger.applied)
+        outcome = await self._controller.execute(fence, concerned, None)
+        return frozenset(outcome.result.applied)
 
 
-def _not_verified(ledger: Ledger, differing: dict[str, str], fenced: frozenset[str]) -> Ledger:
+def _not_verified(result: CommandResult, differing: dict[str, str], fenced: frozenset[str]) -> CommandResult:
     """The ledger with `differing` workers, and why, among those that failed."""
-    failed = dict(ledger.failed)
+    failed = dict(result.failed)
     for worker, why in differing.items():
         state = "it serves nothing" if worker in fenced else "it did not confirm that it serves nothing"
         error = AckError(code=ControlCode.NOT_VERIFIED, message=f"{why}; {state}"[:MAX_ERROR_CHARS])
-        failed[worker] = structs.replace(ledger.applied[worker], status=AckStatus.FAILED, error=error)
-    applied = {worker: ack for worker, ack in ledger.applied.items() if worker not in differing}
-    return structs.replace(ledger, applied=applied, failed=dict(sorted(failed.items())))
+        failed[worker] = structs.replace(result.applied[worker], status=AckStatus.FAILED, error=error)
+    applied = {worker: ack for worker, ack in result.applied.items() if worker not in differing}
+    return structs.replace(result, applied=applied, failed=dict(sorted(failed.items())))
 
 
 def _at_next_version(state: DesiredState, command: LoadLora) -> LoadLora:

@@ -2,17 +2,17 @@
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Set
-from contextlib import asynccontextmanager
+from collections.abc import Set
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from bus.connection import Connection, close_connection, open_connection
-from bus.objects import delete_prefix, list_objects, put_folder
-from bus.server import Server
-from bus.subjects import Subjects, encode_token
-from schemas.control import LoadLora, UpdateWeights
-from schemas.desired import DesiredState
-from schemas.errors import RollbusError
+from ...schemas.control import LoadLora, UpdateWeights
+from ...schemas.desired import DesiredState
+from ...schemas.errors import RollbusError
+from ..nats.connection import Connection, connected
+from ..nats.server import Server
+from ..objects import delete_prefix, list_objects, put_folder
+from ..subjects import Subjects, encode_token
 
 __all__ = ["Uploads", "sources_in"]
 
@@ -26,7 +26,6 @@ class Uploads:
 
     Args:
         server: where they go, through connections of their own, past which everything else moves.
-        subjects: of the fleet.
     """
 
     def __init__(self, server: str | Server, subjects: Subjects) -> None:
@@ -50,7 +49,7 @@ class Uploads:
         async with self._connected() as nats:
             return await put_folder(nats, self._bucket, prefix, folder)
 
-    async def drop(self, objects: str) -> None:
+    async def delete(self, objects: str) -> None:
         """Delete one upload; what fails is logged."""
         try:
             async with self._connected() as nats:
@@ -79,21 +78,16 @@ class Uploads:
         except RollbusError as exc:
             logger.warning("upload.not_pruned bucket=%s home=%s error=%s", self._bucket, home, exc)
 
-    async def forget(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
+    async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete the source of `command` too, which nobody wants any more, if it was uploaded here."""
         objects = command.source.objects or ""
         if objects.startswith(f"{self._bucket}/{_home(model, command)}/"):
             await self.prune(model, command, keep)
             if objects not in keep:
-                await self.drop(objects)
+                await self.delete(objects)
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Connection]:
-        nats = await open_connection(self._server, name=f"rollbus uploads {self._bucket}")
-        try:
-            yield nats
-        finally:
-            await close_connection(nats)
+    def _connected(self) -> AbstractAsyncContextManager[Connection]:
+        return connected(self._server, name=f"rollbus uploads {self._bucket}")
 
 
 def sources_in(*states: DesiredState) -> set[str]:

@@ -3,9 +3,9 @@
 A folder is stored as the objects `<prefix>/<path of the file>` of a bucket; its source is written `<bucket>/<prefix>`.
 """
 
-from bus.objects.catalog import delete_prefix, list_objects
-from bus.objects.layout import ObjectInfo
-from bus.objects.reader import ObjectReader
-from bus.objects.writer import put_folder
+from .catalog import delete_prefix, list_objects
+from .layout import ObjectInfo
+from .reader import ObjectReader
+from .writer import put_folder
 
 __all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "list_objects", "put_folder"]

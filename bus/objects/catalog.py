@@ -1,12 +1,16 @@
-"""What is in a bucket: listing and deleting; and making a bucket that is missing."""
+"""What is in a bucket: listing and deleting; and making a bucket that is missing.
+
+All functions raise `BusBroken` if JetStream does not answer.
+"""
 
 import base64
 from typing import Any, Final
 
 from nats.aio.client import Client
 
-from bus.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream
-from bus.objects.layout import (
+from ...schemas.errors import ControlCode, ControlError
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream
+from .layout import (
     MAX_FILES,
     ObjectInfo,
     check_bucket,
@@ -20,7 +24,6 @@ from bus.objects.layout import (
     stream_config,
     stream_of,
 )
-from schemas.errors import ControlCode, ControlError
 
 __all__ = ["BUCKET_BYTES", "delete_objects", "delete_prefix", "ensure_bucket", "list_objects", "list_prefix"]
 
@@ -33,7 +36,6 @@ async def ensure_bucket(nats: Client, bucket: str, *, max_bytes: int = BUCKET_BY
 
     Raises:
         ControlError: `bad_source`: no bucket can be called so; `storage`: the server refuses.
-        BusBroken: JetStream does not answer.
     """
     check_bucket(bucket)
     try:
@@ -53,7 +55,6 @@ async def list_objects(nats: Client, bucket: str, prefix: str = "") -> tuple[Obj
 
     Raises:
         ControlError: `bad_source`: more than `MAX_FILES`, or one whose description is none; `storage`.
-        BusBroken: JetStream does not answer.
     """
     check_bucket(bucket)
     if prefix:
@@ -76,7 +77,6 @@ async def list_prefix(nats: Client, objects: str) -> tuple[ObjectInfo, ...]:
 
     Raises:
         ControlError: `bad_source`: it is not written so, or nothing is there; and as in `list_objects`.
-        BusBroken: JetStream does not answer.
     """
     bucket, prefix = split_objects(objects)
     infos = await list_objects(nats, bucket, prefix)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError
 
 __all__ = [
     "MAX_FILES",

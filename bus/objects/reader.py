@@ -7,17 +7,17 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from bus.connection import Connection, close_connection, open_connection
-from bus.objects.catalog import list_prefix
-from bus.objects.layout import ObjectInfo, check_path, decode_digest, split_objects
-from bus.objects.parts import read_parts
-from bus.server import Server
-from schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, LocalProtocolError
+from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, LocalProtocolError
+from ..nats.connection import Connection, connected
+from ..nats.server import Server
+from .catalog import list_prefix
+from .layout import ObjectInfo, check_path, decode_digest, split_objects
+from .object_chunks import read_object_chunks
 
 __all__ = ["FOLDER_PREFIX", "PARTIAL_PREFIX", "ObjectReader"]
 
@@ -64,7 +64,7 @@ class ObjectReader:
         """
         bucket, prefix = split_objects(objects)
         try:
-            async with _connection(self._server, f"{self._name}-objects") as nats:
+            async with connected(self._server, name=f"{self._name}-objects") as nats:
                 infos = await list_prefix(nats, objects)
                 files = {info.name.removeprefix(f"{prefix}/"): info for info in infos}
                 for path in files:
@@ -107,7 +107,7 @@ class ObjectReader:
         file = _NewFile(path)
         try:
             await run(disk, file.open)
-            async with contextlib.aclosing(read_parts(nats, info)) as batches:
+            async with contextlib.aclosing(read_object_chunks(nats, info)) as batches:
                 async for parts in batches:
                     await run(disk, file.write, parts)
         finally:
@@ -146,15 +146,6 @@ class _NewFile:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-@contextlib.asynccontextmanager
-async def _connection(server: str | Server, name: str) -> AsyncIterator[Connection]:
-    nats = await open_connection(server, name=name)
-    try:
-        yield nats
-    finally:
-        await close_connection(nats)
 
 
 def _folder_digest(bucket: str, prefix: str, files: dict[str, ObjectInfo]) -> str:

@@ -18,10 +18,12 @@ import msgspec
 from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.nuid import NUID
 
-from bus.connection import publish, subscribe
-from bus.objects.catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects
-from bus.objects.layout import (
+from ...schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
+from ..nats.connection import publish, subscribe
+from .catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects
+from .layout import (
     MAX_FILES,
     ObjectInfo,
     ObjectOptions,
@@ -31,7 +33,6 @@ from bus.objects.layout import (
     parts_subject,
     split_objects,
 )
-from schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
 
 __all__ = ["put_folder"]
 
@@ -77,11 +78,12 @@ async def put_folder(nats: Client, bucket: str, prefix: str, folder: Path, *, ma
         raise ControlError(ControlCode.STORAGE, f"objects:{objects} exists; delete it first, or take another prefix")
     started = time.monotonic()
     infos: list[ObjectInfo] = []
+    nuid = NUID()
     is_stored = False
     try:
         async with _sender(nats) as sender:
             for path in files:
-                infos.append(ObjectInfo(name=f"{prefix}/{path}", bucket=bucket, nuid=nats._nuid.next().decode()))
+                infos.append(ObjectInfo(name=f"{prefix}/{path}", bucket=bucket, nuid=nuid.next().decode()))
                 infos[-1] = await _put_parts(sender, infos[-1], folder / path)
             await sender.finish()
             for info in infos:  # from here on the objects are there
@@ -90,7 +92,7 @@ async def put_folder(nats: Client, bucket: str, prefix: str, folder: Path, *, ma
         is_stored = True
     finally:
         if not is_stored:
-            await _take_back(nats, bucket, tuple(infos))
+            await _delete_stored(nats, bucket, tuple(infos))
     size, seconds = sum(info.size for info in infos), time.monotonic() - started
     logger.info("objects.put objects=%s files=%s bytes=%s seconds=%.3f", objects, len(infos), size, seconds)
     return objects
@@ -247,7 +249,7 @@ def _refusal(message: Msg) -> ControlError | None:
     return ControlError(ControlCode.STORAGE, f"the bucket takes no more: {answer['error'].get('description', '')}")
 
 
-async def _take_back(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
+async def _delete_stored(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
     """Delete what was stored; a connection that broke may come back for it."""
     try:
         async with asyncio.timeout(CLEANUP_S):

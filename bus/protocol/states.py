@@ -1,7 +1,7 @@
-"""The states of requests and workers as tables: the code moves by them, and docs/protocol.md is drawn from them.
+"""The states of requests and workers as tables: the code moves by them, and tests draw docs/protocol.md from them.
 
-Two sides look at a request: `REQUEST` is a client's view of one child's current attempt, `HELD` a worker's view of what
-it has in its hands. `WORKER` is the life of a worker.
+Two sides look at a request: `WORKER_REQUEST` is a worker's view of a request that it has accepted, `attempt.states` has
+a client's view of a child request. `WORKER` is the lifecycle of a worker.
 """
 
 import enum
@@ -9,57 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from schemas.errors import LocalProtocolError
-from schemas.presence import WorkerState
+from ...schemas.errors import LocalProtocolError
+from ...schemas.presence import WorkerState
 
 __all__ = [
-    "HELD",
-    "REQUEST",
     "SPEAKING",
     "WORKER",
-    "HeldEvent",
-    "HeldState",
-    "Machine",
-    "RequestEvent",
-    "RequestState",
+    "WORKER_REQUEST",
+    "StateMachine",
     "WorkerEvent",
+    "WorkerRequestEvent",
+    "WorkerRequestState",
 ]
 
 
-class RequestState(enum.StrEnum):
-    """Where the current attempt of a child is, as its client knows."""
-
-    PUBLISHING = "publishing"
-    """Sent to the queue, which has not confirmed it. It is sent again until the queue answers."""
-    QUEUED = "queued"
-    """The queue holds it for a worker. It outlives client, workers and a restart of the server there."""
-    RUNNING = "running"
-    """A worker offered it and the client agreed. The two own it: the queue has forgotten it, or will."""
-    WAITING = "waiting"
-    """The last attempt is lost, or was a prefill leg. The next is published as soon as a worker of the model is there.
-    """
-    ENDED = "ended"
-    """The terminal chunk is there, or an error. Whatever still arrives is late: counted and answered by an abort."""
-
-
-class RequestEvent(enum.StrEnum):
-    """What moves a child's attempt."""
-
-    STORED = "stored"
-    """The queue confirmed that it holds the request."""
-    ADMITTED = "admitted"
-    """A worker offers to run it."""
-    LOST = "lost"
-    """The worker, its frames or the queue's entry are gone."""
-    PREFILLED = "prefilled"
-    """Its prefill leg has ended, and another worker is to go on."""
-    PUBLISHED = "published"
-    """The next attempt was sent to the queue."""
-    FINISHED = "finished"
-    """It ended, well or not, or nobody wants it any more."""
-
-
-class HeldState(enum.StrEnum):
+class WorkerRequestState(enum.StrEnum):
     """Where a request is that a worker has taken."""
 
     OFFERED = "offered"
@@ -70,7 +34,7 @@ class HeldState(enum.StrEnum):
     """Its terminal chunk is written. The frame with it is kept until the client has acknowledged it."""
 
 
-class HeldEvent(enum.StrEnum):
+class WorkerRequestEvent(enum.StrEnum):
     """What moves a request in a worker's hands."""
 
     CONFIRMED = "confirmed"
@@ -117,7 +81,7 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine(Generic[S, E]):
+class StateMachine(Generic[S, E]):
     """A table of transitions; what it does not name cannot happen."""
 
     name: str
@@ -136,44 +100,17 @@ class Machine(Generic[S, E]):
             raise LocalProtocolError(f"a {self.name} that is {state} cannot take {event}")
         return following
 
-    def diagram(self) -> str:
-        """The table as a Mermaid state diagram."""
-        lines = ["stateDiagram-v2", f"    [*] --> {self.initial}"]
-        lines += [f"    {state} --> {after}: {event}" for (state, event), after in self.transitions.items()]
-        lines += [f"    {state} --> [*]" for state in sorted(self.final)]
-        return "\n".join(lines)
 
-
-REQUEST = Machine(
-    "request",
-    RequestState.PUBLISHING,
-    frozenset({RequestState.ENDED}),
-    {
-        (RequestState.PUBLISHING, RequestEvent.STORED): RequestState.QUEUED,
-        # A worker may be quicker than the queue's own confirmation.
-        (RequestState.PUBLISHING, RequestEvent.ADMITTED): RequestState.RUNNING,
-        (RequestState.PUBLISHING, RequestEvent.LOST): RequestState.WAITING,
-        (RequestState.PUBLISHING, RequestEvent.FINISHED): RequestState.ENDED,
-        (RequestState.QUEUED, RequestEvent.ADMITTED): RequestState.RUNNING,
-        (RequestState.QUEUED, RequestEvent.LOST): RequestState.WAITING,
-        (RequestState.QUEUED, RequestEvent.FINISHED): RequestState.ENDED,
-        (RequestState.RUNNING, RequestEvent.LOST): RequestState.WAITING,
-        (RequestState.RUNNING, RequestEvent.PREFILLED): RequestState.WAITING,
-        (RequestState.RUNNING, RequestEvent.FINISHED): RequestState.ENDED,
-        (RequestState.WAITING, RequestEvent.PUBLISHED): RequestState.PUBLISHING,
-        (RequestState.WAITING, RequestEvent.FINISHED): RequestState.ENDED,
-    },
-)
-HELD = Machine(
+WORKER_REQUEST = StateMachine(
     "held request",
-    HeldState.OFFERED,
-    frozenset({HeldState.ENDED}),
+    WorkerRequestState.OFFERED,
+    frozenset({WorkerRequestState.ENDED}),
     {
-        (HeldState.OFFERED, HeldEvent.CONFIRMED): HeldState.OWNED,
-        (HeldState.OFFERED, HeldEvent.STOPPED): HeldState.ENDED,
-        (HeldState.OFFERED, HeldEvent.FINISHED): HeldState.ENDED,
-        (HeldState.OWNED, HeldEvent.STOPPED): HeldState.ENDED,
-        (HeldState.OWNED, HeldEvent.FINISHED): HeldState.ENDED,
+        (WorkerRequestState.OFFERED, WorkerRequestEvent.CONFIRMED): WorkerRequestState.OWNED,
+        (WorkerRequestState.OFFERED, WorkerRequestEvent.STOPPED): WorkerRequestState.ENDED,
+        (WorkerRequestState.OFFERED, WorkerRequestEvent.FINISHED): WorkerRequestState.ENDED,
+        (WorkerRequestState.OWNED, WorkerRequestEvent.STOPPED): WorkerRequestState.ENDED,
+        (WorkerRequestState.OWNED, WorkerRequestEvent.FINISHED): WorkerRequestState.ENDED,
     },
 )
 _SETTLED: Final = {
@@ -189,7 +126,7 @@ _SETTLED: Final = {
 SPEAKING: Final = frozenset({WorkerState.UPDATING, *_SETTLED.values()})
 """Those in which a worker may speak, as long as its lease holds."""
 _ALIVE = [WorkerState.STARTING, *sorted(SPEAKING), WorkerState.FENCED]
-WORKER = Machine(
+WORKER = StateMachine(
     "worker",
     WorkerState.STARTING,
     frozenset({WorkerState.FAILED, WorkerState.STOPPED}),

@@ -1,5 +1,7 @@
 """A client's publishing to the queues: without waiting, and again until the server has answered.
 
+Where the client's share of a lane is full, its further requests are kept back here until there is room.
+
 Invariant: each publish gets exactly one result, unless it is forgotten before.
 """
 
@@ -15,11 +17,11 @@ from typing import Final
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish, subscribe
-from bus.queue.streams import Stored, stored_in
-from bus.subjects import Subjects
-from schemas.errors import BusBroken, ErrorCode, LocalProtocolError
-from schemas.request import Lane
+from ...schemas.errors import BusBroken, ErrorCode, LocalProtocolError
+from ...schemas.request import Lane
+from ..nats.connection import Connection, publish, subscribe
+from ..protocol.queue.held_back import HeldBack
+from ..subjects import Subjects
 
 __all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
 
@@ -40,6 +42,8 @@ _TOO_LARGE: Final = 10054
 _NOT_NOW: Final = frozenset({429, 503})
 """Kinds of errors that pass: more than 10,000 publishes before the disk had taken them; no leader."""
 _NO_RESPONDERS: Final = "503"
+_SHARE_FULL: Final = "maximum messages per subject exceeded"
+"""The server's words for a client whose share of a lane is full. The code is that of a full stream."""
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +73,8 @@ class PublisherStats:
     """To publishes that had been forgotten, or answered before."""
     bad_answers: int = 0
     """That did not decode."""
+    kept_back: int = 0
+    """Requests that the queue refused because this client's share of a lane was full."""
 
 
 @dataclass(slots=True)
@@ -87,14 +93,14 @@ class _AnswerError(msgspec.Struct):
     description: str = ""
 
 
-class _Answer(msgspec.Struct):
+class _PublishAck(msgspec.Struct):
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
     error: _AnswerError | None = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_answer = msgspec.json.Decoder(_PublishAck).decode
 
 
 class QueuePublisher:
@@ -118,16 +124,20 @@ class QueuePublisher:
         self._unanswered: dict[int, _Unanswered] = {}
         self._number_of: dict[str, int] = {}
         self._has_unanswered = asyncio.Event()
+        # By number: those that wait for room, and not for an answer.
+        self._kept: dict[int, _Unanswered] = {}
+        self._held_back = HeldBack()
+        self._has_kept, self._has_room = asyncio.Event(), asyncio.Event()
         self.stats = PublisherStats()
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self.stats}>"
+        return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self._held_back} {self.stats}>"
 
     @property
     def is_full(self) -> bool:
-        """Another request would be refused: as many as may wait for the server's answer."""
-        return len(self._unanswered) >= MAX_UNANSWERED
+        """Another request would be refused: as many as may wait for the server's answer, or for room."""
+        return len(self._unanswered) + len(self._kept) >= MAX_UNANSWERED
 
     async def start(self) -> None:
         """Listen for answers; before the first publish. The subscription ends with the connection.
@@ -135,14 +145,47 @@ class QueuePublisher:
         Raises:
             BusClosed: the connection is closed.
         """
-        await subscribe(self._nats, f"{self._inbox}.*", self._take_answer, max_pending_msgs=2 * MAX_UNANSWERED)
+        await subscribe(self._nats, f"{self._inbox}.*", self._receive_ack, max_pending_msgs=2 * MAX_UNANSWERED)
 
     async def run(self) -> None:
         """Publish again what was not answered within `REPEAT_S`, or before the connection was lost, until cancelled.
 
+        Requests that were kept back are published as room comes.
+
         Raises:
             BusClosed: the connection was closed here.
         """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._run_repeats())
+            tasks.create_task(self._run_held_back())
+
+    def add_room(self, model: str, lane: Lane) -> None:
+        """Note that a request of this client has left the queue."""
+        self._add_room(self._subjects.request(self._client, model, lane))
+
+    def _add_room(self, subject: str) -> None:
+        if self._held_back.holds(subject):
+            self._held_back.add_room(subject)
+            self._has_room.set()
+
+    async def _run_held_back(self) -> None:
+        """Publish what was kept back as room comes, and one of each lane every `TICK_S`."""
+        while True:
+            await self._has_kept.wait()
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._has_room.wait()
+            except TimeoutError:
+                self._held_back.add_room_everywhere()
+            self._has_room.clear()
+            for number in self._held_back.pop_due():
+                kept = self._kept.pop(number, None)
+                if kept is not None:  # not removed meanwhile
+                    await self._send_again(number, kept)
+            if not self._kept:
+                self._has_kept.clear()
+
+    async def _run_repeats(self) -> None:
         reconnects = self._nats.counters().reconnects
         while True:
             await self._has_unanswered.wait()
@@ -170,39 +213,35 @@ class QueuePublisher:
             BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
             BusClosed: the connection was closed here.
         """
-        self.forget(token)
+        self.remove(token)
         if self.is_full:
-            message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer"
+            message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer, or for room in the queue"
             self._on_result(token, PublishResult(ok=False, code=ErrorCode.QUEUE_FULL, message=message))
             return
         subject = self._subjects.request(self._client, model, lane)
         number = next(self._numbers)
         unanswered = _Unanswered(token, subject, data, msg_id, time.monotonic() + ttl_s)
-        self._unanswered[number] = unanswered
         self._number_of[token] = number
-        self._has_unanswered.set()
         self.stats.publishes += 1
+        if self._held_back.holds(subject):
+            self._keep_back(number, unanswered)
+            return
+        self._unanswered[number] = unanswered
+        self._has_unanswered.set()
         is_published = False
         try:
             await self._send(number, unanswered)
             is_published = True
         finally:
             if not is_published:
-                self.forget(token)
+                self.remove(token)
 
-    def forget(self, token: str) -> None:
+    def remove(self, token: str) -> None:
         """Expect no result for `token` any more, and repeat nothing; the request may be in the queue."""
         number = self._number_of.pop(token, None)
-        if number is not None:
-            del self._unanswered[number]
-
-    async def stored(self, model: str, lane: Lane) -> Stored:
-        """What the queue may still hold, waiting or in a worker's hand.
-
-        Raises:
-            BusBroken: the server does not answer.
-        """
-        return await stored_in(self._nats, self._subjects, model, lane)
+        if number is not None and self._unanswered.pop(number, None) is None:
+            del self._kept[number]
+            self._held_back.discard(number)
 
     async def _send(self, number: int, unanswered: _Unanswered) -> None:
         now = time.monotonic()
@@ -224,37 +263,57 @@ class QueuePublisher:
             again = self._unanswered.pop(number, None)
             if again is None:  # answered or forgotten meanwhile
                 continue
-            self._unanswered[number] = again  # behind the others: it is the youngest now
             self.stats.repeats += 1
-            try:
-                await self._send(number, again)
-            except LocalProtocolError as error:  # the server that came back takes less than the one before
-                self.forget(again.token)
-                self._on_result(again.token, PublishResult(ok=False, code=ErrorCode.TOO_LARGE, message=str(error)))
-            except BusBroken as error:
-                logger.warning("queue.repeat_failed client=%s error=%s", self._client, error)
+            if not await self._send_again(number, again):
                 return
         if due:
             logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
 
-    async def _take_answer(self, message: Msg) -> None:
+    async def _send_again(self, number: int, unanswered: _Unanswered) -> bool:
+        """Publish a request again, behind the others: it is the youngest now. False: the connection takes no more."""
+        self._unanswered[number] = unanswered
+        self._has_unanswered.set()
+        try:
+            await self._send(number, unanswered)
+        except LocalProtocolError as error:  # the server that came back takes less than the one before
+            self.remove(unanswered.token)
+            self._on_result(unanswered.token, PublishResult(ok=False, code=ErrorCode.TOO_LARGE, message=str(error)))
+        except BusBroken as error:
+            logger.warning("queue.repeat_failed client=%s error=%s", self._client, error)
+            return False
+        return True
+
+    def _keep_back(self, number: int, unanswered: _Unanswered) -> None:
+        """Wait for room in this client's share of a lane."""
+        self._unanswered.pop(number, None)
+        self._kept[number] = unanswered
+        self._held_back.add(unanswered.subject, number)
+        self._has_kept.set()
+
+    async def _receive_ack(self, message: Msg) -> None:
         number = int(message.subject.rpartition(".")[2])
         unanswered = self._unanswered.get(number)
         if unanswered is None:
             self.stats.late_answers += 1
             return
         try:
-            result = _read_answer(message)
+            result = _decode_publish_ack(message)
         except msgspec.MsgspecError as error:
             self.stats.bad_answers += 1
             logger.warning("queue.bad_answer client=%s error=%s", self._client, error)
             return
-        if result is not None:
-            self.forget(unanswered.token)
-            self._on_result(unanswered.token, result)
+        if result is None:
+            return
+        if result.code is ErrorCode.QUEUE_FULL and _SHARE_FULL in result.message:
+            self.stats.kept_back += 1
+            self._keep_back(number, unanswered)
+            return
+        self.remove(unanswered.token)
+        self._add_room(unanswered.subject)
+        self._on_result(unanswered.token, result)
 
 
-def _read_answer(message: Msg) -> PublishResult | None:
+def _decode_publish_ack(message: Msg) -> PublishResult | None:
     """Read the answer to a publish; None: the server cannot say now, so the publish is repeated in time."""
     if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
         return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has made a queue for the model")

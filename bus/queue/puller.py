@@ -17,15 +17,16 @@ from typing import Final, cast
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.connection import Connection, drain, publish, subscribe
-from bus.jetstream import API
-from bus.protocol.pulling import MAX_OVER, STANDING_S, Answer, Pull, PullPlan, read_status
-from bus.queue.streams import LANES, QueueLimits, ensure_queue, stream_name
-from bus.subjects import Subjects
-from schemas.errors import BusBroken, BusClosed
-from schemas.request import Lane
+from ...schemas.errors import BusBroken, BusClosed
+from ...schemas.request import Lane
+from ..nats.connection import Connection, drain, publish, subscribe
+from ..nats.jetstream import API
+from ..protocol.queue.pull_plan import MAX_BATCH, MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
+from ..subjects import LANES, Subjects
+from .limits import QueueLimits
+from .streams import ensure_queue, stream_name
 
-__all__ = ["GIVE_BACK_S", "PullerStats", "QueuePuller", "QueuedRequest"]
+__all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,16 @@ RECONNECT_POLL_S: Final = 0.25
 """How often a lost connection is looked at."""
 ENSURE_RETRY_S: Final = 1.0
 """Between attempts to make the queue."""
-GIVE_BACK_S: Final = 0.25
+NAK_DELAY_S: Final = 0.25
 """Until a request that was given back goes to the next worker: when the whole fleet pauses at once, it would otherwise
 go round all of it, and count as poison."""
-PULL_BYTES: Final = 16 * 1024 * 1024
-"""What one pull brings at most, at least one request in any case: the server cuts off a connection for which 64 MB
-wait."""
-OVERHEAD_BYTES: Final = 64 * 1024
-"""Of a message beyond `max_payload`, in the server's count: its subjects."""
+PULLED_BYTES: Final = 32 * 1024 * 1024
+"""Requests of the largest size that may be on their way from one lane, one in any case: the server cuts off a
+connection for which 64 MB wait."""
+REDELIVERED: Final = 16
+"""Requests to ask for when one is handed out again: a part of what a lost worker had."""
+_PROBE: Final = b'{"batch":1,"no_wait":true}'
+_STANDING: Final = b'{"batch":1,"expires":%d}' % int(STANDING_S * 1e9)
 _CLIENT_AT: Final = 4
 """In `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
 
@@ -88,17 +91,19 @@ class QueuedRequest:
 
     async def ack(self) -> None:
         """Remove it from the queue."""
-        await self._say(b"+ACK")
+        await self._publish_ack(b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back; the queue hands it out again, after `delay_s`."""
-        await self._say(b"-NAK %b" % json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"-NAK")
+        await self._publish_ack(
+            b"-NAK %b" % json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"-NAK"
+        )
 
     async def in_progress(self) -> None:
         """Keep it for another `ack_wait_s`."""
-        await self._say(b"+WPI")
+        await self._publish_ack(b"+WPI")
 
-    async def _say(self, what: bytes) -> None:
+    async def _publish_ack(self, what: bytes) -> None:
         if self._nats.is_connected:
             await publish(self._nats, self._reply, what)
 
@@ -132,7 +137,7 @@ class QueuePuller:
         self._pull_subjects = {
             lane: f"{API}.CONSUMER.MSG.NEXT.{stream_name(subjects, model, lane)}.{lane}" for lane in LANES
         }
-        self._plan = PullPlan(LANES)
+        self._plan = PullPlan(LANES, max(1, min(MAX_BATCH, PULLED_BYTES // max(1, nats.max_payload))))
         self._is_ensured = False
         self._ensured_at = -math.inf
         self._is_paused = False
@@ -206,7 +211,7 @@ class QueuePuller:
                 return ENSURE_RETRY_S
         if self._subscription is None:
             self._inbox = self._nats.new_inbox()
-            self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._take)
+            self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._receive)
         now = time.monotonic()
         for pull in self._plan.next_pulls(self._room(), now):
             await self._publish(pull)
@@ -226,13 +231,10 @@ class QueuePuller:
         return True
 
     async def _publish(self, pull: Pull) -> None:
-        self.stats.pulls += 1
-        if pull.is_standing:
-            ending = f'"expires":{int(STANDING_S * 1e9)}'
-        else:
-            ending = f'"no_wait":true,"max_bytes":{max(PULL_BYTES, self._nats.max_payload + OVERHEAD_BYTES)}'
-        payload = f'{{"batch":{pull.batch},{ending}}}'.encode()
-        await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
+        payload = _STANDING if pull.is_standing else _PROBE
+        for _ in range(pull.num_pulls):
+            self.stats.pulls += 1
+            await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
 
     async def _withdraw(self) -> None:
         """End all pulls: the server drops those whose inbox nobody listens to."""
@@ -242,32 +244,33 @@ class QueuePuller:
                 await drain(self._nats, subscription)
             elif not self._nats.is_closed:
                 await subscription.unsubscribe()
-        self._plan.forget()
+        self._plan.reset()
 
-    async def _take(self, message: Msg) -> None:
+    async def _receive(self, message: Msg) -> None:
         """Take a request, or the end of a pull."""
         self._woken.set()
         if message.reply:
-            await self._take_request(message)
+            await self._receive_request(message)
         else:
-            self._take_status(message)
+            self._receive_status(message)
 
-    async def _take_request(self, message: Msg) -> None:
+    async def _receive_request(self, message: Msg) -> None:
         request = QueuedRequest(self._nats, message)
-        # One that is handed out again is seldom alone.
-        self._plan.deliver(request.lane, has_more=request.num_pending > 0 or request.num_delivered > 1)
+        # A request that is handed out again is seldom alone, and those beside it are not among the pending ones.
+        again = REDELIVERED if request.num_delivered > 1 else 0
+        self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
         if self._is_paused or self._room() <= -MAX_OVER:
             self.stats.given_back += 1
-            await request.nak(GIVE_BACK_S)
+            await request.nak(NAK_DELAY_S)
             return
         self.stats.handed_over += 1
         self._on_request(request)
 
-    def _take_status(self, message: Msg) -> None:
+    def _receive_status(self, message: Msg) -> None:
         headers = message.headers or {}
-        answer = read_status(headers.get("Status", ""), headers.get("Description", ""))
-        if answer is Answer.MISSING:
+        answer = decode_status(headers.get("Status", ""), headers.get("Description", ""))
+        if answer is PullStatus.MISSING:
             self._is_ensured = False
-        elif answer is Answer.REFUSED:
+        elif answer is PullStatus.REFUSED:
             logger.warning("queue.pull_refused model=%s status=%s", self._model, headers)
-        self._plan.answer(int(message.subject.rpartition(".")[2]), answer, time.monotonic())
+        self._plan.end_pull(int(message.subject.rpartition(".")[2]), answer, time.monotonic())

@@ -6,56 +6,39 @@ shared by all workers of the model. A request leaves its stream when a worker ac
 """
 
 import hashlib
-import logging
-from typing import Any, Final, get_args
+from datetime import datetime
+from typing import Any, Final
 
 import msgspec
 from nats.aio.client import Client
 
-from bus.jetstream import NO_CONSUMER, NO_STORAGE, NO_STREAM, ApiError, ask, create_stream, nanoseconds
-from bus.subjects import Subjects, encode_token
-from schemas.errors import BusBroken, PermissionDenied
-from schemas.request import Lane
+from ...schemas.errors import BusBroken, PermissionDenied
+from ...schemas.request import Lane
+from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds
+from ..subjects import LANES, Subjects, encode_token
+from .limits import QueueLimits
 
 __all__ = [
-    "LANES",
+    "STREAM_LANES",
     "QueueDepth",
-    "QueueLimits",
-    "Stored",
+    "StoredRange",
     "ensure_queue",
     "queue_depths",
     "stored_in",
     "stream_name",
 ]
 
-logger = logging.getLogger(__name__)
-
-LANES: Final[tuple[Lane, ...]] = get_args(Lane)
-"""In the order in which workers empty them."""
 DUPLICATE_WINDOW_S: Final = 120.0
 """For how long the server knows what it has stored: far longer than anyone repeats a publish that was not answered."""
 MAX_WAITING: Final = 65_536
 """Pulls that may wait on one lane; each worker has one."""
+REMADE_MARGIN_S: Final = 5.0
+"""A stream takes requests some milliseconds before its consumers are made, and servers of a cluster differ in time."""
 MAX_NAME_CHARS: Final = 240
 """The server allows 255, file systems 255 bytes."""
 
-_STREAMS: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
+STREAM_LANES: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
 """The lanes of each stream."""
-
-
-class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of one model's queue. Workers set them; the last one to start wins."""
-
-    max_msgs: int = 65_536
-    """Requests that wait in the lanes high, normal and low: minutes of work for hundreds of GPUs."""
-    max_bytes: int = 1024**3
-    """Their total size: as many requests with prompts of 4,000 tokens. Set aside on the server's disk where it can."""
-    resume_max_msgs: int = 1_000_000
-    """Resumed requests: more than a fleet can have in flight."""
-    resume_max_bytes: int = 4 * 1024**3
-    """Their total size."""
-    ack_wait_s: float = 5.0
-    """After this long without a word from its worker a request goes to another."""
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,24 +52,30 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that a worker was handed and has not acked yet."""
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sequence numbers one lane of a queue may hold, waiting or in a worker's hand, at one moment."""
+class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sequence numbers one lane of a queue may hold, waiting or with a worker, at one moment.
 
-    first_seq: int = 1
-    """Of its stream, with those of the other lanes there."""
-    last_seq: int = 0
+    It is read from the lane's consumer alone: `STREAM.INFO` would also list whose requests wait.
+    """
+
     delivered_seq: int = 0
-    """The last that was handed to a worker."""
+    """The last that a worker was handed."""
     acked_seq: int = 0
     """The last that was acked together with all before it."""
     has_waiting: bool = False
+    age_s: float = 0.0
+    """Seconds since the consumer was created."""
 
-    def may_hold(self, seq: int) -> bool:
-        """Whether the request with this number may be there; it was stored before the moment.
+    def may_hold(self, seq: int, stored_for_s: float) -> bool:
+        """Return whether the request with this number may be there.
 
-        False is certain. True may last until what was handed out before it has been acked.
+        False is certain. True may last until the requests that were handed out before it have been acked.
+
+        Args:
+            seq: of a request that the queue has confirmed.
+            stored_for_s: seconds since then. A consumer that is younger belongs to a queue that was lost and made anew.
         """
-        if not self.first_seq <= seq <= self.last_seq:
+        if self.age_s + REMADE_MARGIN_S < stored_for_s:
             return False
         return self.has_waiting if seq > self.delivered_seq else seq > self.acked_seq
 
@@ -106,26 +95,50 @@ def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
 
 
 async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: QueueLimits | None = None) -> None:
-    """Make the streams and consumers of `model`, or bring them to `limits` where they differ; safe to repeat.
+    """Make the streams and consumers of `model` that are missing; safe to repeat.
 
-    What waits in them stays. Where all is as it should be, it takes no right to change anything.
+    Those that exist stay as they are, whatever their limits: a lower bound would delete requests that wait. If nothing
+    is missing, the caller needs no right to change anything.
 
     Raises:
         BusBroken: JetStream does not answer or refuses, quoting it.
     """
     limits = limits or QueueLimits()
     try:
-        for lanes in _STREAMS:
-            config = _stream_config(subjects, model, lanes, limits)
-            await _ensure_stream(nats, config)
+        for lanes in STREAM_LANES:
             for lane in lanes:
-                await _ensure_consumer(nats, subjects, model, lane, config["max_msgs"], limits.ack_wait_s)
+                await _ensure_lane(nats, subjects, model, lane, limits)
     except ApiError as error:
         raise BusBroken(f"the queue of {model!r} cannot be made: {error}") from error
     except PermissionDenied as error:
         raise BusBroken(
-            f"the queue of {model!r} is not there as needed, and {error}; an admin makes it: rollbus make-queue {model}"
+            f"the queue of {model!r} is not there, and {error}; an admin makes it: rollbus make-queue {model}"
         ) from error
+
+
+async def _ensure_lane(nats: Client, subjects: Subjects, model: str, lane: Lane, limits: QueueLimits) -> None:
+    name = stream_name(subjects, model, lane)
+    try:
+        await ask(nats, f"CONSUMER.INFO.{name}.{lane}")
+        return
+    except ApiError as error:
+        if error.code not in {NO_STREAM, NO_CONSUMER}:
+            raise
+        has_stream = error.code == NO_CONSUMER
+    if not has_stream:
+        lanes = next(lanes for lanes in STREAM_LANES if lane in lanes)
+        await create_stream(nats, _stream_config(subjects, model, lanes) | limits.of_stream(lane))
+    consumer = {
+        "durable_name": lane,
+        "filter_subject": subjects.requests_in(model, lane),
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(limits.ack_wait_s),
+        "max_deliver": -1,
+        "max_ack_pending": -1,  # a lane never stalls because workers hold much
+        "max_waiting": MAX_WAITING,
+    }
+    await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": consumer, "action": ""})
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
@@ -149,33 +162,34 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
     return tuple(depths)
 
 
-async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) -> Stored:
+async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) -> StoredRange:
     """What a lane of the queue of `model` may hold now; nothing where there is no queue.
-
-    Who asks needs no right to read the queue, which would be that to read others' requests.
 
     Raises:
         BusBroken: JetStream does not answer.
     """
     stream = stream_name(subjects, model, lane)
     try:
-        state = (await ask(nats, f"STREAM.INFO.{stream}"))["state"]
         consumer = await ask(nats, f"CONSUMER.INFO.{stream}.{lane}")
     except ApiError as error:
         if error.code in {NO_STREAM, NO_CONSUMER}:
-            return Stored()
+            return StoredRange()
         raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
-    return Stored(
-        first_seq=state["first_seq"],
-        last_seq=state["last_seq"],
+    return StoredRange(
         delivered_seq=consumer["delivered"]["stream_seq"],
         acked_seq=consumer["ack_floor"]["stream_seq"],
         has_waiting=consumer["num_pending"] > 0,
+        age_s=_age_s(consumer),
     )
 
 
-def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limits: QueueLimits) -> dict[str, Any]:
-    is_resume = "resume" in lanes
+def _age_s(consumer: dict[str, Any]) -> float:
+    """Return the seconds since a consumer was created, by the server's clock alone."""
+    now, created = (datetime.fromisoformat(consumer[name]) for name in ("ts", "created"))
+    return (now - created).total_seconds()
+
+
+def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...]) -> dict[str, Any]:
     return {
         "name": stream_name(subjects, model, lanes[0]),
         "subjects": [subjects.requests_in(model, lane) for lane in lanes],
@@ -183,58 +197,6 @@ def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...], limi
         "retention": "workqueue",
         "storage": "file",
         "discard": "new",
-        "max_msgs": limits.resume_max_msgs if is_resume else limits.max_msgs,
-        "max_bytes": limits.resume_max_bytes if is_resume else limits.max_bytes,
         "allow_msg_ttl": True,
         "duplicate_window": nanoseconds(DUPLICATE_WINDOW_S),
     }
-
-
-async def _ensure_stream(nats: Client, config: dict[str, Any]) -> None:
-    name = config["name"]
-    try:
-        present = (await ask(nats, f"STREAM.INFO.{name}"))["config"]
-    except ApiError as error:
-        if error.code != NO_STREAM:
-            raise
-        await create_stream(nats, config)
-        return
-    if _is_within(config, present):
-        return
-    try:
-        # Over what is there, so that an operator's replicas and placement stay.
-        await ask(nats, f"STREAM.UPDATE.{name}", {**present, **config})
-    except ApiError as error:
-        if error.code != NO_STORAGE:
-            raise
-        logger.warning("jetstream.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
-
-
-async def _ensure_consumer(
-    nats: Client, subjects: Subjects, model: str, lane: Lane, max_msgs: int, ack_wait_s: float
-) -> None:
-    name = stream_name(subjects, model, lane)
-    config = {
-        "durable_name": lane,
-        "filter_subject": subjects.requests_in(model, lane),
-        "deliver_policy": "all",
-        "ack_policy": "explicit",
-        "ack_wait": nanoseconds(ack_wait_s),
-        "max_deliver": -1,
-        "max_ack_pending": max_msgs,  # all of them: a lane never stalls because workers hold much
-        "max_waiting": MAX_WAITING,
-    }
-    try:
-        if _is_within(config, (await ask(nats, f"CONSUMER.INFO.{name}.{lane}"))["config"]):
-            return
-    except ApiError as error:
-        if error.code != NO_CONSUMER:
-            raise
-    await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": config, "action": ""})
-
-
-def _is_within(wanted: object, present: object) -> bool:
-    """Whether `present` has all that is `wanted`; servers add fields of their own."""
-    if isinstance(wanted, dict) and isinstance(present, dict):
-        return all(_is_within(value, present.get(name)) for name, value in wanted.items())
-    return wanted == present

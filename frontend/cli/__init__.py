@@ -1,5 +1,5 @@
 """The `rollbus` command line: one file in `frontend/cli/commands` for each subcommand."""
 
-from frontend.cli.app import main
+from .app import main
 
 __all__ = ["main"]

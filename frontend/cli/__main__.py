@@ -1,7 +1,7 @@
-"""`python -m frontend.cli` is `rollbus`."""
+"""`python -m rollbus.frontend.cli` is `rollbus`."""
 
 import sys
 
-from frontend.cli.app import main
+from .app import main
 
 sys.exit(main())

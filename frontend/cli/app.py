@@ -11,40 +11,36 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, cast
 
-from frontend.cli import commands
-from frontend.cli.console import log_notes, note
-from frontend.cli.exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
-from schemas.errors import RollbusError
+from ... import __version__
+from ...schemas.errors import RollbusError
+from . import commands
+from .console import log_notes, note
+from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
 
-__all__ = ["Command", "build_parser", "cancel_on_signals", "main", "run_async"]
+__all__ = ["CliCommand", "build_parser", "main", "run_async", "until_signalled"]
 
 logger = logging.getLogger("rollbus")
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 DEFAULT_FLEET = "default"
-LOGIN_VARIABLES = {
-    "creds": "ROLLBUS_CREDS",
-    "tls-ca": "ROLLBUS_TLS_CA",
-    "tls-cert": "ROLLBUS_TLS_CERT",
-    "tls-key": "ROLLBUS_TLS_KEY",
-}
-"""Options that say as whom to connect, and the environment variables that say so to whatever this process starts."""
-LOGIN_HELP = {
-    "creds": "credentials of the NATS user to connect as",
-    "tls-ca": "certificates to trust",
-    "tls-cert": "certificate to show to the server",
-    "tls-key": "its key",
-}
-LOGIN_NONE = {"creds": "none", "tls-ca": "the system's", "tls-cert": "none", "tls-key": "none"}
+CREDENTIALS_VARIABLE = "ROLLBUS_CREDS"
+LOGIN_OPTIONS = (
+    ("creds", CREDENTIALS_VARIABLE, "credentials of the NATS user to connect as", "none"),
+    ("tls-ca", "ROLLBUS_TLS_CA", "certificates to trust", "the system's"),
+    ("tls-cert", "ROLLBUS_TLS_CERT", "certificate to show to the server", "none"),
+    ("tls-key", "ROLLBUS_TLS_KEY", "its key", "none"),
+)
+"""Options that name the login, each with its environment variable, which child processes read, its help and default."""
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
 
 
-class Command(Protocol):
+class CliCommand(Protocol):
     """What a module in `frontend/cli/commands` has."""
 
     HELP: str
@@ -53,8 +49,8 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the subcommand's own options. With `READS_NO_CREDENTIALS` it sees to `--creds` and `--fleet` itself."""
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it and return the exit code."""
+    def run(self, args: argparse.Namespace) -> int | Coroutine[object, object, int]:
+        """Do it and return the exit code; or return the coroutine that does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _set_up_logs(args)
     if not args.verbose:
         sys.excepthook = _report_bug
-    command: Command = args.command
+    command: CliCommand = args.command
     try:
-        _take_login(args)
-        return command.run(args)
+        _apply_login(args)
+        outcome = command.run(args)
+        return outcome if isinstance(outcome, int) else run_async(outcome)
     except KeyboardInterrupt:
         note("rollbus: interrupted")
         return INTERRUPTED
@@ -80,31 +77,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_up_logs(args: argparse.Namespace) -> None:
-    from bus.logs import set_up
+    from ...bus.logs import set_up
 
     set_up(logging.DEBUG if args.verbose else logging.WARNING, args.log_format, "%(levelname)s %(name)s: %(message)s")
     if args.log_format == "json":
         log_notes()
 
 
-def _take_login(args: argparse.Namespace) -> None:
+def _apply_login(args: argparse.Namespace) -> None:
     """Put into the environment what options say of the login, for this process and its children; choose the fleet.
 
     Raises:
         BusBroken: the credentials cannot be read.
     """
-    for option, variable in LOGIN_VARIABLES.items():
+    for option, variable, _, _ in LOGIN_OPTIONS:
         path = getattr(args, option.replace("-", "_"))
         if path:
             os.environ[variable] = str(Path(path).absolute())
     if args.fleet is None and not getattr(args.command, "READS_NO_CREDENTIALS", False):
-        args.fleet = _fleet_of(os.environ.get(LOGIN_VARIABLES["creds"]))
+        args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
 
 
 def _fleet_of(credentials: str | None) -> str:
     if not credentials:
         return DEFAULT_FLEET
-    from bus.credentials import load_credentials
+    from ...bus.auth.credentials import load_credentials
 
     return load_credentials(credentials).fleet
 
@@ -119,8 +116,9 @@ def run_async(coroutine: Coroutine[object, object, int]) -> int:
         return runner.run(coroutine)
 
 
-def cancel_on_signals() -> None:
-    """Have SIGINT and SIGTERM cancel the current task, each of them and each time."""
+@contextmanager
+def until_signalled() -> Iterator[None]:
+    """Run the block until SIGINT or SIGTERM cancels the current task; each further signal cancels what stops it."""
     import asyncio
     import signal
 
@@ -129,6 +127,11 @@ def cancel_on_signals() -> None:
         raise RuntimeError("not called in a task")
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        # Only the signals cancel this task.
+        note("stopped")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,9 +141,10 @@ def build_parser() -> argparse.ArgumentParser:
         description="The message bus between RL trainers and a fleet of vLLM workers.",
         epilog=EXIT_CODES,
     )
+    parser.add_argument("--version", action="version", version=f"rollbus {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND [options]")
     for module in pkgutil.iter_modules(commands.__path__):
-        command = cast(Command, importlib.import_module(f"{commands.__name__}.{module.name}"))
+        command = cast(CliCommand, importlib.import_module(f"{commands.__name__}.{module.name}"))
         subparser = subcommands.add_parser(
             module.name.replace("_", "-"),
             help=command.HELP,
@@ -163,10 +167,8 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         help=f"address of the NATS server (default: $ROLLBUS_NATS or {DEFAULT_NATS})",
     )
     group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
-    for option, variable in LOGIN_VARIABLES.items():
-        group.add_argument(
-            f"--{option}", metavar="FILE", help=f"{LOGIN_HELP[option]} (default: ${variable}, or {LOGIN_NONE[option]})"
-        )
+    for option, variable, what, default in LOGIN_OPTIONS:
+        group.add_argument(f"--{option}", metavar="FILE", help=f"{what} (default: ${variable}, or {default})")
     group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="of what is on stderr; json: one object a line"

@@ -3,8 +3,17 @@
 import argparse
 import json
 import re
+from pathlib import Path
 
-__all__ = ["json_object", "non_negative_int", "positive_float", "positive_int", "without_password"]
+__all__ = [
+    "add_tokenizer",
+    "host_name",
+    "json_object",
+    "non_negative_int",
+    "positive_float",
+    "positive_int",
+    "without_password",
+]
 
 
 def positive_int(text: str) -> int:
@@ -37,6 +46,23 @@ def json_object(text: str) -> str:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
     return text
+
+
+def host_name(text: str) -> str:
+    """The name of a host, in lower case, without a port."""
+    if not re.fullmatch(r"[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a host, such as fleet.example.com")
+    return text.lower()
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add --tokenizer."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        type=Path,
+        help="folder of the tokenizer (default: that of a worker on this machine)",
+    )
 
 
 def without_password(url: str) -> str:

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["log_notes", "note", "plain_table", "print_json", "print_table", "program", "progress", "say", "waiting"]
+__all__ = ["log_notes", "note", "plain_table", "print_json", "print_table", "program", "progress", "waiting", "write"]
 
-_notes = logging.getLogger("rollbus")
-# Above all: notes are no log until `log_notes` says so.
-_notes.setLevel(logging.CRITICAL + 1)
+# Above all: notes are no log until `log_notes` says so. None of `getLogger`, which would be above our modules' loggers.
+_notes = logging.Logger("rollbus", logging.CRITICAL + 1)  # noqa: LOG001
+_notes.parent = logging.getLogger()
 
 
-def say(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
+def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
     """Write a line on `out`, by default stdout, at once; nothing when its reader has had enough, as `head` has."""
     out = out or sys.stdout
     try:
@@ -36,7 +36,7 @@ def note(text: str, level: int = logging.INFO) -> None:
     if _notes.isEnabledFor(level):
         _notes.log(level, "%s", text)
     else:
-        say(text, out=sys.stderr)
+        write(text, out=sys.stderr)
 
 
 def log_notes() -> None:
@@ -48,14 +48,14 @@ def print_json(value: object) -> None:
     """Print `value` as one line of JSON on stdout."""
     import msgspec
 
-    say(msgspec.json.encode(value).decode())
+    write(msgspec.json.encode(value).decode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: IO[str] | None = None) -> None:
     """Print a table on `out`, by default stdout."""
     out = out or sys.stdout
     if not out.isatty():
-        say(plain_table(columns, rows), out=out)
+        write(plain_table(columns, rows), out=out)
         return
     from rich.console import Console
     from rich.table import Table
@@ -82,7 +82,7 @@ def program() -> str:
     """How this program is called where the user is, for commands to copy."""
     script = Path(sys.argv[0])
     if script.name != "rollbus":
-        return "python -m frontend.cli"
+        return "python -m rollbus.frontend.cli"
     return "rollbus" if shutil.which("rollbus") else os.path.relpath(script)
 
 

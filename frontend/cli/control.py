@@ -1,34 +1,29 @@
 """What the commands to workers have in common: their options, their progress, and how their answers are shown."""
 
 import argparse
+import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
-from frontend.cli.arguments import positive_float, positive_int
-from frontend.cli.exits import CommandFailed, ExitCode, exit_code_of_ledger
+from ...schemas.weights import WeightSource
+from .arguments import positive_float, positive_int
+from .exits import CommandFailed, ExitCode, exit_code_of_ledger
 
 if TYPE_CHECKING:
-    from bus import CommandIncomplete, Fleet, Ledger
-    from bus.client.fleet import SendOptions
-    from schemas.control import Ack
+    from ...bus import CommandIncomplete, CommandResult, Fleet
+    from ...bus.client.fleet import SendOptions
+    from ...schemas.control import Ack
 
-__all__ = ["AckCounter", "Act", "Source", "add_send_options", "add_source_options", "run_control", "source_of"]
-
-
-class Source(TypedDict):
-    """Where something is that is to be loaded, as keyword arguments of `rb.fleet`: one of the two."""
-
-    path: str | None
-    objects: str | None
+__all__ = ["AckCounter", "add_send_options", "add_source_options", "command", "source_of"]
 
 
 EXPECT_WITHIN_S = 5.0
 """For expected workers to be heard; live ones announce themselves every second."""
 
-Act = Callable[["Fleet", "SendOptions"], Awaitable["Ledger"]]
-"""Gives the command to a fleet."""
+Send = Callable[[argparse.Namespace, "Fleet", "SendOptions"], Awaitable["CommandResult"]]
+"""Sends a command to a fleet, as the arguments say."""
 
 
 def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True) -> None:
@@ -76,30 +71,28 @@ def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def source_of(args: argparse.Namespace) -> Source:
-    """Where PATH is, as `rb.fleet` takes it; a path is made absolute and nothing more, as links may differ elsewhere.
+def source_of(args: argparse.Namespace) -> WeightSource:
+    """Where PATH is. A path is made absolute and nothing more, as links may differ elsewhere.
 
     Raises:
         CommandFailed: there is nothing to upload.
     """
     if args.objects:
-        return {"path": None, "objects": args.path}
+        return WeightSource(objects=args.path)
     path = str(Path(args.path).absolute())
     if args.upload and not Path(path).is_dir():
         raise CommandFailed(f"--upload {args.path}: not a folder on this machine", ExitCode.USAGE)
-    return {"path": path, "objects": None}
+    return WeightSource(path=path)
 
 
-def run_control(args: argparse.Namespace, act: Act) -> int:
-    """Give the command, wait for all answers, show them, and return the exit code."""
-    from frontend.cli.app import run_async
-
-    return run_async(_control(args, act))
+def command(send: Send) -> Callable[[argparse.Namespace], Coroutine[object, object, int]]:
+    """Make a subcommand's `run`: it sends one command, waits for all answers, shows them, and returns the exit code."""
+    return functools.partial(_control, send)
 
 
-async def _control(args: argparse.Namespace, act: Act) -> int:
-    import bus
-    from frontend.cli.console import note, waiting
+async def _control(send: Send, args: argparse.Namespace) -> int:
+    from ... import bus
+    from .console import note, waiting
 
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
@@ -107,9 +100,9 @@ async def _control(args: argparse.Namespace, act: Act) -> int:
             if args.expect is not None:
                 await _expect(args.expect, args.model, rb.fleet)
             options = _send_options(args)
-            options["on_ack"] = AckCounter(show).take
+            options["on_ack"] = AckCounter(show).add
             try:
-                ledger = await act(rb.fleet, options)
+                ledger = await send(args, rb.fleet, options)
             except bus.CommandIncomplete as error:
                 incomplete, ledger = error, error.ledger
     _show(args, ledger)
@@ -127,12 +120,12 @@ async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
     deadline = time.monotonic() + EXPECT_WITHIN_S
     while True:
         workers = (await fleet.state()).workers
-        heard = [worker.worker for worker in workers if model in (None, worker.model)]
-        if len(heard) >= count:
+        present = [worker.worker for worker in workers if model in (None, worker.model)]
+        if len(present) >= count:
             return
         if time.monotonic() >= deadline:
-            names = f": {', '.join(heard)}" if heard else ""
-            problem = f"only {len(heard)} of {count} expected workers were heard, so nothing was sent{names}"
+            names = f": {', '.join(present)}" if present else ""
+            problem = f"only {len(present)} of {count} expected workers were heard, so nothing was sent{names}"
             raise CommandFailed(problem, ExitCode.NO_WORKERS)
 
 
@@ -145,16 +138,16 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
     return options
 
 
-def _show(args: argparse.Namespace, ledger: "Ledger") -> None:
-    from frontend.cli.console import print_json, print_table, say
-    from frontend.cli.ledger import COLUMNS, ledger_rows, summary
-    from frontend.ledger import ledger_as_json
+def _show(args: argparse.Namespace, ledger: "CommandResult") -> None:
+    from ..ledger import ledger_as_json
+    from .console import print_json, print_table, write
+    from .ledger import COLUMNS, ledger_rows, summary
 
     if args.json:
         print_json(ledger_as_json(ledger))
         return
     print_table(COLUMNS, ledger_rows(ledger))
-    say(summary(ledger))
+    write(summary(ledger))
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -173,8 +166,8 @@ class AckCounter:
         self._command = ""
         self._stages: dict[str, str] = {}
 
-    def take(self, ack: "Ack") -> None:
-        """Take a worker's answer."""
+    def add(self, ack: "Ack") -> None:
+        """Count a worker's answer and show the new sum."""
         if ack.id != self._command:
             # An update asks twice: whether it can be done, then to do it.
             self._command, self._stages = ack.id, {}

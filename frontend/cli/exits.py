@@ -1,12 +1,13 @@
 """How a command ends: its exit code and the one line on stderr that says why."""
 
 import enum
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, RollbusError
+from ...schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, RollbusError
 
 if TYPE_CHECKING:
-    from bus import Ledger
+    from ...bus import CommandResult
 
 __all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of", "exit_code_of_ledger"]
 
@@ -50,7 +51,7 @@ def exit_code_of(error: RollbusError | OSError) -> ExitCode:
             return ExitCode.FAILED
 
 
-def exit_code_of_ledger(ledger: "Ledger") -> ExitCode:
+def exit_code_of_ledger(ledger: "CommandResult") -> ExitCode:
     """The exit code that fits what the workers answered to a command.
 
     Some applied it and some did not: partial. None did, and none said why: timeout. Else: failed.
@@ -65,15 +66,16 @@ def exit_code_of_ledger(ledger: "Ledger") -> ExitCode:
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError | None:
     """The error in `group` to show: a `CommandFailed` before others, as those may be its consequences."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            leaves.append(error)
+    leaves = list(_leaves(group))
     shown = [leaf for leaf in leaves if isinstance(leaf, (RollbusError, OSError))]
     if len(shown) < len(leaves):
         return None
     return min(shown, key=lambda leaf: not isinstance(leaf, CommandFailed))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for each in error.exceptions:
+        yield from _leaves(each)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from schemas.rows import Rows
+from ...schemas.rows import Rows
 
 __all__ = ["COLUMNS", "count_experts", "expert_rows"]
 

@@ -1,13 +1,18 @@
-"""Figures that were measured several times, and how a table shows them."""
+"""Figures that are measured in several rounds, and how tables and JSON show them; all benches use these."""
 
+import os
+import platform
 import statistics
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["Spread", "digits", "percentile"]
+__all__ = ["Spread", "Value", "as_json", "cell", "in_turns", "machine", "percentile", "spreads"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +30,50 @@ class Spread:
 
     def text(self) -> str:
         """As a table has it: `median (low to high)`, or the median alone where all are the same."""
-        shown = digits(self.median)
+        shown = _digits(self.median)
         median = f"{self.median:,.{shown}f}"
         return median if self.low == self.high else f"{median} ({self.low:,.{shown}f} to {self.high:,.{shown}f})"
 
 
-def digits(value: float) -> int:
+Value = Spread | float | int | str
+"""Content of a table's cell."""
+
+
+def in_turns(rounds: int, sides: Iterable[T]) -> Iterator[T]:
+    """Yield every side once in each round: what slows the machine down slows all sides."""
+    every = list(sides)
+    for _ in range(rounds):
+        yield from every
+
+
+def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Return the median and range of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {name: Spread.of([figures[name] for figures in rounds if name in figures]) for name in names}
+
+
+def cell(value: Value) -> str:
+    """Return a value as text, with as many digits as it is worth."""
+    if isinstance(value, Spread):
+        return value.text()
+    if isinstance(value, float):
+        return f"{value:,.{_digits(value)}f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def as_json(value: Value) -> object:
+    """Return a value in JSON's types: a spread is an object."""
+    return asdict(value) if isinstance(value, Spread) else value
+
+
+def _digits(value: float) -> int:
     """How many are worth showing behind the point: three figures at least."""
     return next((shown for shown, limit in enumerate((100, 10, 1)) if abs(value) >= limit), 3)
+
+
+def machine() -> str:
+    """What figures were measured on."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def percentile(values: "Sequence[float] | array[float]", percent: float) -> float:

@@ -6,10 +6,10 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from bus import FleetState, QueueDepth
-from schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
-from schemas.desired import DesiredState, Recorded
-from schemas.presence import Capabilities, WorkerPresence
+from ...bus import FleetState, QueueDepth
+from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
+from ...schemas.desired import DesiredState, Recorded
+from ...schemas.presence import Capabilities, WorkerPresence
 
 __all__ = [
     "DESIRED_COLUMNS",

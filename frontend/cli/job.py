@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import bus
-from bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
-from frontend.cli.console import progress
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.prompts import Defaults, InputSummary, Prompt, read_prompts
-from frontend.cli.results import ResultsFile, error_line, first_error, result_line
-from frontend.cli.serving import serving_workers
-from frontend.tokenization import Tokenizer, load_tokenizer
-from schemas.presence import WorkerPresence
+from ... import bus
+from ...bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
+from ...schemas.presence import WorkerPresence
+from ..tokenization import Tokenizer, load_tokenizer
+from .console import progress
+from .exits import CommandFailed, ExitCode
+from .prompts import Defaults, InputSummary, PromptLine, read_prompts
+from .results import ResultsFile, error_line, first_error, result_line
+from .serving import serving_workers
 
-__all__ = ["Counts", "Job"]
+__all__ = ["Counts", "GenerateRun"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Counts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class GenerateRun:
     """The prompts of `input` that have no result yet; in memory is only what is in flight."""
 
     input: Path
@@ -47,7 +47,7 @@ class Job:
     shows_progress: bool = True
     counts: Counts = field(default_factory=Counts)
     _tokenizer: Tokenizer | None = None
-    _in_flight: dict[str, Prompt] = field(default_factory=dict)
+    _in_flight: dict[str, PromptLine] = field(default_factory=dict)
 
     async def run(self, nats_url: str, fleet: str) -> int:
         """Generate for all of them.
@@ -72,7 +72,7 @@ class Job:
         with progress("generating", self.summary.num_prompts, done=before, shown=self.shows_progress) as advance:
             try:
                 async for generation in rb.complete_many(self._requests(advance), max_in_flight=self.max_in_flight):
-                    self._take(generation)
+                    self._add_generation(generation)
                     advance()
                     self.counts.seconds = round(time.monotonic() - started, 3)
             except NoWorkers as exc:
@@ -86,23 +86,23 @@ class Job:
             try:
                 request = prompt.request(self._tokenizer)
             except InvalidRequest as exc:
-                self._take_error(prompt, exc)
+                self._add_error(prompt, exc)
                 advance()
                 continue
             self._in_flight[prompt.request_id] = prompt
             yield request
 
-    def _take(self, generation: Generation) -> None:
+    def _add_generation(self, generation: Generation) -> None:
         prompt = self._in_flight.pop(generation.request_id)
         error = first_error(generation)
         if error is not None:
-            self._take_error(prompt, error)
+            self._add_error(prompt, error)
             return
         self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
         self.counts.done += 1
         self.counts.tokens += sum(len(sample.token_ids) for sample in (generation, *generation.siblings))
 
-    def _take_error(self, prompt: Prompt, error: RequestError) -> None:
+    def _add_error(self, prompt: PromptLine, error: RequestError) -> None:
         self.results.append(error_line(prompt, error))
         self.counts.failed += 1
         self.counts.retryable += error.retryable

@@ -3,18 +3,20 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from frontend.ledger import RESULTS, ledger_lines
+from ..ledger import RESULTS, ledger_lines
 
 if TYPE_CHECKING:
-    from bus import Ledger
-    from schemas.control import Ack
+    from ...bus import CommandResult
+    from ...schemas.control import Ack, Verified
 
 __all__ = ["COLUMNS", "ledger_rows", "summary"]
 
+MAX_NAMED = 3
+"""Modules that a line names; `--json` has more."""
 COLUMNS = ("worker", "result", "version", "seconds", "why")
 
 
-def ledger_rows(ledger: "Ledger") -> list[list[str]]:
+def ledger_rows(ledger: "CommandResult") -> list[list[str]]:
     """The cells of `COLUMNS` for each worker, those that applied the command first."""
     return [
         [
@@ -28,7 +30,7 @@ def ledger_rows(ledger: "Ledger") -> list[list[str]]:
     ]
 
 
-def summary(ledger: "Ledger") -> str:
+def summary(ledger: "CommandResult") -> str:
     """The ledger in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
     applied, total = len(ledger.applied), sum(1 for _ in ledger_lines(ledger))
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
@@ -37,11 +39,22 @@ def summary(ledger: "Ledger") -> str:
     return "; ".join([text, *others, *([f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else [])])
 
 
-def _what(ledger: "Ledger", ack: "Ack | None") -> str:
+def _what(ledger: "CommandResult", ack: "Ack | None") -> str:
     """What the command did at a worker, where it depends on what was there."""
+    if ack is not None and ack.verified is not None:
+        return _what_was_verified(ack.verified)
     if ack is None or ledger.command != "abort":
         return ""
     return f"ended {', '.join(ack.request_ids)}" if ack.request_ids else "had none of them"
+
+
+def _what_was_verified(verified: "Verified") -> str:
+    text = f"{verified.probed} modules probed, {verified.equal} equal"
+    if not verified.num_unprobed:
+        return text
+    more = verified.num_unprobed - MAX_NAMED
+    named = ", ".join(verified.unprobed[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{text}, not probed: {named}"
 
 
 def _epochs(epochs: Mapping[str, int]) -> str:

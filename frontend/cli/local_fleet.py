@@ -9,16 +9,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import bus
-from bus.embedded import EmbeddedServer
-from bus.provision import provision
-from bus.server import CREDENTIALS_VARIABLE, Server
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.local_users import LocalUsers
-from frontend.cli.processes import ProcessSpec, run_tool, run_workers
-from frontend.cli.worker_options import python_env, python_module
-from schemas.errors import NoWorkers
-from schemas.presence import WorkerState
+from ... import bus
+from ...bus.auth.tls import TLS_VARIABLES
+from ...bus.control.provision import provision
+from ...bus.nats.embedded import EmbeddedServer
+from ...bus.nats.server import CREDENTIALS_VARIABLE, Server
+from ...schemas.errors import NoWorkers
+from ...schemas.presence import WorkerState
+from .exits import CommandFailed, ExitCode
+from .local_users import LocalUsers
+from .processes import ProcessSpec, run_tool, run_workers
+from .restarts import RestartRule
+from .worker_options import python_env, python_module
 
 __all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet", "worker_names"]
 
@@ -42,12 +44,14 @@ class LocalFleet:
     num_prefill: int = 0
     """The last so many of them compute prompts for the others."""
     worker_flags: Sequence[str] = ()
-    """More flags of `python -m workers`."""
+    """More flags of `python -m rollbus.workers`."""
     nats_port: int = ANY_PORT
     start_timeout_s: float = 1800.0
     """Until all workers serve; loading a large model from a slow disk takes many minutes."""
     served_model: str = ""
     """Its served name, for who makes its queue."""
+    restarts: RestartRule | None = None
+    """How a worker is started again that ends by itself, once all have served; None: it is not."""
     users: LocalUsers | None = None
     """Who may connect; None: everybody, and may do everything."""
     worker_ids: Sequence[str] = field(init=False)
@@ -60,16 +64,20 @@ class LocalFleet:
         """How to start one of the workers."""
         model = () if self.model is None else ("--model", str(self.model))
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
+        # The ids are our own, and a worker is started again only when the process before it has ended.
+        timeout = ("--start-timeout", str(self.start_timeout_s), "--listen-s", "0")
         env = python_env()
-        # That in our own environment is for another server.
-        env.pop(CREDENTIALS_VARIABLE, None)
+        # Those in our own environment are for another server.
+        for variable in (CREDENTIALS_VARIABLE, *TLS_VARIABLES.values()):
+            env.pop(variable, None)
         if self.users is not None:
             env[CREDENTIALS_VARIABLE] = str(self.users.workers[worker_id])
         cores = core_share(self.worker_ids.index(worker_id), self.num_workers, sorted(os.sched_getaffinity(0)))
         # One list is for one process; an engine that spreads over several shares out its cores itself.
         if cores and not any("parallel_size" in flag for flag in self.worker_flags):
             env.setdefault(CORES_VARIABLE, cores)
-        command = [*python_module("workers"), *names, *model, *self._role(worker_id), *self.worker_flags]
+        program = python_module("rollbus.workers")
+        command = [*program, *names, *timeout, *model, *self._role(worker_id), *self.worker_flags]
         return ProcessSpec(worker_id, command, env)
 
     def _role(self, worker_id: str) -> tuple[str, ...]:
@@ -112,7 +120,7 @@ async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> A
         login = Server(server.url, None if users is None else users.frontend)
         async with run_workers([fleet.spec(name, server.url) for name in fleet.worker_ids], on_line) as workers:
             await _wait_until_serving(fleet, login)
-            workers.can_lose_some = True
+            workers.can_lose_some, workers.rule = True, fleet.restarts
             yield login
         watch.cancel()
 
@@ -167,7 +175,7 @@ async def make_tiny_moe(state_dir: Path, *, seed: int = 0) -> Path:
         CommandFailed: that failed; the message says why.
     """
     folder = state_dir / (f"{TINY_MOE}-{seed}" if seed else TINY_MOE)
-    command = [*python_module("workers.engines.vllm.tiny_moe"), "--output", str(folder), "--seed", str(seed)]
+    command = [*python_module("rollbus.workers.engines.vllm.tiny_moe"), "--output", str(folder), "--seed", str(seed)]
     spec = ProcessSpec("making the tiny MoE", command, python_env())
     try:
         await run_tool(spec)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.credentials import Credentials, Role, User, load_credentials
-from bus.users import ensure_users
+from ...bus.auth.credentials import Credentials, Role, User, load_credentials
+from ...bus.auth.users import ensure_users
 
 __all__ = ["LocalUsers", "local_users"]
 
@@ -34,8 +34,8 @@ def local_users(folder: Path, fleet: str, workers: Sequence[str]) -> LocalUsers:
         OSError: it cannot be read or written.
     """
     single = tuple(role for role in Role if role is not Role.WORKER)
-    wanted = [(fleet, role, str(role)) for role in single] + [(fleet, Role.WORKER, name) for name in workers]
-    entries = ensure_users(folder, wanted)
+    listed = [(fleet, role, str(role)) for role in single] + [(fleet, Role.WORKER, name) for name in workers]
+    entries = ensure_users(folder, listed)
     others = {entry.user.role: entry.path for entry in entries if entry.user.role is not Role.WORKER}
     return LocalUsers(
         everybody=tuple(entry.user for entry in entries),

@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.tokenization import Encoder
-from schemas import limits
-from schemas.checks import check_int, describe
-from schemas.errors import InvalidRequest
-from schemas.messages import encode, request_from_json
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from ...schemas import limits
+from ...schemas.checks import check_int, describe
+from ...schemas.errors import InvalidRequest
+from ...schemas.messages import encode, request_from_json
+from ...schemas.request import GenerateRequest
+from ...schemas.sampling import SamplingParams
+from ..tokenization import Encoder
+from .exits import CommandFailed, ExitCode
 
-__all__ = ["Defaults", "InputSummary", "Prompt", "check_input", "parse_prompt", "read_prompts"]
+__all__ = ["Defaults", "InputSummary", "PromptLine", "check_input", "parse_prompt", "read_prompts"]
 
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 REQUEST_FIELDS = frozenset(GenerateRequest.__struct_fields__)
@@ -40,7 +40,7 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptLine:
     """One line of the input, checked as far as that is possible without the model's tokenizer."""
 
     index: int
@@ -74,7 +74,7 @@ class InputSummary:
     has_text: bool
 
 
-def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -> Iterator[Prompt]:
+def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -> Iterator[PromptLine]:
     """Read the prompts of a file one at a time, but for those whose indexes are in `skip`.
 
     Raises:
@@ -129,7 +129,7 @@ def _changed(what: str) -> CommandFailed:
     )
 
 
-def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> Prompt:
+def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
     """Parse and check one line.
 
     Raises:
@@ -150,7 +150,7 @@ def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> Prompt:
         digest = blake2b(f"{start} {text}".encode(), digest_size=16)
     # Neither when nor for whom it runs changes a result; whoever raises the time limit may still resume.
     digest.update(encode(replace(checked, timeout_s=None, priority=0, session_id=None, traceparent=None)))
-    return Prompt(index, checked.request_id, digest.hexdigest(), text, fields)
+    return PromptLine(index, checked.request_id, digest.hexdigest(), text, fields)
 
 
 def _decode(raw: bytes) -> dict[str, object]:

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bus import Generation
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.prompts import Prompt
-from frontend.cli.rows_file import RowsFile
-from frontend.tokenization import Tokenizer
-from schemas.chunk import json_logprobs
-from schemas.errors import InvalidRequest, RequestError
-from schemas.rows import dtype_of
+from ...bus import Generation
+from ...schemas.chunk import json_logprobs
+from ...schemas.errors import InvalidRequest, RequestError
+from ...schemas.rows import dtype_of
+from ..tokenization import Tokenizer
+from .exits import CommandFailed, ExitCode
+from .prompts import PromptLine
+from .rows_file import RowsFile
 
 __all__ = ["ResultsFile", "error_line", "first_error", "open_results", "result_line"]
 
@@ -39,7 +39,7 @@ class _Sibling(msgspec.Struct, frozen=True):
     routed_experts: _Rows | None = None
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _ResultLine(msgspec.Struct, frozen=True):
     """What a second run must know of a line."""
 
     index: int
@@ -55,7 +55,7 @@ class _Line(msgspec.Struct, frozen=True):
                 yield rows.key
 
 
-_line_decoder = msgspec.json.Decoder(_Line)
+_line_decoder = msgspec.json.Decoder(_ResultLine)
 
 
 class ResultsFile:
@@ -148,7 +148,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def result_line(
-    prompt: Prompt, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
+    prompt: PromptLine, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
 ) -> dict[str, object]:
     """The line of a prompt that succeeded; n > 1 samples stand as `siblings` in that of the first.
 
@@ -167,7 +167,7 @@ def result_line(
     return line
 
 
-def error_line(prompt: Prompt, error: RequestError) -> dict[str, object]:
+def error_line(prompt: PromptLine, error: RequestError) -> dict[str, object]:
     """The line of a prompt that failed; the next run tries it again."""
     described: dict[str, object] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if isinstance(error, InvalidRequest):
@@ -186,7 +186,7 @@ def first_error(generation: Generation) -> RequestError | None:
 
 
 def _sample(
-    prompt: Prompt, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
+    prompt: PromptLine, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
 ) -> dict[str, object]:
     sample: dict[str, object] = {"token_ids": generation.token_ids.tolist()}
     if tokenizer is not None:
@@ -211,7 +211,7 @@ def _sample(
     return sample
 
 
-def _routed_experts(prompt: Prompt, generation: Generation, rows: RowsFile | None) -> dict[str, object] | None:
+def _routed_experts(prompt: PromptLine, generation: Generation, rows: RowsFile | None) -> dict[str, object] | None:
     if generation.routed_experts is None:
         return None
     array = np.ascontiguousarray(generation.routed_experts)

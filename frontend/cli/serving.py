@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from bus.protocol.fleet_view import takes_whole
-from frontend.cli.arguments import without_password
-from frontend.cli.exits import CommandFailed, ExitCode
-from schemas.presence import WorkerPresence, WorkerState
+from ...bus.protocol.fleet.presence_table import accepts_whole_requests
+from ...schemas.presence import WorkerPresence, WorkerState
+from .arguments import without_password
+from .exits import CommandFailed, ExitCode
 
 __all__ = ["serving_workers"]
 
@@ -16,10 +16,10 @@ def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: 
     Raises:
         CommandFailed: none does; the message says what they are doing.
     """
-    serving = [worker for worker in workers if worker.state is WorkerState.SERVING and takes_whole(worker)]
+    serving = [worker for worker in workers if worker.state is WorkerState.SERVING and accepts_whole_requests(worker)]
     if not serving:
         others = ", ".join(
-            f"{worker.worker} is {worker.state if takes_whole(worker) else 'there for prefill alone'}"
+            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'there for prefill alone'}"
             for worker in workers
         )
         raise CommandFailed(

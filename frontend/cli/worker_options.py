@@ -4,12 +4,12 @@ import argparse
 import os
 import site
 import sys
-from pathlib import Path
+from collections.abc import Iterable
 
-import frontend
-from frontend.cli.arguments import json_object, non_negative_int
+from .arguments import json_object, non_negative_int
+from .package import PACKAGE
 
-__all__ = ["add_worker_options", "python_env", "python_module", "worker_flags"]
+__all__ = ["add_worker_options", "flags_of", "python_env", "python_module", "worker_flags"]
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
@@ -54,20 +54,12 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
-    """The chosen options as flags of `python -m workers`."""
-    flags = ["--engine", args.engine, "--weight-version", str(args.weight_version)]
-    if args.served_model_name is not None:
-        flags += ["--served-model-name", args.served_model_name]
-    if args.engine_args is not None:
-        flags += ["--engine-args", args.engine_args]
-    if args.kv_transfer_config is not None:
-        flags += ["--kv-transfer-config", args.kv_transfer_config]
-    if args.engine_timeout_s is not None:
-        flags += ["--engine-timeout-s", str(args.engine_timeout_s)]
+    """The chosen options as flags of `python -m rollbus.workers`."""
+    names = ("engine", "weight_version", "served_model_name", "engine_args", "kv_transfer_config", "engine_timeout_s")
+    flags = flags_of(args, names)
     for root in args.weight_roots:
         flags += ["--weight-root", root]
-    if args.cache_dir is not None:
-        flags += ["--cache-dir", args.cache_dir]
+    flags += flags_of(args, ("cache_dir",))
     if args.no_prove_reload:
         flags.append("--no-prove-reload")
     if args.verbose:
@@ -77,18 +69,24 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
     return flags
 
 
+def flags_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of the options `names` that have a value, as flags."""
+    given = ((name, getattr(args, name)) for name in names)
+    return [text for name, value in given if value is not None for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
 def python_module(module: str) -> list[str]:
     """The command that runs one of our modules.
 
-    -P: a folder named `workers` or `bus` where the user happens to stand must not be taken for ours.
+    -P: a folder named `rollbus` where the user happens to stand must not be taken for ours.
     """
     return [sys.executable, "-P", "-m", module]
 
 
 def python_env() -> dict[str, str]:
-    """The environment of such a command: it finds our packages where this process found them."""
+    """Return the environment of a child process, which finds `rollbus` where this process found it."""
     env = dict(os.environ)
-    root = str(Path(frontend.__file__).resolve().parent.parent)
+    root = str(PACKAGE.parent)
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in site.getsitepackages() and root not in paths:
         env["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -1,12 +1,12 @@
-"""Who may call which routes: bearer tokens, compared in constant time."""
+"""Who calls, and which routes they may call: bearer tokens, compared in constant time."""
 
 import hmac
 
 from starlette.requests import Request
 
-from frontend.http.errors import HttpError
+from .errors import HttpError
 
-__all__ = ["check_access"]
+__all__ = ["check_access", "user_of"]
 
 
 def check_access(request: Request, *tokens: str | None) -> None:
@@ -15,17 +15,26 @@ def check_access(request: Request, *tokens: str | None) -> None:
     Raises:
         HttpError: 401.
     """
-    if tokens[0] is None:
+    if tokens[0] is None or _place_of_token(request, *tokens) is not None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        for token in tokens:
-            if token is not None and hmac.compare_digest(given.strip().encode(), token.encode()):
-                return
-    problem = "is wrong" if scheme else "is missing"
+    problem = "is wrong" if "authorization" in request.headers else "is missing"
     raise HttpError(
         401,
         f"the bearer token {problem}; allowed: Authorization: Bearer TOKEN",
         code="unauthorized",
         headers={"WWW-Authenticate": "Bearer"},
     )
+
+
+def user_of(request: Request, *tokens: str | None) -> str:
+    """Return what tells the user of a request from others: which of `tokens` it has, and its address."""
+    return f"{_place_of_token(request, *tokens)} {request.client.host if request.client else None}"
+
+
+def _place_of_token(request: Request, *tokens: str | None) -> int | None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        for place, token in enumerate(tokens):
+            if token is not None and hmac.compare_digest(given.strip().encode(), token.encode()):
+                return place
+    return None

@@ -1,13 +1,24 @@
 """What the routes for tokens answer, for the OpenAPI document.
 
-Answers are written piece by piece, not made of these structs: the tests hold the ones against the others.
+Small parts of answers are made of these structs. Long answers are written piece by piece: the tests hold them against
+these structs.
 """
 
 from typing import Literal
 
 import msgspec
 
-__all__ = ["ChatAnswer", "CompletionAnswer", "GenerateAnswer"]
+__all__ = [
+    "CachedTokens",
+    "ChatAnswer",
+    "CompletionAnswer",
+    "GenerateAnswer",
+    "Message",
+    "OfPrompt",
+    "SampledToken",
+    "TopToken",
+    "Usage",
+]
 
 
 class CachedTokens(msgspec.Struct):
@@ -38,7 +49,7 @@ class RoutedExperts(msgspec.Struct):
     dtype: Literal["uint8", "uint16"]
 
 
-class OfPrompt(msgspec.Struct):
+class OfPrompt(msgspec.Struct, gc=False):
     """A token of the prompt, or one that was likely in its place."""
 
     logprob: float
@@ -50,7 +61,7 @@ PromptLogprobs = list[dict[str, OfPrompt] | None] | None
 """By position, and there by token id; null for the first one."""
 
 
-class TopToken(msgspec.Struct):
+class TopToken(msgspec.Struct, gc=False):
     """A token that was likely."""
 
     token: str

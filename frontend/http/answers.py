@@ -4,18 +4,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 
-import bus
-from frontend.http.calls import until_disconnect
-from frontend.http.merge import first_error, merged
-from frontend.http.service import Service
-from frontend.http.stops import AnswerText
-from frontend.http.tokens import Tokens
+from ... import bus
+from .answer_types import CachedTokens, Usage
+from .calls import first_error, until_disconnect
+from .merge import merged
+from .service import Service
+from .stops import AnswerText
+from .tokens import Tokens
 
-__all__ = ["Choice", "Update", "take_whole", "updates", "usage_of"]
+__all__ = ["Choice", "Update", "collect_answers", "updates", "usage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Choice:
 
     Args:
         index: among the answers to one HTTP request.
-        wanted: what it answers.
+        request: what it answers.
         text: of it, where stop strings are found; None: nobody asks for text.
         keep: all of it is asked for at the end.
 
@@ -43,9 +43,9 @@ class Choice:
         cached_tokens: prompt tokens that were found in the engine's prefix cache; None while that is not known.
     """
 
-    def __init__(self, index: int, wanted: bus.GenerateRequest, text: AnswerText | None, *, keep: bool) -> None:
+    def __init__(self, index: int, request: bus.GenerateRequest, text: AnswerText | None, *, keep: bool) -> None:
         self.index = index
-        self.wanted = wanted
+        self.request = request
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -62,7 +62,7 @@ class Choice:
         Raises:
             HttpError: 502, their logprobs are not those of the tokens.
         """
-        sampling = self.wanted.sampling
+        sampling = self.request.sampling
         if sampling.logprobs is not None and len(tokens.ids):
             tokens.scores.check(sampling.logprobs, "tokens")
         text, kept, stop = "", len(tokens.ids), None
@@ -75,7 +75,7 @@ class Choice:
             text, kept, stop = delta.text, delta.kept, delta.stop
         self.num_tokens += kept
         # The last token has not been through the model: it has no row.
-        update = Update(text, tokens.cut(kept, self.wanted.prompt_len + self.num_tokens - 1))
+        update = Update(text, tokens.cut(kept, self.request.prompt_len + self.num_tokens - 1))
         self.cached_tokens = tokens.cached_tokens
         if stop is not None:
             self.finish_reason, self.stop_reason = bus.FinishReason.STOP, stop
@@ -85,14 +85,14 @@ class Choice:
             self._updates.append(update)
         return update
 
-    def taken(self) -> Update:
+    def pop_update(self) -> Update:
         """All of it, which is not kept here any more."""
         parts, self._updates = self._updates, []
         return Update("".join(part.text for part in parts), Tokens.joined([part.tokens for part in parts]))
 
 
 async def updates(
-    service: Service, wanted: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
+    service: Service, user: str, requests: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
 ) -> AsyncGenerator[tuple[Choice, Update], None]:
     """What chunks add to the answers, until all have ended; closing aborts the others.
 
@@ -100,23 +100,23 @@ async def updates(
         choices: by request, and then by child.
     """
     open_choices = len(choices)
-    n = wanted[0].sampling.n
-    async with aclosing(merged([service.chunks(each) for each in wanted])) as chunks:
+    n = requests[0].sampling.n
+    async with aclosing(merged([service.chunks(each, user) for each in requests])) as chunks:
         async for at, chunk in chunks:
             choice = choices[at * n + chunk.child]
             if choice.finish_reason is not None:
                 # A stop string has ended it; the fleet goes on for the sake of the others.
                 continue
-            yield choice, choice.add(Tokens.of_chunk(chunk, choice.wanted))
+            yield choice, choice.add(Tokens.of_chunk(chunk, choice.request))
             open_choices -= choice.finish_reason is not None
             if not open_choices:
                 return
 
 
-async def take_whole(
+async def collect_answers(
     service: Service,
-    request: Request,
-    wanted: Sequence[bus.GenerateRequest],
+    http_request: Request,
+    requests: Sequence[bus.GenerateRequest],
     choices: Sequence[Choice],
     *,
     may_stop: bool,
@@ -127,32 +127,30 @@ async def take_whole(
         may_stop: there are stop strings: looked for as chunks come, or tokens would be made for nobody.
     """
     if may_stop:
-        await until_disconnect(request.receive, _take_updates(service, wanted, choices))
+        await until_disconnect(http_request.receive, _read_updates(service, http_request, requests, choices))
         return
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(service.complete(request, each)) for each in wanted]
+            running = [tasks.create_task(service.complete(http_request, each)) for each in requests]
     generations = [each for task in running for each in (task.result(), *task.result().siblings)]
     for choice, generation in zip(choices, generations, strict=True):
-        choice.add(Tokens.of_generation(generation, choice.wanted))
+        choice.add(Tokens.of_generation(generation, choice.request))
 
 
-async def _take_updates(service: Service, wanted: Sequence[bus.GenerateRequest], choices: Sequence[Choice]) -> None:
-    async with aclosing(updates(service, wanted, choices)) as found:
+async def _read_updates(
+    service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
+) -> None:
+    async with aclosing(updates(service, service.user_of(http_request), requests, choices)) as found:
         async for _ in found:
             pass
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None] = ()) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None] = ()) -> Usage:
     """The usage, in OpenAI's shape.
 
     Args:
         cached: tokens of each prompt that were found in a prefix cache, where that is known.
     """
     known = [each for each in cached if each is not None]
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(known)} if known else None,
-    }
+    details = CachedTokens(sum(known)) if known else None
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

@@ -5,23 +5,26 @@ from contextlib import ExitStack
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-import bus
-from frontend.http import control, generate, openapi, status, tokenize
-from frontend.http.access import check_access
-from frontend.http.calls import Admission
-from frontend.http.errors import HttpError, error_response, http_error
-from frontend.http.openai import routes as openai
-from frontend.http.service import Handler, RouteTable, Service
-from frontend.http.settings import Settings
-from schemas.errors import RollbusError
+from ... import bus
+from ...schemas.errors import RollbusError
+from . import control, generate, openapi, status, tokenize
+from .access import check_access
+from .calls import Admission
+from .errors import HttpError, error_response, http_error
+from .openai import routes as openai
+from .origins import check_media_type, check_origin
+from .service import Handler, RouteTable, Service
+from .settings import Settings
 
-__all__ = ["described", "make_app"]
+__all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +32,12 @@ OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES}
 """For everybody: whether the service lives, and what it serves."""
 DATA: RouteTable = {**status.ROUTES, **generate.ROUTES, **tokenize.ROUTES, **openai.ROUTES, **control.ROUTES}
 """With the data token, or that of admins."""
-ADMIN: RouteTable = {**control.ADMIN_ROUTES}
+ADMIN: RouteTable = control.ADMIN_ROUTES
 """With the admin token: they change the fleet."""
-BODIES: dict[tuple[str, str], object] = {**generate.BODIES, **tokenize.BODIES, **openai.BODIES, **control.BODIES}
-"""What routes decode from bodies, for the OpenAPI document; None: nothing."""
-QUERIES: dict[tuple[str, str], type] = {**control.QUERIES}
-"""Structs of what routes read from the query, for the same."""
-ANSWERS: dict[tuple[str, str], openapi.Answer] = {
-    **status.ANSWERS,
-    **generate.ANSWERS,
-    **tokenize.ANSWERS,
-    **openai.ANSWERS,
-    **control.ANSWERS,
-}
-"""What routes answer, for the same; see there."""
 CLIENT_GONE = 499
-"""nginx's word for it: nobody reads this answer."""
+"""nginx's status: the client left before it had the answer."""
 CLIENT_STALLED = 408
-"""Likewise: it did not read its answer in time."""
+"""The client did not read its answer in time."""
 NO_ROUTE = "none"
 """Stands for the path of a request that none of the routes takes, in metrics."""
 
@@ -59,22 +50,39 @@ def make_app(rb: bus.Client, settings: Settings) -> Starlette:
         *_routes(service, DATA, settings.token, settings.admin_token),
         *_routes(service, ADMIN, settings.admin_token),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
+    # A web page does not know a token. Where one is missing, other things must tell a page from a client.
+    is_open = settings.token is None or settings.admin_token is None
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _no_route, Exception: _bug},
+        middleware=[Middleware(_OriginCheck, service)] if is_open else [],
+    )
     app.state.service = service
-    app.state.openapi = msgspec.json.encode(openapi.document(described(), settings))
+    app.state.openapi = msgspec.json.encode(openapi.document(OPEN, DATA, ADMIN, settings))
     return app
-
-
-def described() -> openapi.Routes:
-    """All routes, for the OpenAPI document."""
-    return openapi.Routes(open=OPEN, data=DATA, admin=ADMIN, bodies=BODIES, queries=QUERIES, answers=ANSWERS)
 
 
 def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:
     return [
-        Route(path, _Endpoint(service, path, handler, tokens), methods=[method])
-        for (method, path), handler in table.items()
+        Route(path, _Endpoint(service, path, route.handler, tokens), methods=[method])
+        for (method, path), route in table.items()
     ]
+
+
+class _OriginCheck:
+    """The application for requests that do not come from web pages of others; the others are answered with 403."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = self._app
+        try:
+            check_origin(Headers(scope=scope), self._service.settings.allowed_hosts)
+        except HttpError as error:
+            answer = _refused(self._service, error)
+        await answer(scope, receive, send)
 
 
 class _Endpoint:
@@ -102,6 +110,8 @@ class _Endpoint:
     async def _answer(self, request: Request) -> Response:
         try:
             check_access(request, *self._tokens)
+            if request.method == "POST":
+                check_media_type(request.headers)
             return await self._handler(self._service, request)
         except HttpError as error:
             return error_response(error)
@@ -112,11 +122,16 @@ class _Endpoint:
 async def _no_route(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, HTTPException):
         raise exc
-    service: Service = request.app.state.service
-    with service.metrics.request("any", NO_ROUTE) as seen:
-        seen.status = exc.status_code
     code = {404: "unknown_route", 405: "wrong_method"}.get(exc.status_code, "http_error")
-    return error_response(HttpError(exc.status_code, exc.detail, code=code, headers=exc.headers))
+    error = HttpError(exc.status_code, exc.detail, code=code, headers=exc.headers)
+    return _refused(request.app.state.service, error)
+
+
+def _refused(service: Service, error: HttpError) -> Response:
+    """Count and answer a request that no route takes."""
+    with service.metrics.request("any", NO_ROUTE) as seen:
+        seen.status = error.status
+    return error_response(error)
 
 
 async def _bug(_request: Request, _exc: Exception) -> Response:

@@ -5,9 +5,9 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from frontend.http.errors import invalid
-from frontend.http.stops import StopString
-from frontend.tokenization import Tokenizer
+from ..tokenization import Tokenizer
+from .errors import invalid
+from .stops import StopString
 
 __all__ = ["BadWords", "bad_words_ids"]
 

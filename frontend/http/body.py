@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from frontend.http.errors import HttpError
-from frontend.http.settings import Settings
-from schemas.errors import ErrorCode
+from ...schemas.errors import ErrorCode
+from .errors import HttpError
+from .settings import Settings
 
 __all__ = ["decode_body", "read_body"]
 
@@ -115,10 +115,13 @@ def _explain(text: str) -> tuple[str, str | None]:
     """A message that begins with the field's name, and the name; None where it is the whole body that is wrong."""
     at = AT_PATH.fullmatch(text)
     problem, path = (text, "") if at is None else (at["problem"], at["path"].lstrip("."))
-    for pattern, words in ((UNKNOWN_FIELD, "is unknown; allowed: {}"), (MISSING_FIELD, "is missing; it is required")):
+    for pattern, problem_and_allowed in (
+        (UNKNOWN_FIELD, "is unknown; allowed: the documented parameters"),
+        (MISSING_FIELD, "is missing; it is required"),
+    ):
         found = pattern.fullmatch(problem)
         if found is not None:
             field = f"{path}.{found['name']}" if path else found["name"]
-            return f"{field} {words.format('the documented parameters')}", field
+            return f"{field} {problem_and_allowed}", field
     problem = problem[:1].lower() + problem[1:]
     return (f"{path}: {problem}", path) if path else (f"the body: {problem}", None)

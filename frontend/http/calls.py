@@ -9,11 +9,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontend.http.edge import SEND_BYTES
-from frontend.http.errors import HttpError, error_body, http_error
-from schemas.errors import RollbusError
+from ...schemas.errors import RollbusError
+from .edge import SEND_BYTES
+from .errors import HttpError, error_body, http_error
 
-__all__ = ["Admission", "EventStream", "JsonPieces", "until_disconnect"]
+__all__ = ["Admission", "EventStream", "JsonPieces", "first_error", "until_disconnect"]
 
 T = TypeVar("T")
 
@@ -24,30 +24,48 @@ END = b"data: [DONE]\n\n"
 class Admission:
     """Counts the requests for tokens that are under way, and bounds them.
 
+    Each user may have an equal part of them, however many the other users have.
+
     Attributes:
         in_flight: how many there are.
     """
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
+        self._by_user: dict[str, int] = {}
         self.in_flight = 0
 
     @contextmanager
-    def admitted(self, count: int = 1) -> Iterator[None]:
+    def admitted(self, count: int = 1, user: str = "") -> Iterator[None]:
         """Count so many more while the block lasts.
 
         Raises:
             HttpError: 429, with them there were more than may be.
         """
-        if self.in_flight + count > self._max_in_flight:
+        own = self._by_user.get(user, 0)
+        share = max(self._max_in_flight // len({user, *self._by_user}), 1)
+        if self.in_flight + count > self._max_in_flight and own + count > share:
             more = f", and this is {count} more" if count > 1 else ""
-            problem = f"{self.in_flight} requests are under way{more}; allowed: {self._max_in_flight}"
-            raise HttpError(429, problem, code="busy")
+            problem = f"{self.in_flight} requests are under way, {own} of them this user's{more}"
+            raise HttpError(429, f"{problem}; allowed: {self._max_in_flight}, {share} of each user", code="busy")
+        self._by_user[user] = own + count
         self.in_flight += count
         try:
             yield
         finally:
             self.in_flight -= count
+            self._by_user[user] -= count
+            if not self._by_user[user]:
+                del self._by_user[user]
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise the first error of several tasks that failed: the others were cancelled because of it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
@@ -56,15 +74,12 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnect: it left. And what `work` raises.
     """
-    try:
+    with first_error():
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(_disconnected(receive))
             result = await work
             watching.cancel()
-            return result
-    except BaseExceptionGroup as group:
-        # One of the two: whichever came first has cancelled the other.
-        raise group.exceptions[0] from None
+    return result
 
 
 async def _disconnected(receive: Receive) -> None:

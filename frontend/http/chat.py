@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
-from frontend.http.errors import HttpError
-from frontend.tokenization import Tokenizer, TokenizerUnavailable
-from schemas.errors import InvalidRequest
+from ...schemas.errors import InvalidRequest
+from ..tokenization import Tokenizer, TokenizerUnavailable
+from .errors import HttpError
 
 __all__ = ["Chat", "encode_chat", "encode_text"]
 

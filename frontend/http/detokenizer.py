@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from frontend.tokenization import Tokenizer
+from ..tokenization import Tokenizer
 
 __all__ = ["LONGEST_CHARACTER", "Detokenizer"]
 

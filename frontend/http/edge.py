@@ -9,11 +9,12 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.http.errors import HttpError, error_response
-from schemas.checks import check_request_id
-from schemas.errors import InvalidRequest
+from ...schemas.checks import check_request_id
+from ...schemas.errors import InvalidRequest
+from .connections import HttpConnection, OpenConnections
+from .errors import HttpError, error_response
 
-__all__ = ["REQUEST_ID_HEADER", "SEND_BYTES", "Delivery", "Edge", "given_request_id"]
+__all__ = ["REQUEST_ID_HEADER", "SEND_BYTES", "Edge", "ResponseSender", "given_request_id"]
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 SEND_BYTES: Final = 64 << 10
@@ -36,19 +37,33 @@ class Edge:
     """The application as the server calls it.
 
     Args:
+        connections: all that are open.
         client_timeout_s: what a client has to take each piece of an answer; then its connection is cut.
+        health_paths: answered also when requests have all the connections that they may have.
     """
 
-    def __init__(self, app: ASGIApp, client_timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, connections: OpenConnections, client_timeout_s: float, health_paths: frozenset[str]
+    ) -> None:
         self._app = app
+        self._connections = connections
+        self._health_paths = health_paths
         self._client_timeout_s = client_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; `request.state.delivery` says how its client takes that."""
-        delivery = Delivery(scope, send, self._client_timeout_s)
+        # Put there by itself.
+        connection: HttpConnection = scope["state"]["connection"]
+        delivery = ResponseSender(scope, send, connection.transport, self._client_timeout_s)
         scope["state"]["delivery"] = delivery
+        connection.begin_request()
         try:
-            await self._app(scope, receive, delivery.send)
+            if scope["path"] in self._health_paths or self._connections.has_room_for(connection):
+                await self._app(scope, receive, delivery.send)
+            else:
+                self._connections.on_cut("busy")
+                busy = HttpError(503, "all connections are in use", code="busy", headers={"Connection": "close"})
+                await error_response(busy)(scope, receive, delivery.send)
         except asyncio.CancelledError:
             # The server stops, and has waited long enough; nobody else cancels it, and it ends here.
             if delivery.has_begun:
@@ -56,9 +71,11 @@ class Edge:
             else:
                 refusal = error_response(HttpError(503, "the service stops", code="stopping"))
                 await refusal(scope, receive, delivery.send)
+        finally:
+            connection.end_request()
 
 
-class Delivery:
+class ResponseSender:
     """Sends one answer, no faster than its client reads.
 
     Attributes:
@@ -66,12 +83,11 @@ class Delivery:
         has_stalled: the client has not read for so long that its connection was cut.
     """
 
-    def __init__(self, scope: Scope, send: Send, timeout_s: float) -> None:
+    def __init__(self, scope: Scope, send: Send, transport: asyncio.Transport, timeout_s: float) -> None:
         self.has_begun = False
         self.has_stalled = False
         self._headers = Headers(scope=scope)
-        # Put there by the server's connection.
-        self._transport: asyncio.Transport = scope["state"]["transport"]
+        self._transport = transport
         self._send = send
         self._timeout_s = timeout_s
 

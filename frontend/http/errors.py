@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 from starlette.responses import Response
 
-from schemas.errors import (
+from ...schemas.errors import (
     BusBroken,
     BusClosed,
     ControlCode,

@@ -14,9 +14,9 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-import bus
-from schemas.errors import RollbusError
-from schemas.presence import WorkerPresence
+from ... import bus
+from ...schemas.errors import RollbusError
+from ...schemas.presence import WorkerPresence
 
 __all__ = ["FleetCollector"]
 
@@ -118,8 +118,8 @@ class FleetCollector(Collector):
         yield GaugeMetricFamily(
             "rollbus_client_unread_bytes", "Results that HTTP clients have not taken yet", stats.unread_bytes
         )
-        for name, words in CLIENT_COUNTERS.items():
-            yield CounterMetricFamily(f"rollbus_client_{name}", words, getattr(stats, name))
+        for name, text in CLIENT_COUNTERS.items():
+            yield CounterMetricFamily(f"rollbus_client_{name}", text, getattr(stats, name))
         yield _counter(
             "rollbus_client_retries",
             "Attempts that followed one that was given up: a worker was lost, and another went on",
@@ -143,8 +143,8 @@ class FleetCollector(Collector):
         yield waits
 
 
-def _counter(name: str, words: str, label: str, values: Mapping[str, int]) -> Metric:
-    counter = CounterMetricFamily(name, words, labels=(label,))
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=(label,))
     for key, value in values.items():
         counter.add_metric((key,), value)
     return counter
@@ -152,26 +152,23 @@ def _counter(name: str, words: str, label: str, values: Mapping[str, int]) -> Me
 
 def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
     labels = ("worker", "model")
-    for field, (name, words) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"rollbus_worker_{name}", words, labels=labels)
+    counted = [((each.worker, each.model), each.counters) for each in workers if each.counters is not None]
+    for field, (name, text) in GAUGES.items():
+        gauge = GaugeMetricFamily(f"rollbus_worker_{name}", text, labels=labels)
         for worker in workers:
             value = getattr(worker, field)
             if value is not None:
                 gauge.add_metric((worker.worker, worker.model), value)
         yield gauge
-    for name, (field, words) in WORKER_TIMES.items():
-        times = SummaryMetricFamily(f"rollbus_worker_{name}", words, labels=labels)
-        for worker in workers:
-            if (counters := worker.counters) is not None:
-                times.add_metric(
-                    (worker.worker, worker.model), getattr(counters, field), getattr(counters, f"{field}_s")
-                )
+    for name, (field, text) in WORKER_TIMES.items():
+        times = SummaryMetricFamily(f"rollbus_worker_{name}", text, labels=labels)
+        for key, counters in counted:
+            times.add_metric(key, getattr(counters, field), getattr(counters, f"{field}_s"))
         yield times
-    for field, words in WORKER_COUNTERS.items():
-        counter = CounterMetricFamily(f"rollbus_worker_{field}", words, labels=labels)
-        for worker in workers:
-            if worker.counters is not None:
-                counter.add_metric((worker.worker, worker.model), getattr(worker.counters, field))
+    for field, text in WORKER_COUNTERS.items():
+        counter = CounterMetricFamily(f"rollbus_worker_{field}", text, labels=labels)
+        for key, counters in counted:
+            counter.add_metric(key, getattr(counters, field))
         yield counter
     states = GaugeMetricFamily("rollbus_worker_state", "1 for the state that it is in", labels=(*labels, "state"))
     for worker in workers:

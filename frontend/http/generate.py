@@ -2,21 +2,21 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from frontend.http.answer_types import GenerateAnswer
-from frontend.http.answers import Choice, take_whole, updates, usage_of
-from frontend.http.bad_words import bad_words_ids
-from frontend.http.body import decode_body, read_body
-from frontend.http.calls import JsonPieces
-from frontend.http.errors import HttpError, unsupported
-from frontend.http.generate_answer import answer_json, event_json
-from frontend.http.generate_body import (
+from ... import bus
+from ..tokenization import Tokenizer
+from .answer_types import GenerateAnswer, Usage
+from .answers import Choice, collect_answers, updates, usage_of
+from .bad_words import bad_words_ids
+from .body import decode_body, read_body
+from .calls import JsonPieces
+from .errors import HttpError, unsupported
+from .generate_answer import answer_json, event_json
+from .generate_body import (
     NAMES,
     GenerateBody,
     SamplingBody,
@@ -24,12 +24,11 @@ from frontend.http.generate_body import (
     check_supported,
     request_fields,
 )
-from frontend.http.service import RouteTable, Service
-from frontend.http.stops import AnswerText, stop_strings, text_of
-from frontend.http.wanted import Target, find_target, id_headers, make_wanted, named_errors
-from frontend.tokenization import Tokenizer
+from .request_target import RequestTarget, build_request, find_target, id_headers, named_errors
+from .service import HttpRoute, RouteTable, Service
+from .stops import AnswerText, stop_strings, text_of
 
-__all__ = ["ANSWERS", "BODIES", "ROUTES"]
+__all__ = ["ROUTES"]
 
 
 async def generate(service: Service, request: Request) -> Response:
@@ -43,21 +42,22 @@ async def generate(service: Service, request: Request) -> Response:
     if tokenizer is not None and body.sampling_params.bad_words:
         name = "sampling_params.bad_words"
         sampling["bad_words_token_ids"] = bad_words_ids(body.sampling_params.bad_words, tokenizer, name)
-    wanted = make_wanted(service, request, target, sampling=sampling, fields=fields, names=NAMES)
+    built = build_request(service, request, target, sampling=sampling, fields=fields, names=NAMES)
     choices = [
-        Choice(child, wanted, _text(wanted, body.sampling_params, tokenizer), keep=not body.stream)
-        for child in range(wanted.sampling.n)
+        Choice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
+        for child in range(built.sampling.n)
     ]
     with_prompt = bool(body.return_token_ids)
     if body.stream:
-        events = _events(service, wanted, choices, body.stream_options or StreamOptions(), with_prompt=with_prompt)
-        return await service.stream(request, events, id_headers(wanted))
-    with named_errors(NAMES, wanted):
-        await take_whole(service, request, [wanted], choices, may_stop=bool(body.sampling_params.stop))
-        return JsonPieces(answer_json(wanted, target, choices, with_prompt=with_prompt), id_headers(wanted))
+        options = body.stream_options or StreamOptions()
+        events = _events(service, service.user_of(request), built, choices, options, with_prompt=with_prompt)
+        return await service.stream(request, events, id_headers(built))
+    with named_errors(NAMES, built):
+        await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
+        return JsonPieces(answer_json(built, target, choices, with_prompt=with_prompt), id_headers(built))
 
 
-async def _tokenizer(service: Service, target: Target, params: SamplingBody) -> Tokenizer | None:
+async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBody) -> Tokenizer | None:
     """The model's tokenizer, for fields that are text; None where there are none.
 
     Raises:
@@ -72,12 +72,12 @@ async def _tokenizer(service: Service, target: Target, params: SamplingBody) -> 
         raise unsupported(f"sampling_params.{name}", error.message) from error
 
 
-def _text(wanted: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
+def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
     """The text in which stop strings are looked for; None where there are none."""
     if tokenizer is None or not params.stop:
         return None
     return text_of(
-        wanted,
+        request,
         tokenizer,
         stop_strings(params.stop),
         include_stop=params.include_stop_str_in_output,
@@ -87,27 +87,26 @@ def _text(wanted: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenize
 
 async def _events(
     service: Service,
-    wanted: bus.GenerateRequest,
+    user: str,
+    request: bus.GenerateRequest,
     choices: Sequence[Choice],
     options: StreamOptions,
     *,
     with_prompt: bool,
 ) -> AsyncGenerator[bytes, None]:
     """One event for each chunk, with its routing, and at last the usage if it is asked for."""
-    prompt: list[int] | None = np.asarray(wanted.prompt_token_ids).tolist() if with_prompt else None
-    with named_errors(NAMES, wanted):
-        async with aclosing(updates(service, [wanted], choices)) as found:
+    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
+    with named_errors(NAMES, request):
+        async with aclosing(updates(service, user, [request], choices)) as found:
             async for choice, update in found:
-                usage: dict[str, Any] | None = None
+                usage: Usage | None = None
                 if options.include_usage and options.continuous_usage_stats:
-                    usage = usage_of(wanted.prompt_len, choice.num_tokens)
-                yield event_json(wanted, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
+                    usage = usage_of(request.prompt_len, choice.num_tokens)
+                yield event_json(request, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
                 prompt = None
         if options.include_usage:
             num_tokens = sum(choice.num_tokens for choice in choices)
-            yield event_json(wanted, None, usage=usage_of(wanted.prompt_len, num_tokens))
+            yield event_json(request, None, usage=usage_of(request.prompt_len, num_tokens))
 
 
-ROUTES: RouteTable = {("POST", "/inference/v1/generate"): generate}
-BODIES: dict[tuple[str, str], object] = {("POST", "/inference/v1/generate"): GenerateBody}
-ANSWERS: dict[tuple[str, str], object] = {("POST", "/inference/v1/generate"): GenerateAnswer}
+ROUTES: RouteTable = {("POST", "/inference/v1/generate"): HttpRoute(generate, GenerateBody, GenerateAnswer)}

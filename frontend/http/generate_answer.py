@@ -7,47 +7,35 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import bus
-from frontend.http.answers import Choice, usage_of
-from frontend.http.logprobs_json import list_json, prompt_logprobs_json
-from frontend.http.routing_json import routed_experts_json
-from frontend.http.tokens import Scored, Scores, Tokens, prompt_scores, whole_rows
-from frontend.http.wanted import Target
-from schemas.rows import Rows
+from ... import bus
+from ...schemas.rows import Rows
+from .answer_types import SampledToken, TopToken, Usage
+from .answers import Choice, usage_of
+from .logprobs_json import list_json, prompt_logprobs_json
+from .request_target import RequestTarget
+from .routing_json import routed_experts_json
+from .tokens import Scored, Scores, Tokens, prompt_scores, whole_rows
 
 __all__ = ["answer_json", "event_json"]
 
 
-class _Top(msgspec.Struct, gc=False):
-    token: str
-    logprob: float
-    bytes: None = None
-
-
-class _Sampled(msgspec.Struct):
-    token: str
-    logprob: float
-    top_logprobs: list[_Top]
-    bytes: None = None
-
-
 def answer_json(
-    wanted: bus.GenerateRequest, target: Target, choices: Sequence[Choice], *, with_prompt: bool
+    request: bus.GenerateRequest, target: RequestTarget, choices: Sequence[Choice], *, with_prompt: bool
 ) -> Iterator[bytes]:
     """The answer that is no stream, in pieces; what can be wrong with it is found before the first of them.
 
     Raises:
         HttpError: 502, rows of routing or logprobs of the prompt are missing.
     """
-    tokens = [choice.taken().tokens for choice in choices]
-    rows = [whole_rows(wanted, target, each) for each in tokens]
-    of_prompt = prompt_scores(wanted, tokens[0])
+    tokens = [choice.pop_update().tokens for choice in choices]
+    rows = [whole_rows(request, target, each) for each in tokens]
+    of_prompt = prompt_scores(request, tokens[0])
     small = {
-        "request_id": wanted.request_id,
+        "request_id": request.request_id,
         "model": target.name,
         "created": int(time.time()),
-        "usage": usage_of(wanted.prompt_len, sum(choice.num_tokens for choice in choices), [choices[0].cached_tokens]),
-        "prompt_token_ids": np.asarray(wanted.prompt_token_ids).tolist() if with_prompt else None,
+        "usage": usage_of(request.prompt_len, sum(choice.num_tokens for choice in choices), [choices[0].cached_tokens]),
+        "prompt_token_ids": np.asarray(request.prompt_token_ids).tolist() if with_prompt else None,
         "mm_placeholders": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -66,19 +54,19 @@ def answer_json(
 
 
 def event_json(
-    wanted: bus.GenerateRequest,
-    told: tuple[Choice, Tokens] | None,
+    request: bus.GenerateRequest,
+    update: tuple[Choice, Tokens] | None,
     *,
-    usage: dict[str, Any] | None = None,
+    usage: Usage | None = None,
     prompt_token_ids: list[int] | None = None,
 ) -> bytes:
-    """One event of a stream; where there is no news `told` of a choice, the last one, which has the usage only."""
-    small: dict[str, Any] = {"request_id": wanted.request_id, "usage": usage}
+    """One event of a stream; without an `update` of a choice it is the last event, which has the usage only."""
+    small: dict[str, Any] = {"request_id": request.request_id, "usage": usage}
     if prompt_token_ids is not None:
         small["prompt_token_ids"] = prompt_token_ids
     pieces = [msgspec.json.encode(small)[:-1], b',"choices":[']
-    if told is not None:
-        choice, tokens = told
+    if update is not None:
+        choice, tokens = update
         pieces += _choice_json(choice, tokens, tokens.rows)
     return b"".join((*pieces, b"]}"))
 
@@ -91,7 +79,7 @@ def _choice_json(choice: Choice, tokens: Tokens, rows: Rows | None) -> Iterator[
         "sampling_mask": None,
     }
     yield msgspec.json.encode(small)[:-1] + b',"logprobs":'
-    yield from _logprobs_json(tokens.scores, choice.wanted.sampling.logprobs)
+    yield from _logprobs_json(tokens.scores, choice.request.sampling.logprobs)
     yield b',"routed_experts":'
     if rows is None:
         yield b"null"
@@ -110,6 +98,6 @@ def _logprobs_json(scores: Scores, width: int | None) -> Iterator[bytes]:
     yield b"}"
 
 
-def _sampled(position: list[Scored], width: int) -> _Sampled:
-    tops = [_Top(f"token_id:{each.token_id}", each.logprob) for each in position[: max(width, 1)]]
-    return _Sampled(tops[0].token, tops[0].logprob, tops)
+def _sampled(position: list[Scored], width: int) -> SampledToken:
+    tops = [TopToken(f"token_id:{each.token_id}", each.logprob, None) for each in position[: max(width, 1)]]
+    return SampledToken(tops[0].token, tops[0].logprob, None, tops)

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from frontend.http.bad_words import BadWords
-from frontend.http.errors import unsupported
-from frontend.http.stops import StopStrings
+from .bad_words import BadWords
+from .errors import unsupported
+from .stops import StopStrings
 
 __all__ = ["NAMES", "GenerateBody", "SamplingBody", "StreamOptions", "check_supported", "request_fields"]
 
@@ -20,7 +20,7 @@ NAMES: Final = {
     "return_routed_experts": "sampling_params.routed_experts_prompt_start",
     "lora": "model",
 }
-"""What this route calls the fields of `bus.GenerateRequest`."""
+"""What this route calls the fields of `rollbus.GenerateRequest`."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -122,12 +122,12 @@ SAME_NAME: Final = (
     *("seed", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias"),
     "allowed_token_ids",
 )
-"""Fields of `bus.SamplingParams` with vLLM's names and meanings."""
+"""Fields of `rollbus.SamplingParams` with vLLM's names and meanings."""
 EXTRA: Final = (
     *("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking"),
     *("skip_reading_prefix_cache", "trace_decode_token_ids", "extra_args"),
 )
-"""What goes into `bus.SamplingParams.extra`."""
+"""What goes into `rollbus.SamplingParams.extra`."""
 NOT_SERVED: Final = {
     "features": "this service takes tokens only, no images, audio or video",
     "content_parts": "this service takes tokens only, no images, audio or video",
@@ -157,7 +157,7 @@ def check_supported(body: GenerateBody) -> None:
 
 
 def request_fields(body: GenerateBody) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `bus.SamplingParams`, and the others of `bus.GenerateRequest`, by their names there."""
+    """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there."""
     params = body.sampling_params
     sampling = {name: getattr(params, name) for name in SAME_NAME}
     sampling["stop_token_ids"] = params.stop_token_ids or ()

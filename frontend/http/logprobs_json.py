@@ -6,15 +6,10 @@ from typing import Any
 
 import msgspec
 
-from frontend.http.tokens import Scores
+from .answer_types import OfPrompt
+from .tokens import Scores
 
 __all__ = ["list_json", "prompt_logprobs_json"]
-
-
-class _OfPrompt(msgspec.Struct, gc=False):
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
 
 
 def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
@@ -38,7 +33,7 @@ def prompt_logprobs_json(scores: Scores | None, text_of: Callable[[int], str] | 
     blocks = (
         [
             {
-                each.token_id: _OfPrompt(each.logprob, each.rank, None if text_of is None else text_of(each.token_id))
+                each.token_id: OfPrompt(each.logprob, each.rank, None if text_of is None else text_of(each.token_id))
                 for each in position
             }
             for position in block

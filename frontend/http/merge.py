@@ -1,29 +1,21 @@
 """Several sources of chunks as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Final, TypeAlias
 
-import bus
-from frontend.http.errors import HttpError
-from schemas.errors import RollbusError
+from ... import bus
+from ...schemas.errors import RollbusError
+from .calls import first_error
+from .errors import HttpError
 
-__all__ = ["first_error", "merged"]
+__all__ = ["merged"]
 
 _Waiting: TypeAlias = "asyncio.Queue[tuple[int, bus.Chunk | Exception | None]]"
 
 MAX_WAITING: Final = 64
 """Chunks that were taken and not yet handed on; the others wait where they are."""
-
-
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Of several tasks that failed, the first one's error: the others were cancelled because of it."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 async def merged(sources: Sequence[AsyncGenerator[bus.Chunk, None]]) -> AsyncGenerator[tuple[int, bus.Chunk], None]:

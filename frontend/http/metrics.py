@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -25,11 +26,11 @@ from prometheus_client import (
 )
 from starlette.requests import ClientDisconnect
 
-import bus
-from frontend.http.fleet_metrics import FleetCollector
-from schemas.errors import RollbusError
+from ... import bus
+from ...schemas.errors import RollbusError
+from .fleet_metrics import FleetCollector
 
-__all__ = ["Metrics", "Progress", "Seen"]
+__all__ = ["GenerationTimer", "HttpRequestRecord", "Metrics"]
 
 MAX_VERSIONS: Final = 8
 """Weight versions of a model that have series: a training run makes one in each step."""
@@ -38,7 +39,7 @@ TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 
 
 @dataclass(slots=True)
-class Seen:
+class HttpRequestRecord:
     """What is known of one HTTP request."""
 
     status: int = 500
@@ -47,7 +48,7 @@ class Seen:
     """Which it is for; empty where it is for none, or for one that nobody serves."""
 
 
-_seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
+_seen: ContextVar[HttpRequestRecord | None] = ContextVar("seen", default=None)
 
 
 class Metrics:
@@ -61,76 +62,70 @@ class Metrics:
         registry.register(self._fleet)
         ProcessCollector(registry=registry)
         self._versions: dict[str, OrderedDict[str, None]] = {}
-        self._requests = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._requests = counter(
             "rollbus_http_requests",
             "HTTP requests that were answered; 499: the client left before",
             ("method", "route", "status", "model"),
-            registry=registry,
         )
-        self._request_seconds = Histogram(
+        self._request_seconds = histogram(
             "rollbus_http_request_seconds",
             "From a request's head to the end of its answer",
             ("method", "route"),
             buckets=SECONDS,
-            registry=registry,
         )
-        self.in_flight = Gauge(
-            "rollbus_http_generations_in_flight", "Requests for tokens under way", ("model",), registry=registry
+        self._connections_cut = counter(
+            "rollbus_http_connections_cut",
+            "Connections closed without what their clients asked for: head_timeout, and too_many, without a whole"
+            " request; busy, answered 503 as requests had all connections that they may have",
+            ("reason",),
         )
-        self.ended = Counter(
+        self.in_flight = gauge("rollbus_http_generations_in_flight", "Requests for tokens under way", ("model",))
+        self.waiting = gauge(
+            "rollbus_http_generations_waiting",
+            "Requests for tokens that wait in the service while the workers have enough of them",
+            ("model",),
+        )
+        self.ended = counter(
             "rollbus_http_generations",
             "Requests for tokens by how they ended: done; left (a client went away, or a stop string was found before"
             " the engine's end); the bus's error code",
             ("model", "outcome"),
-            registry=registry,
         )
-        self._make_times(registry)
-        self.prompt_tokens = Counter(
-            "rollbus_http_prompt_tokens",
-            "Prompt tokens of all requests, whatever came of them",
-            ("model",),
-            registry=registry,
+        self.prompt_tokens = counter(
+            "rollbus_http_prompt_tokens", "Prompt tokens of all requests, whatever came of them", ("model",)
         )
-        self.tokens = Counter(
+        self.tokens = counter(
             "rollbus_http_generated_tokens",
             "Generated tokens by the weights that made them",
             ("model", "weight_version"),
-            registry=registry,
         )
-        self.routing_bytes = Counter(
+        self.routing_bytes = counter(
             "rollbus_http_routing_bytes",
             "Routed experts, raw, by the weights that made them; of what came whole, by those of the last token",
             ("model", "weight_version"),
-            registry=registry,
         )
-
-    def _make_times(self, registry: CollectorRegistry) -> None:
-        self.seconds = Histogram(
-            "rollbus_http_generation_seconds",
-            "From a request for tokens to its last one",
-            ("model",),
-            buckets=SECONDS,
-            registry=registry,
+        self.seconds = histogram(
+            "rollbus_http_generation_seconds", "From a request for tokens to its last one", ("model",), buckets=SECONDS
         )
-        self.first_token = Histogram(
+        self.first_token = histogram(
             "rollbus_http_time_to_first_token_seconds",
             "Of streams: from the request to the first token, with the time in the queue",
             ("model", "weight_version"),
             buckets=SECONDS,
-            registry=registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = histogram(
             "rollbus_http_inter_token_seconds",
             "Of streams: time between chunks over the tokens of the later one",
             ("model", "weight_version"),
             buckets=TOKEN_SECONDS,
-            registry=registry,
         )
 
     @contextmanager
-    def request(self, method: str, route: str) -> Iterator[Seen]:
+    def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
         """Count one HTTP request, whatever comes of it."""
-        seen = Seen()
+        seen = HttpRequestRecord()
         token = _seen.set(seen)
         begun = time.perf_counter()
         try:
@@ -140,6 +135,10 @@ class Metrics:
             self._requests.labels(method, route, str(seen.status), seen.model).inc()
             self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
 
+    def connection_cut(self, reason: str) -> None:
+        """Count a connection that was closed without what its client asked for."""
+        self._connections_cut.labels(reason).inc()
+
     def is_for(self, model: str) -> None:
         """The request under way is for this model, which live workers serve."""
         seen = _seen.get()
@@ -147,11 +146,11 @@ class Metrics:
             seen.model = model
 
     @contextmanager
-    def generation(self, model: str, prompt_len: int) -> Iterator["Progress"]:
+    def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one request for tokens while it is under way, and how it ended."""
         self.is_for(model)
         self.prompt_tokens.labels(model).inc(prompt_len)
-        progress = Progress(self, model)
+        progress = GenerationTimer(self, model)
         outcome = "internal_error"
         self.in_flight.labels(model).inc()
         try:
@@ -189,7 +188,7 @@ class Metrics:
 
 
 @dataclass(slots=True)
-class Progress:
+class GenerationTimer:
     """One request for tokens."""
 
     metrics: Metrics

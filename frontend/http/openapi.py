@@ -1,14 +1,8 @@
-"""The OpenAPI document: made of the tables that are served and of the structs that are decoded, so that it fits both.
-
-Beside its routes, a module may say of each of them, by method and path: in `BODIES` what it decodes, in `QUERIES` a
-struct of its query parameters, and in `ANSWERS` what it answers.
-"""
+"""The OpenAPI document, made of the tables that are served and of the structs that are decoded."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from typing import Any, Final, TypeAlias
 
@@ -16,16 +10,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.http.service import Handler, RouteTable, Service
-from frontend.http.settings import Settings
+from ... import __version__
+from .service import HttpRoute, RouteTable, Service
+from .settings import Settings
 
-__all__ = ["ROUTES", "Answer", "Routes", "document"]
+__all__ = ["ROUTES", "document"]
 
-Answer: TypeAlias = object
-"""Of a route: the type of its JSON; a media type, for text; None, for an empty answer; or a dict of these by status.
-
-Without an entry it is any JSON. Errors need none: all have the same shape, beside which an answer may say more.
-"""
 Key: TypeAlias = tuple[str, str]
 REF: Final = "#/components/schemas/{name}"
 PATH_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -50,43 +40,27 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routes:
-    """All that is served, and what the modules say of it."""
-
-    open: RouteTable
-    """For everybody."""
-    data: RouteTable
-    """With the data token, or that of admins."""
-    admin: RouteTable
-    """With the admin token."""
-    bodies: Mapping[Key, object]
-    queries: Mapping[Key, type]
-    answers: Mapping[Key, Answer]
-
-    def operations(self, settings: Settings) -> Iterator[tuple[Key, Handler, list[str]]]:
-        """Every route with the names of the tokens of which one is asked for."""
-        data = [] if settings.token is None else ["token", "admin_token"]
-        admin = [] if settings.admin_token is None else ["admin_token"]
-        for table, tokens in ((self.open, []), (self.data, data), (self.admin, admin)):
-            for key, handler in table.items():
-                yield key, handler, tokens
-
-
 async def openapi(_service: Service, request: Request) -> Response:
     """This document."""
     made: bytes = request.app.state.openapi
     return Response(made, media_type="application/json")
 
 
-ROUTES: RouteTable = {("GET", "/openapi.json"): openapi}
+ROUTES: RouteTable = {("GET", "/openapi.json"): HttpRoute(openapi)}
 
 
-def document(routes: Routes, settings: Settings) -> dict[str, Any]:
-    """The document, as JSON's types."""
-    kinds = [*routes.bodies.values(), *routes.queries.values(), ErrorAnswer]
-    for answer in routes.answers.values():
-        kinds += [kind for _, kind in _by_status(answer)]
+def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: Settings) -> dict[str, Any]:
+    """The document, as JSON's types.
+
+    Args:
+        public: routes that need no token.
+        data: routes that need the data token or the admin token, where these are set.
+        admin: routes that need the admin token, where it is set.
+    """
+    routes = {**public, **data, **admin}
+    kinds: list[object] = [route.body for route in routes.values()]
+    kinds += [*(route.query for route in routes.values()), ErrorAnswer]
+    kinds += [kind for route in routes.values() for _, kind in _by_status(route.answer)]
     kinds = [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
     made, components = msgspec.json.schema_components(kinds, schema_hook=_schema_of, ref_template=REF)
     # Types are told apart by what they are: unions cannot all be hashed.
@@ -96,18 +70,19 @@ def document(routes: Routes, settings: Settings) -> dict[str, Any]:
         return schemas[id(kind)]
 
     paths: dict[str, dict[str, Any]] = {}
-    for key, handler, tokens in routes.operations(settings):
-        method, path = key
-        operation = _operation(routes, key, handler, schema)
-        if tokens:
-            operation["security"] = [{token: []} for token in tokens]
+    for (method, path), route in routes.items():
+        operation = _operation(method, path, route, schema)
+        if (method, path) in data and settings.token is not None:
+            operation["security"] = [{"token": []}, {"admin_token": []}]
+        elif (method, path) in admin and settings.admin_token is not None:
+            operation["security"] = [{"admin_token": []}]
         paths.setdefault(PATH_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = operation
     bearer = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "rollbus",
-            "version": _version(),
+            "version": __version__,
             "description": "A fleet of vLLM workers behind a message bus, for clients that speak HTTP.",
         },
         "paths": paths,
@@ -118,11 +93,8 @@ def document(routes: Routes, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _operation(
-    routes: Routes, key: Key, handler: Handler, schema: Callable[[object], dict[str, Any]]
-) -> dict[str, Any]:
-    method, path = key
-    summary, _, description = (getdoc(handler) or "").partition("\n\n")
+def _operation(method: str, path: str, route: HttpRoute, schema: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
+    summary, _, description = (getdoc(route.handler) or "").partition("\n\n")
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": summary.replace("\n", " ").removesuffix("."),
@@ -133,16 +105,16 @@ def _operation(
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in PATH_PARAMETER.findall(path)
     ]
-    body = routes.bodies.get(key)
-    if (query := routes.queries.get(key)) is not None:
-        parameters += _query_parameters(query, is_all=body is None)
+    body = route.body
+    if route.query is not None:
+        parameters += _query_parameters(route.query, is_all=body is None)
     if parameters:
         operation["parameters"] = parameters
     if body is not None:
         content = {"application/json": {"schema": schema(body)}}
         operation["requestBody"] = {"required": _needs_fields(body), "content": content}
     answers = {}
-    for status, kind in _by_status(routes.answers.get(key, Any)):
+    for status, kind in _by_status(route.answer):
         answers[status] = _response(status, kind, schema)
         if status == "200" and _streams(body):
             answers[status]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
@@ -151,19 +123,20 @@ def _operation(
     return operation
 
 
-def _by_status(answer: Answer) -> list[tuple[str, object]]:
+def _by_status(answer: object) -> list[tuple[str, object]]:
     if isinstance(answer, dict):
         return [(str(status), kind) for status, kind in answer.items()]
     return [("200", answer)]
 
 
 def _response(status: str, kind: object, schema: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
-    words = HTTPStatus(int(status)).phrase if status.isdecimal() else "An error"
+    description = HTTPStatus(int(status)).phrase if status.isdecimal() else "An error"
     if kind is None:
-        return {"description": words}
+        return {"description": description}
     if isinstance(kind, str):
-        return {"description": words, "content": {kind: {"schema": {"type": "string"}}}}
-    return {"description": words, "content": {"application/json": {"schema": {} if kind is Any else schema(kind)}}}
+        return {"description": description, "content": {kind: {"schema": {"type": "string"}}}}
+    content = {"application/json": {"schema": {} if kind is Any else schema(kind)}}
+    return {"description": description, "content": content}
 
 
 def _query_parameters(query: type, *, is_all: bool) -> list[dict[str, Any]]:
@@ -206,10 +179,3 @@ def _streams(body: object) -> bool:
 def _schema_of(_kind: type) -> dict[str, Any]:
     """Of types that msgspec does not know: anything."""
     return {}
-
-
-def _version() -> str:
-    try:
-        return version("rollbus")
-    except PackageNotFoundError:  # imported from a folder
-        return "0"

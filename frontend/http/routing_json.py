@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from schemas.rows import RowDtype, Rows, dtype_of
+from ...schemas.rows import RowDtype, Rows, dtype_of
 
 __all__ = ["routed_experts_json"]
 

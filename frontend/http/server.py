@@ -1,58 +1,61 @@
 """Serving the application: on a socket of its own, until told to stop."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from typing import TYPE_CHECKING
 
 import uvicorn
 
-import bus
-from frontend.http.app import make_app
-from frontend.http.edge import Edge
-from frontend.http.settings import Settings
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
-else:
-    # The faster one of the two, if it is installed.
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+from ... import bus
+from .app import make_app
+from .connections import INCOMPLETE, KEEP_ALIVE_S, HttpConnection, OpenConnections, max_connections
+from .edge import Edge
+from .settings import Settings
+from .status import OPEN_ROUTES
 
 __all__ = ["listen", "serving"]
 
 STOP_TIMEOUT_S = 5
 """What is still under way when the service is told to stop has so long to end; then its requests are aborted."""
-KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: else they meet one that closes as they send."""
+ACCEPT_AGAIN_S = 0.1
+"""After an error: mostly there are no more descriptors, and the oldest connection has made room."""
+
+
+logger = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the address, so that whoever cannot have it hears so before anything is started.
+    """Listen at an address; called before anything is started, so that an error comes first.
 
     Raises:
-        OSError: it is taken, or not of this machine.
+        OSError: the address is in use, or not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol: asyncio sends small pieces at once only where it is named (TCP_NODELAY).
-    taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((host, port))
-        taken.listen(2048)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
     except OSError:
-        taken.close()
+        listening.close()
         raise
-    return taken
+    return listening
 
 
 @asynccontextmanager
 async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> AsyncIterator[None]:
     """Serve on a listening socket while the block lasts; then what is under way is ended."""
-    server = _Server(
+    app = make_app(rb, settings)
+    connections = OpenConnections(
+        max_connections(settings.max_in_flight), settings.client_timeout_s, app.state.service.metrics.connection_cut
+    )
+    server = _HttpServer(
         uvicorn.Config(
-            Edge(make_app(rb, settings), settings.client_timeout_s),
-            http=_Connection,
+            Edge(app, connections, settings.client_timeout_s, frozenset(path for _, path in OPEN_ROUTES)),
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -64,22 +67,22 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     )
     with closing(on):
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve([on]))
+            tasks.create_task(server.serve([]))
             await server.is_up.wait()
+            accepting = tasks.create_task(server.accept(on, connections))
             try:
                 yield
             finally:
+                accepting.cancel()
                 server.should_exit = True
 
 
-class _Connection(HttpProtocol):
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Let the application cut the connection."""
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server, which takes connections one by one, so that older ones can make room for each.
 
+    uvloop's own server takes all that wait before it tells of the first one. Without descriptors it closes new ones.
+    """
 
-class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
@@ -88,6 +91,37 @@ class _Server(uvicorn.Server):
         """Start, and say so."""
         await super().startup(sockets)
         self.is_up.set()
+
+    async def accept(self, on: socket.socket, connections: OpenConnections) -> None:
+        """Take connections until cancelled, and close older ones that are in their way; then close the socket."""
+        loop = asyncio.get_running_loop()
+
+        def make() -> HttpConnection:
+            return HttpConnection(connections, self.config, self.server_state, loop)
+
+        has_failed = False
+        with closing(on):
+            on.setblocking(False)
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(on)
+                except ConnectionError:
+                    # The client has left again.
+                    continue
+                except OSError as error:
+                    if not has_failed:
+                        logger.warning("http.accept_failed error=%s", error)
+                    has_failed = True
+                    connections.cut_oldest(*INCOMPLETE)
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                has_failed = False
+                connections.make_room()
+                try:
+                    await loop.connect_accepted_socket(make, accepted)
+                except OSError as error:
+                    accepted.close()
+                    logger.info("http.connection_failed error=%s", error)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,22 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from frontend.http.calls import Admission, EventStream, until_disconnect
-from frontend.http.errors import HttpError
-from frontend.http.metrics import Metrics
-from frontend.http.settings import Settings
-from frontend.tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
-from schemas.presence import WorkerPresence
+from ... import bus
+from ...schemas.presence import WorkerPresence
+from ..tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
+from .access import user_of
+from .calls import Admission, EventStream, until_disconnect
+from .errors import HttpError
+from .metrics import Metrics
+from .settings import Settings
+from .turns import Turns
 
-__all__ = ["Handler", "RouteTable", "Service"]
+__all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
 
 
 @dataclass(slots=True)
@@ -31,14 +34,12 @@ class Service:
     """By folder; a fleet serves a few models."""
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     metrics: Metrics = field(init=False)
+    turns: Turns = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to count."""
         self.metrics = Metrics(self.rb)
-
-    def workers(self) -> tuple[WorkerPresence, ...]:
-        """Live workers, as they were last heard."""
-        return self.rb.fleet.workers
+        self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
 
     async def tokenizer(self, worker: WorkerPresence) -> Tokenizer:
         """The tokenizer of a worker's model.
@@ -63,23 +64,36 @@ class Service:
             HttpError: 429.
         """
         until_answered: ExitStack = request.state.until_answered
-        until_answered.enter_context(self.admission.admitted(count))
+        until_answered.enter_context(self.admission.admitted(count, self.user_of(request)))
 
-    async def complete(self, request: Request, wanted: bus.GenerateRequest) -> bus.Generation:
+    def user_of(self, request: Request) -> str:
+        """Return what tells the user of a request from others."""
+        return user_of(request, self.settings.token, self.settings.admin_token)
+
+    async def complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
         """The finished result; the request is aborted if the client leaves.
 
         Raises:
-            ClientDisconnect: it left. And what `bus.Client.complete` raises.
+            ClientDisconnect: it left. And what `rollbus.Client.complete` raises.
         """
-        with self.metrics.generation(wanted.model or "", wanted.prompt_len) as progress:
-            generation = await until_disconnect(request.receive, self.rb.complete(wanted))
+        with self.metrics.generation(request.model or "", request.prompt_len) as progress:
+            generation = await until_disconnect(
+                http_request.receive, self._complete(self.user_of(http_request), request)
+            )
             progress.finished(generation)
             return generation
 
-    async def chunks(self, wanted: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
-        """The chunks as they come; closing aborts the request. Raises what `bus.Client.generate` raises."""
-        with self.metrics.generation(wanted.model or "", wanted.prompt_len) as progress:
-            async with aclosing(self.rb.generate(wanted)) as chunks:
+    async def _complete(self, user: str, request: bus.GenerateRequest) -> bus.Generation:
+        async with self.turns.turn(user, request) as turn:
+            return await self.rb.complete(turn.request)
+
+    async def chunks(self, request: bus.GenerateRequest, user: str = "") -> AsyncGenerator[bus.Chunk, None]:
+        """The chunks as they come; closing aborts the request. Raises what `rollbus.Client.generate` raises."""
+        with self.metrics.generation(request.model or "", request.prompt_len) as progress:
+            async with (
+                self.turns.turn(user, request) as turn,
+                aclosing(self.rb.generate(turn.request, on_end=turn.end)) as chunks,
+            ):
                 async for chunk in chunks:
                     progress.add(chunk)
                     yield chunk
@@ -88,15 +102,32 @@ class Service:
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]
     ) -> EventStream:
         """Begin to stream events: once the first one is there, which may be an error with a status of its own."""
-        try:
+        async with AsyncExitStack() as unless_begun:
+            unless_begun.push_async_callback(events.aclose)
             first = await until_disconnect(request.receive, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
+            unless_begun.pop_all()
         return EventStream(first, events, headers)
 
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 """Answers one request; errors are `HttpError` or those of the bus."""
-RouteTable = dict[tuple[str, str], Handler]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRoute:
+    """A route: its handler, and the types that the OpenAPI document shows for it."""
+
+    handler: Handler
+    body: object = None
+    """Type that the handler decodes from the body; None: it reads no body."""
+    answer: object = Any
+    """Type of the JSON answer; a media type, for text; None, for an empty answer; or a dict of these by status.
+
+    It lists no errors: all have the same shape, beside which an answer may say more.
+    """
+    query: type | None = None
+    """Struct of the query parameters."""
+
+
+RouteTable = dict[tuple[str, str], HttpRoute]
 """By method and path."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS, DEFAULT_TIMEOUT_S
+from ...schemas.limits import DEFAULT_PREFILL_MIN_TOKENS, DEFAULT_TIMEOUT_S
 
 __all__ = ["LOOPBACK", "Settings"]
 
@@ -19,6 +19,9 @@ class Settings:
     """Bearer token of the data routes; None: none is asked for."""
     admin_token: str | None = None
     """Bearer token of the admin routes, which change the fleet; None: none is asked for."""
+    allowed_hosts: frozenset[str] = frozenset()
+    """Names in lower case by which clients reach the service, beside `localhost` and addresses. Others are answered 403
+    unless both tokens are set."""
     max_body_bytes: int = 32 << 20
     """A larger body is answered 413: a million token ids in JSON are about 8 MiB."""
     max_in_flight: int = 1024

@@ -8,11 +8,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from frontend.http.service import RouteTable, Service
-from schemas.presence import WorkerPresence, WorkerState
+from ... import bus
+from ...schemas.presence import WorkerPresence, WorkerState
+from .service import HttpRoute, RouteTable, Service
 
-__all__ = ["ANSWERS", "OPEN_ROUTES", "ROUTES", "json_response"]
+__all__ = ["OPEN_ROUTES", "ROUTES", "json_response"]
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ async def health(_service: Service, _request: Request) -> Response:
 async def models(service: Service, _request: Request) -> Response:
     """The models that live workers serve, and their adapters, in OpenAI's shape with vLLM's `max_model_len`."""
     found: dict[str, Model] = {}
-    for worker in service.workers():
+    for worker in service.rb.fleet.workers:
         if worker.capabilities is None:
             continue
         found.setdefault(worker.model, _model(worker.model, worker, worker.model_path or worker.model, None))
@@ -88,7 +88,7 @@ def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> 
 
 async def ready(service: Service, _request: Request) -> Response:
     """200 if some worker takes requests, 503 if none does."""
-    is_ready = any(worker.state is WorkerState.SERVING for worker in service.workers())
+    is_ready = any(worker.state is WorkerState.SERVING for worker in service.rb.fleet.workers)
     return json_response(Ready(ready=is_ready), 200 if is_ready else 503)
 
 
@@ -109,13 +109,14 @@ async def metrics(service: Service, _request: Request) -> Response:
     return Response(await service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-OPEN_ROUTES: RouteTable = {("GET", "/health"): health, ("GET", "/ready"): ready, ("GET", "/v1/rl/ready"): ready}
-ROUTES: RouteTable = {("GET", "/v1/models"): models, ("GET", "/v1/rl/state"): state, ("GET", "/metrics"): metrics}
-ANSWERS: dict[tuple[str, str], object] = {
-    ("GET", "/health"): None,
-    ("GET", "/ready"): {200: Ready, 503: Ready},
-    ("GET", "/v1/rl/ready"): {200: Ready, 503: Ready},
-    ("GET", "/v1/models"): ModelList,
-    ("GET", "/v1/rl/state"): FleetAnswer,
-    ("GET", "/metrics"): "text/plain",
+_READY = HttpRoute(ready, answer={200: Ready, 503: Ready})
+OPEN_ROUTES: RouteTable = {
+    ("GET", "/health"): HttpRoute(health, answer=None),
+    ("GET", "/ready"): _READY,
+    ("GET", "/v1/rl/ready"): _READY,
+}
+ROUTES: RouteTable = {
+    ("GET", "/v1/models"): HttpRoute(models, answer=ModelList),
+    ("GET", "/v1/rl/state"): HttpRoute(state, answer=FleetAnswer),
+    ("GET", "/metrics"): HttpRoute(metrics, answer="text/plain"),
 }

@@ -6,9 +6,9 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-import bus
-from frontend.http.detokenizer import LONGEST_CHARACTER, Detokenizer
-from frontend.tokenization import Tokenizer
+from ... import bus
+from ..tokenization import Tokenizer
+from .detokenizer import LONGEST_CHARACTER, Detokenizer
 
 __all__ = ["AnswerText", "StopMatcher", "StopString", "StopStrings", "TextDelta", "stop_strings", "text_of"]
 
@@ -148,7 +148,7 @@ class AnswerText:
 
 
 def text_of(
-    wanted: bus.GenerateRequest,
+    request: bus.GenerateRequest,
     tokenizer: Tokenizer,
     stops: Sequence[str],
     *,
@@ -156,9 +156,9 @@ def text_of(
     skip_special_tokens: bool,
 ) -> AnswerText:
     """The text of an answer that has not begun."""
-    prompt_end = [int(token_id) for token_id in wanted.prompt_token_ids[-LONGEST_CHARACTER:]]
+    prompt_end = [int(token_id) for token_id in request.prompt_token_ids[-LONGEST_CHARACTER:]]
     return AnswerText(
         Detokenizer(tokenizer, prompt_end, skip_special_tokens=skip_special_tokens),
         StopMatcher(stops, include_stop),
-        min_tokens=wanted.sampling.min_tokens,
+        min_tokens=request.sampling.min_tokens,
     )

@@ -8,16 +8,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.http.body import decode_body, read_body
-from frontend.http.chat import Chat, encode_chat, encode_text
-from frontend.http.service import RouteTable, Service
-from frontend.http.status import json_response
-from frontend.http.wanted import find_target
-from frontend.tokenization import Tokenizer
-from schemas import limits
-from schemas.errors import InvalidRequest
+from ...schemas import limits
+from ...schemas.errors import InvalidRequest
+from ..tokenization import Tokenizer
+from .body import decode_body, read_body
+from .chat import Chat, encode_chat, encode_text
+from .request_target import find_target
+from .service import HttpRoute, RouteTable, Service
+from .status import json_response
 
-__all__ = ["ANSWERS", "BODIES", "ROUTES", "DetokenizeBody", "TokenizeBody"]
+__all__ = ["ROUTES", "DetokenizeBody", "TokenizeBody"]
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -128,21 +128,11 @@ def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+_TOKENIZE = HttpRoute(tokenize, TokenizeBody, TokenizeAnswer)
+_DETOKENIZE = HttpRoute(detokenize, DetokenizeBody, DetokenizeAnswer)
 ROUTES: RouteTable = {
-    ("POST", "/v1/tokenize"): tokenize,
-    ("POST", "/tokenize"): tokenize,
-    ("POST", "/v1/detokenize"): detokenize,
-    ("POST", "/detokenize"): detokenize,
-}
-BODIES: dict[tuple[str, str], object] = {
-    ("POST", "/v1/tokenize"): TokenizeBody,
-    ("POST", "/tokenize"): TokenizeBody,
-    ("POST", "/v1/detokenize"): DetokenizeBody,
-    ("POST", "/detokenize"): DetokenizeBody,
-}
-ANSWERS: dict[tuple[str, str], object] = {
-    ("POST", "/v1/tokenize"): TokenizeAnswer,
-    ("POST", "/tokenize"): TokenizeAnswer,
-    ("POST", "/v1/detokenize"): DetokenizeAnswer,
-    ("POST", "/detokenize"): DetokenizeAnswer,
+    ("POST", "/v1/tokenize"): _TOKENIZE,
+    ("POST", "/tokenize"): _TOKENIZE,
+    ("POST", "/v1/detokenize"): _DETOKENIZE,
+    ("POST", "/detokenize"): _DETOKENIZE,
 }

@@ -8,12 +8,12 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import bus
-from frontend.http.errors import HttpError
-from frontend.http.wanted import Target
-from schemas.chunk import JSON_MINUS_INFINITY
-from schemas.errors import ErrorCode
-from schemas.rows import Rows, expected_rows, no_rows
+from ... import bus
+from ...schemas.chunk import JSON_MINUS_INFINITY
+from ...schemas.errors import ErrorCode
+from ...schemas.rows import Rows, expected_rows, no_rows
+from .errors import HttpError
+from .request_target import RequestTarget
 
 __all__ = ["Ids", "Scored", "Scores", "Tokens", "json_logprobs", "prompt_scores", "whole_rows"]
 
@@ -81,11 +81,10 @@ class Scores:
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
         """What follows each other as one."""
+        names = ("logprobs", "top_ids", "top_logprobs")
         return cls(
             np.concatenate([part.ids for part in parts]),
-            _join([part.logprobs for part in parts]),
-            _join([part.top_ids for part in parts]),
-            _join([part.top_logprobs for part in parts]),
+            *(_join([getattr(part, name) for part in parts]) for name in names),
         )
 
 
@@ -141,12 +140,12 @@ class Tokens:
         return self.scores.ids
 
     @classmethod
-    def of_generation(cls, generation: bus.Generation, wanted: bus.GenerateRequest) -> "Tokens":
+    def of_generation(cls, generation: bus.Generation, request: bus.GenerateRequest) -> "Tokens":
         """All of an answer."""
         of_prompt = None
         if generation.prompt_logprobs is not None:
             of_prompt = Scores(
-                _prompt_ids(wanted)[1:],
+                _prompt_ids(request)[1:],
                 generation.prompt_logprobs,
                 generation.prompt_top_token_ids,
                 generation.prompt_top_logprobs,
@@ -165,12 +164,12 @@ class Tokens:
         )
 
     @classmethod
-    def of_chunk(cls, chunk: bus.Chunk, wanted: bus.GenerateRequest) -> "Tokens":
+    def of_chunk(cls, chunk: bus.Chunk, request: bus.GenerateRequest) -> "Tokens":
         """What one chunk added."""
         top, end, rows, prompt = chunk.top_logprobs, chunk.end, chunk.routed_experts, chunk.prompt_logprobs
         of_prompt = None
         if prompt is not None:
-            ids = _prompt_ids(wanted)[prompt.start : prompt.start + len(prompt.logprobs)]
+            ids = _prompt_ids(request)[prompt.start : prompt.start + len(prompt.logprobs)]
             tops = (None, None) if prompt.top is None else (prompt.top.token_ids, prompt.top.logprobs)
             of_prompt = Scores(ids, prompt.logprobs, *tops)
         return cls(
@@ -182,7 +181,7 @@ class Tokens:
             ),
             weight_versions=np.full(chunk.num_tokens, chunk.weight_version, "i4"),
             rows=None if rows is None else rows.numpy(),
-            start=wanted.routed_experts_prompt_start if rows is None else rows.start,
+            start=request.routed_experts_prompt_start if rows is None else rows.start,
             of_prompt=of_prompt,
             finish_reason=chunk.finish_reason,
             stop_token=None if end is None else end.stop_reason,
@@ -219,11 +218,11 @@ class Tokens:
         )
 
 
-def _prompt_ids(wanted: bus.GenerateRequest) -> Ids:
-    return np.asarray(wanted.prompt_token_ids, "i4")
+def _prompt_ids(request: bus.GenerateRequest) -> Ids:
+    return np.asarray(request.prompt_token_ids, "i4")
 
 
-def whole_rows(wanted: bus.GenerateRequest, target: Target, tokens: Tokens) -> Rows | None:
+def whole_rows(request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens) -> Rows | None:
     """The rows of a whole answer; None where its model has no experts.
 
     Raises:
@@ -234,26 +233,26 @@ def whole_rows(wanted: bus.GenerateRequest, target: Target, tokens: Tokens) -> R
         if routing is None:
             return None
         rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
-    expected = expected_rows(wanted.prompt_len, wanted.routed_experts_prompt_start, len(tokens.ids))
+    expected = expected_rows(request.prompt_len, request.routed_experts_prompt_start, len(tokens.ids))
     if len(rows) < expected:
         raise _broken(f"{len(tokens.ids)} tokens came with {len(rows)} rows of routing, not {expected}")
     return rows[:expected]
 
 
-def prompt_scores(wanted: bus.GenerateRequest, tokens: Tokens) -> Scores | None:
+def prompt_scores(request: bus.GenerateRequest, tokens: Tokens) -> Scores | None:
     """Of all tokens of the prompt but the first; None: not asked for, or aborted before they were there.
 
     Raises:
         HttpError: 502, some are missing, or one is no number.
     """
-    width = wanted.sampling.prompt_logprobs
+    width = request.sampling.prompt_logprobs
     if width is None or not len(tokens.ids):
         return None
     found = tokens.of_prompt
-    if found is None or len(found.ids) != wanted.prompt_len - 1:
-        if wanted.prompt_len == 1:
+    if found is None or len(found.ids) != request.prompt_len - 1:
+        if request.prompt_len == 1:
             return Scores(np.empty(0, "i4"))
-        raise _broken(f"{wanted.prompt_len - 1} tokens of the prompt came without logprobs")
+        raise _broken(f"{request.prompt_len - 1} tokens of the prompt came without logprobs")
     if len(found.ids):
         found.check(width, "tokens of the prompt")
     return found

@@ -5,7 +5,7 @@ from typing import Final
 
 from starlette.datastructures import Headers
 
-from schemas.request import TRACEPARENT_PATTERN
+from ...schemas.request import TRACEPARENT_PATTERN
 
 __all__ = ["traceparent_of"]
 

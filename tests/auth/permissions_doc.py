@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bus.credentials import Role
-from bus.permissions import JETSTREAM_RULES, SUBJECT_RULES
+from rollbus.bus.auth.credentials import Role
+from rollbus.bus.auth.permissions import JETSTREAM_RULES, SUBJECT_RULES
 
 __all__ = ["DOC", "with_table"]
 

@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from bus.connection import Connection, close_connection, open_connection
-from bus.credentials import Credentials, Role, load_credentials
-from bus.embedded import EmbeddedServer
-from bus.provision import provision
-from bus.server import Server
-from bus.users import credentials_path, ensure_users
+from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
+from rollbus.bus.auth.users import credentials_path, ensure_users
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
 from tests.support.nats_server import require_binary
 
 __all__ = ["FLEET", "MODEL", "Guarded", "guarded"]
@@ -57,7 +57,7 @@ class Guarded:
         try:
             yield nats
         finally:
-            await close_connection(nats)
+            await nats.shut()
 
     def violations(self) -> list[str]:
         """What the server says that somebody tried and may not."""

@@ -7,22 +7,23 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-import bus
-from bus.connection import close_connection, open_connection, subscribe
-from bus.credentials import Role, load_credentials
-from bus.embedded import EmbeddedServer
-from bus.jetstream import ask
-from bus.permissions import SUBJECT_RULES
-from bus.permitted import check_permitted, publish_permitted
-from bus.provision import provision
-from bus.queue.streams import stream_name
-from bus.server import Server
-from bus.subjects import Subjects
-from bus.users import ensure_users
-from schemas.errors import BusBroken, PermissionDenied
+import rollbus
+from rollbus.bus.auth.credentials import Role, load_credentials
+from rollbus.bus.auth.permissions import SUBJECT_RULES
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.connection import open_connection, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.permitted import check_permitted, publish_permitted
+from rollbus.bus.nats.server import Server
+from rollbus.bus.queue.streams import stream_name
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.errors import BusBroken, PermissionDenied
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
 from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "frame.<client>.<worker>": ({W}, EVERY_CLIENT),
     "link.<client>.<worker>": ({T, F}, {W}),
     "plain.<client>.>": ({W}, {T, F}),
-    "presence.<worker>": ({W}, EVERY_CLIENT),
+    "presence.<worker>": ({W}, EVERY_CLIENT | {W}),
     "client.<client>": (EVERY_CLIENT, EVERY_CLIENT | {W}),
     "control.<controller>": ({A, F}, {W}),
     "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
@@ -66,16 +67,16 @@ def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
     theirs = {place for place in OTHERS if place not in mine}
     for kind, (publishers, hearers) in OWN.items():
         names_me = any(place in kind for place in mine)
+        is_for_all = role is not W and kind in HEARD_BY_ALL
         for names in (OTHERS | mine, OTHERS):
             is_me = names is not OTHERS
             if not is_me and not names_me:
                 continue  # the same once more
             where = subject(kind, names)
             yield "publish", where, role in publishers and is_me
-            is_for_all = role is W or kind in HEARD_BY_ALL
-            yield "subscribe", where, role in hearers and (is_me or (is_for_all and kind in HEARD_BY_ALL))
+            yield "subscribe", where, role in hearers and (is_me or is_for_all)
         wide = subject(kind, dict.fromkeys(OTHERS, "*") | {"<model>": "*", "<lane>": "*"})
-        everybody = not names_me or kind in HEARD_BY_ALL
+        everybody = not names_me or is_for_all
         yield "subscribe", wide, role in hearers and everybody and bool(theirs)
 
 
@@ -187,10 +188,10 @@ async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
         async with worker, guard.connected("alice") as alice:
             for where in (*NEVER, "rb.v1.F.frame.bob.*", "rb.v1.F.frame.*.w0", "rb.v1.F.link.>", "rb.v1.F.presence.*"):
                 await subscribe(alice, where, hear)
-            async with bus.connect(guard.login("bob")) as bob:
+            async with rollbus.connect(guard.login("bob")) as bob:
                 await bob.fleet.wait_for_workers()
                 assert (await bob.complete(greedy())).error is None
-            await alice.confirm(timeout_s=5.0)
+            await alice.confirm(timeout_s=SOON_S)
 
     assert set(heard) == {"rb.v1.F.presence.w0"}
 
@@ -203,7 +204,7 @@ async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> No
         await provision(Server(server.url, one), "one", [MODEL])
         nats = await open_connection(Server(server.url, two), name="b")
         info = await ask(nats, "INFO")
-        await close_connection(nats)
+        await nats.shut()
 
     assert info["streams"] == 0
 
@@ -236,12 +237,14 @@ async def test_what_a_stream_delivers_is_nobodys_word(tmp_path: Path) -> None:
         await subscribe(victim, subjects.controls, hear)
         await victim.subscribe(subjects.controls, cb=see)
         await check_permitted(victim)
-        await trainer.request(subjects.request("alice", MODEL, "normal"), b'{"command": "drain", "id": "1"}', timeout=5)
+        await trainer.request(
+            subjects.request("alice", MODEL, "normal"), b'{"command": "drain", "id": "1"}', timeout=SOON_S
+        )
         pull = f"$JS.API.CONSUMER.MSG.NEXT.{stream_name(subjects, MODEL, 'normal')}.normal"
         await worker.publish(pull, b'{"batch": 1, "no_wait": true}', reply=subjects.control("boss"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await arrived.wait()
-        await victim.confirm(timeout_s=5)
+        await victim.confirm(timeout_s=SOON_S)
 
         assert heard == []
         assert victim.counters().streamed_msgs == 1

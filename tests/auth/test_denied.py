@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-import bus
-from bus.connection import open_connection, subscribe
-from bus.credentials import Credentials, Role
-from bus.embedded import EmbeddedServer
-from bus.nkeys import new_seed
-from bus.provision import provision
-from bus.queue.streams import ensure_queue
-from bus.server import Server
-from bus.subjects import Subjects
-from schemas.control import Ack
-from schemas.errors import BusBroken, ErrorCode, InvalidRequest, PermissionDenied, RequestError
-from schemas.messages import decode_ack
-from schemas.request import GenerateRequest
+import rollbus
+from rollbus.bus.auth.credentials import Credentials, Role
+from rollbus.bus.auth.nkeys import new_seed
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.connection import open_connection, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
+from rollbus.bus.queue.streams import ensure_queue
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import Ack
+from rollbus.schemas.errors import BusBroken, ErrorCode, InvalidRequest, PermissionDenied, RequestError
+from rollbus.schemas.messages import decode_ack
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask
 from tests.support.fleet import synthetic_worker
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticEngine
-from workers.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,13 @@ async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
     """Neither what is recorded nor what only is said; the worker goes on, and so do the trainer's own requests."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, bus.connect(guard.login("alice")) as rb:
+        async with worker, rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
-            with pytest.raises(bus.PermissionDenied) as recorded:
+            with pytest.raises(rollbus.PermissionDenied) as recorded:
                 await rb.fleet.pause()
             stream = rb.generate(ask(max_tokens=1000))
             await anext(stream)
-            with pytest.raises(bus.PermissionDenied) as said:
+            with pytest.raises(rollbus.PermissionDenied) as said:
                 await rb.fleet.abort(["r"])
             await anext(stream)
             await stream.aclose()
@@ -61,7 +61,7 @@ async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
     """They fail with a code of their own, long before their deadline."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, bus.connect(guard.login("eye")) as rb:
+        async with worker, rollbus.connect(guard.login("eye")) as rb:
             await rb.fleet.wait_for_workers()
             with pytest.raises(
                 RequestError, match=r"viewer eye of fleet F may not publish on rb\.v1\.F\.req"
@@ -79,7 +79,7 @@ async def test_a_worker_cannot_command(tmp_path: Path) -> None:
         own = guard.credentials("w0")
         stolen = Credentials(fleet=FLEET, role=Role.ADMIN, name="w0", seed=own.seed)
         with pytest.raises(PermissionDenied, match=r"may not subscribe to rb\.v1\.F\.presence"):
-            async with bus.connect(Server(guard.url, stolen)):
+            async with rollbus.connect(Server(guard.url, stolen)):
                 pass
 
 
@@ -90,7 +90,7 @@ async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> Non
             with pytest.raises(BusBroken, match=r"worker w0 of fleet F may not publish on .*rollbus make-queue m"):
                 await ensure_queue(nats, Subjects(FLEET), MODEL)
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, bus.connect(guard.login("alice")) as rb:
+        async with worker, rollbus.connect(guard.login("alice")) as rb:
             ended = await run_rollbus(guard.url, FLEET, "make-queue", MODEL, "--creds", str(guard.path("boss")))
             await rb.fleet.wait_for_workers()
             assert (await rb.complete(ask())).error is None
@@ -115,7 +115,7 @@ async def test_names_that_are_not_the_users_are_refused_here(
     """Before anything is sent: the server would deny them one by one."""
     async with guarded(tmp_path) as guard:
         with pytest.raises(InvalidRequest) as caught:
-            bus.connect(guard.url, credentials=guard.path(name), **fields)  # type: ignore[arg-type]
+            rollbus.connect(guard.url, credentials=guard.path(name), **fields)  # type: ignore[arg-type]
 
     assert problem in str(caught.value)
 
@@ -154,7 +154,7 @@ async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptu
     """Not even of a client whose everything is logged."""
     caplog.set_level(logging.DEBUG)
     async with guarded(tmp_path) as guard:
-        async with bus.connect(guard.login("alice")) as rb:
+        async with rollbus.connect(guard.login("alice")) as rb:
             with pytest.raises(RequestError):
                 await rb.complete(GenerateRequest(prompt_token_ids=[1]))
         seeds = [guard.credentials(name).seed for name in ("alice", "boss", "w0")]
@@ -168,7 +168,7 @@ async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
     credentials = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
     async with EmbeddedServer() as server:
         await provision(Server(server.url, credentials), FLEET, [MODEL])
-        async with bus.connect(server.url, credentials=credentials) as rb:
+        async with rollbus.connect(server.url, credentials=credentials) as rb:
             assert (await rb.fleet.state()).workers == ()
             assert "boss" in repr(rb)
 
@@ -183,7 +183,7 @@ async def test_a_worker_records_nothing_for_a_controller(tmp_path: Path) -> None
 
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, bus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
+        async with worker, rollbus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
             await rb.fleet.wait_for_workers()
             await subscribe(nats, subjects.acks_to("boss"), take)
             await nats.publish(subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}')

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-import bus.subjects
-from bus.credentials import Role, User
-from bus.permissions import SUBJECT_RULES, permissions
+import rollbus.bus.subjects
+from rollbus.bus.auth.credentials import Role, User
+from rollbus.bus.auth.permissions import SUBJECT_RULES, permissions
 from tests.auth.permissions_doc import DOC, with_table
 
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
@@ -20,7 +20,7 @@ def user(role: Role, name: str) -> User:
 
 def test_every_subject_of_the_software_has_a_decision() -> None:
     """A subject that is new in bus/subjects.py says here who may use it."""
-    assert [rule.subject for rule in SUBJECT_RULES] == ROW.findall(bus.subjects.__doc__ or "")
+    assert [rule.subject for rule in SUBJECT_RULES] == ROW.findall(rollbus.bus.subjects.__doc__ or "")
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -70,7 +70,7 @@ def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
 
 
 def test_the_documented_table_is_the_code() -> None:
-    """docs/operations.md has what bus/permissions.py says: `python -m tests.auth.permissions_doc` writes it."""
+    """docs/operations.md has what bus/auth/permissions.py says: `python -m tests.auth.permissions_doc` writes it."""
     text = DOC.read_text()
 
     assert text == with_table(text)

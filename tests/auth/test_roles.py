@@ -8,20 +8,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-import bus
-from bus.credentials import Role
-from bus.server import CREDENTIALS_VARIABLE
-from frontend.cli.http_service import serve_http, settings_of, take_address
-from schemas.presence import WorkerState
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+import rollbus
+from rollbus.bus.auth.credentials import Role
+from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
+from rollbus.frontend.cli.http_service import bind_address, serve_http, settings_from_environment
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, folders, is_in, until
+from tests.control.support import ask, folders
 from tests.support.fleet import synthetic_worker
+from tests.support.fleet_states import until_worker
 from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
     """Through the queue, in a session, as a stream that is left early, and past a worker that stops in the middle."""
     slow = SyntheticConfig(step_s=0.01)
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=slow):
-        async with bus.connect(guard.url, credentials=guard.path("alice")) as rb:
+        async with rollbus.connect(guard.url, credentials=guard.path("alice")) as rb:
             await rb.fleet.wait_for_workers()
             assert (await rb.complete(ask())).error is None
             for _ in range(2):
@@ -63,7 +64,7 @@ async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
 async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Each gets its own results."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
-        async with bus.connect(guard.login("alice")) as alice, bus.connect(guard.login("bob")) as bob:
+        async with rollbus.connect(guard.login("alice")) as alice, rollbus.connect(guard.login("bob")) as bob:
             await alice.fleet.wait_for_workers()
             await bob.fleet.wait_for_workers()
             one = await alice.complete(ask(1, 2, 3, request_id="r"))
@@ -87,10 +88,10 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
             str(guard.path("w0")),
         )
         async with worker_process(guard.url, FLEET, *options, *own) as process:
-            async with bus.connect(guard.login("boss")) as rb:
+            async with rollbus.connect(guard.login("boss")) as rb:
                 await rb.fleet.wait_for_workers()
                 assert (await rb.fleet.pause()).is_complete
-                await until(rb, is_in("w0", WorkerState.PAUSED))
+                await until_worker(rb, "w0", WorkerState.PAUSED)
                 assert (await rb.fleet.resume()).is_complete
                 assert (await rb.fleet.update_weights(two, version=2)).is_complete
                 assert (await rb.fleet.update_weights(one, version=3, upload=True)).is_complete
@@ -109,7 +110,7 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
 async def test_a_viewer_runs_status(tmp_path: Path) -> None:
     """`rollbus status` shows workers, queues and what is desired; the fleet is that of the credentials."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
-        async with bus.connect(guard.login("boss")) as rb:
+        async with rollbus.connect(guard.login("boss")) as rb:
             await rb.fleet.wait_for_workers()
             await rb.fleet.pause()
         ended = await run_rollbus(guard.url, FLEET, "status", "--json", "--creds", str(guard.path("eye")))
@@ -125,8 +126,8 @@ async def test_a_viewer_runs_status(tmp_path: Path) -> None:
 async def test_a_frontend_serves_http(tmp_path: Path) -> None:
     """Requests for tokens and commands, both under its own name."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
-        with contextlib.closing(take_address("127.0.0.1", 0)) as listening:
-            serve = serve_http(guard.login("front"), FLEET, settings_of(), listening)
+        with contextlib.closing(bind_address("127.0.0.1", 0)) as listening:
+            serve = serve_http(guard.login("front"), FLEET, settings_from_environment(), listening)
             async with serve as url, httpx.AsyncClient(base_url=url) as client:
                 while not (await client.get("/v1/models")).json()["data"]:
                     pass
@@ -143,7 +144,7 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
 async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
     """`rollbus status` with the credentials of a trainer that is at work: its requests go on."""
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=SyntheticConfig(step_s=0.005)):
-        async with bus.connect(guard.login("alice")) as rb:
+        async with rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
             stream = rb.generate(ask(max_tokens=1000))
             await anext(stream)
@@ -159,7 +160,7 @@ async def test_the_environment_names_the_user(tmp_path: Path, monkeypatch: pytes
     """$ROLLBUS_CREDS is enough: fleet, client's name and key are in the file."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         monkeypatch.setenv(CREDENTIALS_VARIABLE, str(guard.path("alice")))
-        async with bus.connect(guard.url) as rb:
+        async with rollbus.connect(guard.url) as rb:
             await rb.fleet.wait_for_workers()
             request = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2))
             assert (await rb.complete(request)).error is None

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-import bus
-from bus.connection import close_connection, open_connection
-from bus.credentials import Credentials, Role, load_credentials
-from bus.embedded import find_binary
-from bus.jetstream import ask
-from bus.server import Server, Tls
-from bus.users import credentials_path, ensure_users, remove_user
-from schemas.errors import BusBroken, InvalidRequest
+from rollbus import bus
+from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
+from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.users import credentials_path, ensure_users, remove_user
+from rollbus.bus.nats.connection import open_connection
+from rollbus.bus.nats.embedded import find_binary
+from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.server import Server
+from rollbus.schemas.errors import BusBroken, InvalidRequest
 from tests.cli.support import rollbus
 from tests.support.certificates import certificate
 from tests.support.nats_server import require_binary
@@ -183,7 +184,7 @@ async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
         url = f"tls://127.0.0.1:{port}"
         nats = await open_connection(Server(url, load_credentials(creds), Tls(ca=str(cert))), name="test")
         info = await ask(nats, "INFO")
-        await close_connection(nats)
+        await nats.shut()
         with pytest.raises(BusBroken, match="certificate verify failed"):
             await open_connection(Server(url, load_credentials(creds)), name="test", timeout_s=1)
         seen = rollbus("status", "--nats", url, "--creds", creds, "--tls-ca", str(cert))

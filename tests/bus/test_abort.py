@@ -2,104 +2,92 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
 
 import numpy as np
 import pytest
 
-import bus
-from bus import Chunk, GenerateRequest, InvalidRequest, NoWorkers, SamplingParams
-from schemas.presence import WorkerState
-from tests.bus.test_client import greedy
-from tests.support.fleet import check_generation, synthetic_worker, until_idle
+import rollbus
+from rollbus import GenerateRequest, InvalidRequest, NoWorkers, SamplingParams
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.patience import SOON_S
+from tests.support.requests import sized
+from tests.support.streams import all_of
 
 ENDLESS = 1_000_000
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 
 
-async def rest_of(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
-    """What else a stream yields."""
-    return [chunk async for chunk in stream]
-
-
-async def test_a_running_request_ends_where_it_stands(nats_url: str, fleet: str) -> None:
+async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -> None:
     """A stream yields what had come and one terminal chunk with `abort`; `complete` returns what there is."""
     async with (
-        synthetic_worker(nats_url, fleet, config=SLOW) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        one_worker(config=SLOW) as (rb, _, engine),
         asyncio.TaskGroup() as tasks,
     ):
-        await rb.fleet.wait_for_workers()
-        completing = tasks.create_task(rb.complete(greedy(max_tokens=ENDLESS, request_id="whole")))
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=ENDLESS, request_id="stream"))) as stream:
+        completing = tasks.create_task(rb.complete(sized(max_tokens=ENDLESS, request_id="whole")))
+        async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS, request_id="stream"))) as stream:
             chunks = [await anext(stream) for _ in range(3)]
             assert await rb.abort(["stream", "whole"]) == ["stream", "whole"]
-            chunks += await rest_of(stream)
+            chunks += await all_of(stream)
         generation = await completing
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
-        expected = await rb.complete(greedy(max_tokens=len(generation.token_ids)))
+        expected = await rb.complete(sized(max_tokens=len(generation.token_ids)))
 
     assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["abort"]
     assert chunks[-1].end is not None
     assert chunks[-1].end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
     assert generation.finish_reason == "abort"
-    check_generation(generation, greedy())
+    check_generation(generation, sized())
     np.testing.assert_array_equal(generation.token_ids, expected.token_ids)
     np.testing.assert_array_equal(generation.routed_experts, expected.routed_experts)
 
 
 @pytest.mark.slow
-async def test_a_queued_request_ends_at_once(nats_url: str, fleet: str) -> None:
+async def test_a_queued_request_ends_at_once(one_worker: StartServed) -> None:
     """Aborted while no slot was free, a request is over; the worker that takes it later drops it."""
     config = SyntheticConfig(step_s=0.001, max_num_seqs=1, max_model_len=10_000_000)
     async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        one_worker(config=config) as (rb, _, engine),
         asyncio.TaskGroup() as tasks,
     ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=ENDLESS))) as stream:
+        async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS))) as stream:
             await anext(stream)
-            waiting = [tasks.create_task(rb.complete(greedy(request_id=f"w{i}"))) for i in range(5)]
+            waiting = [tasks.create_task(rb.complete(sized(request_id=f"w{i}"))) for i in range(5)]
             while not await num_queued(rb):
                 pass
             assert await rb.abort([f"w{i}" for i in range(5)]) == [f"w{i}" for i in range(5)]
             for task in waiting:
                 generation = await task
                 assert (generation.finish_reason, len(generation.token_ids)) == ("abort", 0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             while await num_queued(rb):
                 pass
             await until_idle(engine, rb)
 
 
-async def num_queued(rb: bus.Client) -> int:
+async def num_queued(rb: rollbus.Client) -> int:
     """How many requests are in the queue, waiting or in a worker's hand."""
     return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
-async def test_only_what_is_open_is_named(nats_url: str, fleet: str) -> None:
+async def test_only_what_is_open_is_named(one_worker: StartServed) -> None:
     """Ids that are unknown, or whose requests have ended, are passed over; the same id twice counts once."""
-    async with (
-        synthetic_worker(nats_url, fleet, config=SLOW),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        await rb.complete(greedy(request_id="done"))
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=ENDLESS, request_id="open"))) as stream:
+    async with one_worker(config=SLOW) as (rb, *_):
+        await rb.complete(sized(request_id="done"))
+        async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS, request_id="open"))) as stream:
             await anext(stream)
             assert await rb.abort(["unknown", "open", "done", "open"]) == ["open"]
             assert await rb.abort(["open"]) == []
-            assert (await rest_of(stream))[-1].finish_reason == "abort"
+            assert (await all_of(stream))[-1].finish_reason == "abort"
 
 
 async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
     """An empty list aborts nothing by accident, and a string is not taken for its characters."""
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(InvalidRequest, match="request_ids is empty"):
             await rb.abort([])
         with pytest.raises(InvalidRequest, match="request_ids is a string"):
@@ -111,7 +99,7 @@ async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
 @pytest.mark.slow
 async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
     """While the client asks whether anybody serves it, a request is open like any other."""
-    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(request_id="early")))
         await asyncio.sleep(0)
         assert await rb.abort(["early"]) == ["early"]

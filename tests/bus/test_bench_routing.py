@@ -5,10 +5,11 @@ import pytest
 
 pytest.importorskip("pybase64", reason="comes with vLLM")
 
-import bus
+import rollbus
 from bench.routing_engine import CLOCK, Case, RoutedEngine, clock_us, make_rows
 from bench.routing_ways import WAYS, bus_request, digest, running_worker
-from bus.embedded import EmbeddedServer
+from rollbus.bus.nats.embedded import EmbeddedServer
+from tests.support.patience import SOON_S
 
 CASES = [Case(700, 48, 8, 128), Case(700, 5, 2, 384)]
 
@@ -36,8 +37,8 @@ async def test_tokens_say_when_they_were_handed_over() -> None:
     case = CASES[0]
     before = clock_us()
     engine = RoutedEngine(case, step_s=0, is_fresh=False)
-    async with EmbeddedServer() as nats, running_worker(engine, nats.url), bus.connect(nats.url) as rb:
-        await rb.fleet.wait_for_workers(timeout_s=30)
+    async with EmbeddedServer() as nats, running_worker(engine, nats.url), rollbus.connect(nats.url) as rb:
+        await rb.fleet.wait_for_workers(timeout_s=SOON_S)
         generation = await rb.complete(bus_request(10, 30))
     times = generation.token_ids.tolist()
     assert times == sorted(times)

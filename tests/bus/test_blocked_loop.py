@@ -6,14 +6,14 @@ import time
 import numpy as np
 import pytest
 
-import bus
-from bus.client.traffic import LEASE_S
-from schemas.presence import WorkerState
-from tests.bus.test_client import greedy
+import rollbus
+from rollbus.bus.client.runtime import LEASE_S
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.fleet import check_generation
 from tests.support.load import Load
+from tests.support.requests import sized
 from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +27,11 @@ BLOCKED_S = LEASE_S + 2.5
 
 async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> None:
     """Blocked for longer than a lease while results stream in: no attempt, no frame and no worker is lost."""
-    requests = [greedy(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]
-    streamed = greedy(200, NUM_TOKENS, request_id="stream")
+    requests = [sized(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]
+    streamed = sized(200, NUM_TOKENS, request_id="stream")
     expected = (await Load.of([streamed], SyntheticConfig.from_args(ENGINE_ARGS))).expected["stream"]
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, engine_args={**ENGINE_ARGS, "step_s": STEP_S}),
         asyncio.TaskGroup() as tasks,
     ):

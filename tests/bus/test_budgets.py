@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-import bus
-from bus import GenerateRequest, InvalidRequest, SamplingParams
-from bus.client.loop_thread import LoopThread
-from tests.bus.test_client import greedy
-from tests.support.fleet import check_generation, synthetic_worker
+import rollbus
+from rollbus import GenerateRequest, InvalidRequest, SamplingParams
+from rollbus.bus.client.loop_thread import LoopThread
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import StartServed, check_generation
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.requests import sized
 
 pytestmark = pytest.mark.slow
 
 
 async def test_many_requests_are_taken_as_there_is_room(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of requests: no more than `max_in_flight` are taken ahead, and none waits for the bus thread."""
     round_trips: list[object] = []
@@ -34,11 +34,10 @@ async def test_many_requests_are_taken_as_there_is_room(
         nonlocal taken
         for index in range(count):
             taken += 1
-            yield greedy(1, 1, request_id=f"r{index}", return_routed_experts=False)
+            yield sized(1, 1, request_id=f"r{index}", return_routed_experts=False)
 
     config = SyntheticConfig(max_num_seqs=256)
-    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
+    async with one_worker(config=config) as (rb, *_):
         monkeypatch.setattr(LoopThread, "run", counting)
         seen = 0
         async for generation in rb.complete_many(requests(5000), max_in_flight=512):
@@ -51,7 +50,7 @@ async def test_many_requests_are_taken_as_there_is_room(
     assert seen == 5000
 
 
-async def test_unread_results_hold_up_new_requests_only(nats_url: str, fleet: str) -> None:
+async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed) -> None:
     """Above `max_unread_bytes` `complete_many` takes no more requests until results are read; all come in the end."""
     taken = 0
 
@@ -59,14 +58,10 @@ async def test_unread_results_hold_up_new_requests_only(nats_url: str, fleet: st
         nonlocal taken
         for index in range(60):
             taken += 1
-            yield greedy(2000, 4, request_id=f"r{index}")
+            yield sized(2000, 4, request_id=f"r{index}")
 
     config = SyntheticConfig(num_layers=16, top_k=8, max_num_seqs=64)  # 256 kB of routing for each
-    async with (
-        synthetic_worker(nats_url, fleet, config=config),
-        bus.connect(nats_url, fleet=fleet, max_unread_bytes=1024**2) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
+    async with one_worker(config=config, options={"max_unread_bytes": 1024**2}) as (rb, *_):
         results = rb.complete_many(requests(), max_in_flight=8)
         generations = [await anext(results)]
         # Nobody reads; what is in flight comes in, and nothing else is sent.
@@ -81,36 +76,32 @@ async def test_unread_results_hold_up_new_requests_only(nats_url: str, fleet: st
 
     assert len(generations) == 60
     for generation in generations:
-        check_generation(generation, greedy(2000, 4))
+        check_generation(generation, sized(2000, 4))
 
 
-async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(nats_url: str, fleet: str) -> None:
+async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_worker: StartServed) -> None:
     """With the budget spent by a stream that nobody reads, `complete_many` still goes on, one request at a time."""
     config = SyntheticConfig(num_layers=16, top_k=8)
     async with (
-        synthetic_worker(nats_url, fleet, config=config),
-        bus.connect(nats_url, fleet=fleet, max_unread_bytes=1000) as rb,
+        one_worker(config=config, options={"max_unread_bytes": 1000}) as (rb, *_),
+        contextlib.aclosing(rb.generate(sized(2000, 50))) as stream,
     ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(2000, 50))) as stream:
-            await anext(stream)
-            while rb.stats().unread_bytes < 1000:
-                await rb.fleet.state()
-            requests = [greedy(request_id=f"r{i}") for i in range(5)]
-            assert len([g async for g in rb.complete_many(requests)]) == 5
-            assert rb.stats().unread_bytes >= 1000
+        await anext(stream)
+        while rb.stats().unread_bytes < 1000:
+            await rb.fleet.state()
+        requests = [sized(request_id=f"r{i}") for i in range(5)]
+        assert len([g async for g in rb.complete_many(requests)]) == 5
+        assert rb.stats().unread_bytes >= 1000
 
 
-async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(nats_url: str, fleet: str) -> None:
+async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: StartServed) -> None:
     """Unread, a stream comes in to its end, holds no other up, and then takes no more memory."""
     async with (
-        synthetic_worker(nats_url, fleet) as (worker, _),
-        bus.connect(nats_url, fleet=fleet) as rb,
-        contextlib.aclosing(rb.generate(greedy(3, 2000))) as stream,
+        one_worker() as (rb, worker, _),
+        contextlib.aclosing(rb.generate(sized(3, 2000))) as stream,
     ):
-        await rb.fleet.wait_for_workers()
         first = await anext(stream)
-        other = await rb.complete(greedy(max_tokens=2500))
+        other = await rb.complete(sized(max_tokens=2500))
         while worker.presence().in_flight or worker.presence().held_bytes:
             await rb.fleet.state()
         full = rb.stats().unread_bytes
@@ -146,7 +137,7 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
         workers = [
             await stack.enter_async_context(worker_by_hand(nats_url, fleet, f"w{i}", pulls=False)) for i in range(50)
         ]
-        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet, client="me"))
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet, client="me"))
         await rb.fleet.wait_for_workers(50)
         for worker in workers:
             worker.client_incarnation = (await worker.presences.get()).incarnation
@@ -166,15 +157,14 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
 def test_the_budget_is_a_number_of_bytes() -> None:
     """A budget that allows nothing is refused."""
     with pytest.raises(InvalidRequest, match="max_unread_bytes is 0"):
-        bus.connect(max_unread_bytes=0)
+        rollbus.connect(max_unread_bytes=0)
 
 
-async def test_samples_count_for_the_request_that_asked_for_them(nats_url: str, fleet: str) -> None:
+async def test_samples_count_for_the_request_that_asked_for_them(one_worker: StartServed) -> None:
     """A request for n samples is one in flight for `complete_many`, and n for the fleet."""
     sampling = SamplingParams(n=4, max_tokens=3, temperature=0, ignore_eos=True)
     requests = [GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling) for _ in range(10)]
-    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
+    async with one_worker() as (rb, *_):
         async for generation in rb.complete_many(requests, max_in_flight=2):
             assert len(generation.siblings) == 3
         assert rb.stats().requests >= 40

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bus.client.calls import Call, Ending, Inbox
-from schemas.chunk import Chunk
-from schemas.errors import ErrorCode, InvalidRequest, RequestFailed
-from schemas.limits import MAX_SEED
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.client.calls import Call, CallResult, Inbox
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
+from rollbus.schemas.limits import MAX_SEED
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 
 
 def chunk_of(index: int, num_tokens: int = 1) -> Chunk:
@@ -52,7 +52,7 @@ def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
     call = new_call(box, streams=False)
     call.deliver([chunk_of(0)])
     assert told == []
-    call.finish(Ending((), None))
+    call.finish(CallResult((), None))
     assert len(told) == 1
 
 
@@ -69,7 +69,7 @@ async def test_nothing_is_lost_between_two_threads() -> None:
     def write() -> None:
         for index in range(20_000):
             call.deliver([chunk_of(index)])
-        call.finish(Ending((), None))
+        call.finish(CallResult((), None))
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -87,7 +87,7 @@ async def test_an_error_comes_behind_the_chunks() -> None:
     box, _ = inbox()
     call = new_call(box)
     call.deliver([chunk_of(0), chunk_of(1)])
-    call.finish(Ending((), RequestFailed(code=ErrorCode.WORKER_LOST, message="gone")))
+    call.finish(CallResult((), RequestFailed(code=ErrorCode.WORKER_LOST, message="gone")))
     chunks = [await call.next_chunk(), await call.next_chunk()]
 
     assert [chunk.chunk_index for chunk in chunks if chunk is not None] == [0, 1]
@@ -104,13 +104,13 @@ def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
     left.deliver([chunk_of(0, 1000)])
     assert one >= 4000
     assert box.unread.num_bytes == 2 * one
-    left.leave()
+    left.abandon()
     assert box.unread.num_bytes == one
     left.deliver([chunk_of(1, 1000)])
     assert box.unread.num_bytes == 2 * one
-    left.forget()
+    left.count_dropped()
     assert box.unread.num_bytes == one
-    read.leave()
+    read.abandon()
     assert box.unread.num_bytes == 0
 
 
@@ -119,7 +119,7 @@ def test_who_asks_late_hears_of_the_end_at_once() -> None:
     box, told = inbox()
     heard: list[Call] = []
     call = new_call(box)
-    call.finish(Ending((), None))
+    call.finish(CallResult((), None))
     call.when_ended(heard.append)
     assert heard == [call]
     told[0]()

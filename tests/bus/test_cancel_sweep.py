@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import bus
-from bus import GenerateRequest
-from tests.bus.test_client import greedy
+import rollbus
+from rollbus import GenerateRequest
 from tests.support.invariants import observing
+from tests.support.requests import sized
 from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
@@ -23,22 +23,22 @@ ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
 async def scenario(nats_url: str, fleet: str) -> None:
     """What a client does in its life, most of it left in the middle."""
     endless = {"max_tokens": 1_000_000}
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
-        await rb.complete(greedy(max_tokens=3))
-        async with contextlib.aclosing(rb.generate(greedy(**endless, request_id="left"))) as stream:
+        await rb.complete(sized(max_tokens=3))
+        async with contextlib.aclosing(rb.generate(sized(**endless, request_id="left"))) as stream:
             for _ in range(3):
                 await anext(stream)
-        async with contextlib.aclosing(rb.generate(greedy(**endless, request_id="aborted"))) as stream:
+        async with contextlib.aclosing(rb.generate(sized(**endless, request_id="aborted"))) as stream:
             await anext(stream)
             await rb.abort(["aborted"])
             async for _ in stream:
                 pass
-        requests: list[GenerateRequest] = [greedy(max_tokens=2 + i) for i in range(6)] + [greedy(**endless)]
+        requests: list[GenerateRequest] = [sized(max_tokens=2 + i) for i in range(6)] + [sized(**endless)]
         async with contextlib.aclosing(rb.complete_many(requests, max_in_flight=3)) as results:
             for _ in range(6):
                 await anext(results)
-        open_at_the_end = rb.generate(greedy(**endless))
+        open_at_the_end = rb.generate(sized(**endless))
         await anext(open_at_the_end)
         await rb.fleet.state()
 
@@ -88,7 +88,7 @@ async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, f
             assert asyncio.all_tasks() <= tasks, point
             assert threading.enumerate() == threads, point
         await observer.check_at_rest()
-        async with bus.connect(nats_url, fleet=fleet) as rb:
-            assert (await rb.complete(greedy())).attempts == 1
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
+            assert (await rb.complete(sized())).attempts == 1
     # Connecting, each way of asking, aborting and closing wait at least once each.
     assert 12 <= total <= 100

@@ -4,17 +4,12 @@ import asyncio
 
 from msgspec.structs import replace
 
-import bus
-from schemas.messages import RequestKey
-from schemas.presence import WorkerState
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
+from tests.support.streams import all_of
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-async def read(rb: bus.Client, wanted: bus.GenerateRequest) -> list[bus.Chunk]:
-    """All chunks of a stream."""
-    return [chunk async for chunk in rb.generate(wanted)]
 
 
 async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str) -> None:
@@ -27,7 +22,7 @@ async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str
         worker_by_hand(nats_url, fleet, "other", pulls=False) as second,
         asyncio.TaskGroup() as tasks,
     ):
-        reading = tasks.create_task(read(rb, request(3, traceparent=TRACE)))
+        reading = tasks.create_task(all_of(rb.generate(request(3, traceparent=TRACE))))
         taken = await first.take()
         assert taken.request.traceparent == TRACE
         made = replace(chunk(taken.key, 0, 7), worker_id="impostor", traceparent=TRACE)
@@ -52,7 +47,7 @@ async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str
 async def test_an_end_that_the_client_wrote_names_nobody(nats_url: str, fleet: str) -> None:
     """An aborted stream ends with a chunk that no worker made."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(read(rb, request(3, request_id="r")))
+        reading = tasks.create_task(all_of(rb.generate(request(3, request_id="r"))))
         key: RequestKey = await worker.next_key()
         await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
         await worker.acked(1)

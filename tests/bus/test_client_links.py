@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-import bus
-from bus.client.links import MAX_WINDOW_BYTES
-from bus.connection import publish, subscribe
-from schemas.presence import ClientState
+import rollbus
+from rollbus.bus.client.links import MAX_WINDOW_BYTES
+from rollbus.bus.nats.connection import publish, subscribe
+from rollbus.schemas.presence import ClientState
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 
 
@@ -148,12 +148,12 @@ async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
 async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, fleet: str) -> None:
     """Presence comes before the first request and every second, and a last one when the client is closed."""
     async with worker_by_hand(nats_url, fleet) as worker:
-        async with bus.connect(nats_url, fleet=fleet, client="me"):
+        async with rollbus.connect(nats_url, fleet=fleet, client="me"):
             live = [await worker.presences.get() for _ in range(2)]
         closed = await worker.presences.get()
         while closed.state is ClientState.LIVE:
             closed = await worker.presences.get()
-        async with bus.connect(nats_url, fleet=fleet, client="me"):
+        async with rollbus.connect(nats_url, fleet=fleet, client="me"):
             reborn = await worker.presences.get()
 
     assert {presence.state for presence in live} == {ClientState.LIVE}
@@ -193,7 +193,7 @@ async def test_what_nats_py_drops_is_noticed_and_sent_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames that find a subscription full are dropped by nats-py: a gap like any other, counted and repaired."""
-    monkeypatch.setattr("bus.client.traffic.subscribe", partial(subscribe, max_pending_msgs=3))
+    monkeypatch.setattr("rollbus.bus.client.runtime.subscribe", partial(subscribe, max_pending_msgs=3))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(100)))
         key = await worker.next_key()

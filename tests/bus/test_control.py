@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bus
-from bus.client.fleet import Fleet
-from bus.embedded import EmbeddedServer
-from bus.protocol.desired import effective
-from schemas.control import Abort, AckStatus, Canary, Pause, State, UpdateWeights
-from schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
-from schemas.presence import WorkerState
-from tests.support.hand_control import ACCEPTED, controlled, failed, incomplete
+import rollbus
+from rollbus.bus.client.fleet import Fleet
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.protocol.fleet.desired import effective
+from rollbus.schemas.control import Abort, AckStatus, Canary, Pause, State, UpdateWeights
+from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
+from rollbus.schemas.presence import WorkerState
+from tests.support.fleet_states import until_state, until_worker
+from tests.support.hand_control import ACCEPTED, controlled, failed
 from tests.support.nats_server import change_config, require_binary
+from tests.support.outcomes import incomplete
 
-Give = Callable[[Fleet], Awaitable[bus.Ledger]]
+Give = Callable[[Fleet], Awaitable[rollbus.CommandResult]]
 """Gives a command to a fleet."""
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
@@ -79,6 +81,7 @@ async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
         assert await control.store.models() == ()
     async with controlled(nats_url, fleet, "a") as control:
         await control["a"].announce(WorkerState.STARTING)
+        await until_worker(control.rb, "a", WorkerState.STARTING)
         with pytest.raises(NoWorkers, match=r"\(a is starting\)"):
             await control.rb.fleet.resume(model="m")
         assert await control.store.models() == ()
@@ -171,7 +174,7 @@ async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, flee
 
 async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
     """Trainers count and compute with them; also lists stand for tuples."""
-    canary = Canary(token_ids=[np.int64(1)] * 5, logprobs=np.zeros(5, np.float32))  # type: ignore[arg-type]
+    canary = Canary(token_ids=[np.int64(1)] * 8, logprobs=np.zeros(8, np.float32))  # type: ignore[arg-type]
     async with controlled(nats_url, fleet, "a") as control:
         version, timeout_s = np.int64(7), np.float32(9)
         await control.rb.fleet.update_weights(
@@ -184,7 +187,7 @@ async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
 
     assert isinstance(heard, UpdateWeights)
     assert (heard.version, heard.timeout_s) == (7, 9.0)
-    assert heard.expected_canary == Canary(token_ids=(1,) * 5, logprobs=(0.0,) * 5)
+    assert heard.expected_canary == Canary(token_ids=(1,) * 8, logprobs=(0.0,) * 8)
 
 
 async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: str) -> None:
@@ -229,7 +232,7 @@ async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fl
 
 async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
     """Of commands given at once each has an epoch of its own, and what is desired is the last one's."""
-    async with controlled(nats_url, fleet, "a") as control, bus.connect(nats_url, fleet=fleet, client="you") as you:
+    async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         async with asyncio.TaskGroup() as tasks:
             pauses = [tasks.create_task(control.rb.fleet.pause()) for _ in range(5)]
             resumes = [tasks.create_task(you.fleet.resume()) for _ in range(5)]
@@ -286,9 +289,8 @@ async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> Non
         assert (await control.rb.fleet.state()).desired == {}
         await control.rb.fleet.pause()
         await control["a"].announce(WorkerState.STOPPED)
-        state = await control.rb.fleet.state()
+        state = await until_state(control.rb, lambda state: state.workers == ())
 
-        assert state.workers == ()
         assert state.desired["m"].registers["pause"].epoch == 1
 
 
@@ -296,6 +298,7 @@ async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: st
     """A request for their model is taken; whoever waits for workers waits for those that serve."""
     async with controlled(nats_url, fleet, "a") as control:
         await control["a"].announce(WorkerState.PAUSED)
+        await until_worker(control.rb, "a", WorkerState.PAUSED)
         with pytest.raises(NoWorkers, match=r"0 of 1 workers came up within 0.7 s \(a is paused\)"):
             await control.rb.fleet.wait_for_workers(timeout_s=0.7)
         await control["a"].announce(WorkerState.SERVING)

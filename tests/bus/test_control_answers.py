@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
-from bus.control import collector
-from schemas.control import Ack, AckStatus, AnyCommand, FlushCache
-from schemas.errors import ControlCode, InvalidRequest
-from schemas.messages import encode_json
-from schemas.presence import WorkerState
-from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, incomplete, silent
+from rollbus.bus.control import ack_collector
+from rollbus.schemas.control import Ack, AckStatus, AnyCommand, FlushCache
+from rollbus.schemas.errors import ControlCode, InvalidRequest
+from rollbus.schemas.messages import encode_json
+from rollbus.schemas.presence import WorkerState
+from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, silent
+from tests.support.outcomes import incomplete
 from tests.support.tcp_proxy import tcp_proxy
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.slow  # each client waits half a second for who is ther
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat commands soon, and wait no longer for answers than the command says."""
-    monkeypatch.setattr(collector, "REPEAT_S", 0.1)
-    monkeypatch.setattr(collector, "MARGIN_S", 0.0)
+    monkeypatch.setattr(ack_collector, "REPEAT_S", 0.1)
+    monkeypatch.setattr(ack_collector, "MARGIN_S", 0.0)
 
 
 async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet: str) -> None:

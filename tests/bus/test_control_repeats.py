@@ -6,13 +6,13 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.connection import Connection
-from bus.control import collector
-from bus.control.collector import MAX_REPEAT_S, REPEAT_S, Collector
-from bus.protocol.ledger import Roll
-from bus.subjects import Subjects
-from schemas.control import Ack, AckStatus
-from schemas.messages import encode_json
+from rollbus.bus.control import ack_collector
+from rollbus.bus.control.ack_collector import MAX_REPEAT_S, REPEAT_S, AckCollector
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.protocol.fleet.command_result import AckTracker
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.messages import encode_json
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled
 from tests.support.presences import presence
 
@@ -27,8 +27,8 @@ def answer(status: AckStatus) -> Msg:
 
 async def test_news_put_a_repeat_off() -> None:
     """It comes a while after the last news, of which a repeated word is none; not for ever, whatever news there are."""
-    asker = Collector(cast(Connection, None), SUBJECTS, "me")
-    with asker.expecting(Roll("pause", "c", [presence(worker="w", incarnation="w-1", model="m")], 0.0)):
+    asker = AckCollector(cast(Connection, None), SUBJECTS, "me")
+    with asker.expecting(AckTracker("pause", "c", [presence(worker="w", incarnation="w-1", model="m")], 0.0)):
         [under_way] = asker._under_way.values()
         under_way.published_at = -1000.0
         assert under_way.repeat_at == -1000.0 + REPEAT_S
@@ -46,8 +46,8 @@ async def test_news_without_end_do_not_keep_a_lost_command_from_being_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long one has to wait for silence."""
-    monkeypatch.setattr(collector, "REPEAT_S", 3600.0)
-    monkeypatch.setattr(collector, "MAX_REPEAT_S", 0.1)
+    monkeypatch.setattr(ack_collector, "REPEAT_S", 3600.0)
+    monkeypatch.setattr(ack_collector, "MAX_REPEAT_S", 0.1)
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["a"].heard) > 2 else ()
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from nats.js.kv import KeyValue
 
-from bus.control.store import BUCKET, HISTORY, MAX_STATE_BYTES, DesiredStore
-from bus.embedded import EmbeddedServer
-from bus.protocol import desired
-from bus.subjects import Subjects
-from schemas import limits
-from schemas.control import FlushCache, LoadLora, Pause, Resume, UpdateWeights, WeightSource
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
-from schemas.messages import decode_desired
+from rollbus.bus.control.store import HISTORY, MAX_STATE_BYTES, DesiredStore
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.protocol.fleet import desired
+from rollbus.bus.subjects import BUCKET, Subjects
+from rollbus.schemas import limits
+from rollbus.schemas.control import FlushCache, LoadLora, Pause, Resume, UpdateWeights, WeightSource
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
+from rollbus.schemas.messages import decode_desired
 from tests.support.connections import opened
 from tests.support.nats_server import change_config, require_binary
 

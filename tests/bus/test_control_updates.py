@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import bus
-from schemas.control import (
+import rollbus
+from rollbus.schemas.control import (
     AckStatus,
     AnyCommand,
     Canary,
@@ -17,20 +17,11 @@ from schemas.control import (
     UpdateWeights,
     WeightSource,
 )
-from schemas.errors import ControlCode, ControlError
-from schemas.presence import WorkerState
-from tests.support.hand_control import (
-    ACCEPTED,
-    APPLIED,
-    Controls,
-    Reply,
-    controlled,
-    failed,
-    incomplete,
-    obedient,
-    silent,
-    unless,
-)
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.presence import WorkerState
+from tests.support.fleet_states import until_worker
+from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
+from tests.support.outcomes import incomplete
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
 
@@ -105,7 +96,7 @@ async def test_a_check_that_is_not_answered_changes_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that lives and says nothing may be unable to: nothing is recorded."""
-    monkeypatch.setattr("bus.control.collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = silent
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1, timeout_s=0.3))
@@ -214,8 +205,8 @@ async def test_a_fence_that_is_not_confirmed_is_said(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error tells that the worker may serve on with weights that are not verified."""
-    monkeypatch.setattr("bus.control.updates.FENCE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("bus.control.collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.updates.FENCE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         for name in ("a", "c"):
             control[name].reply = loads(GOOD)
@@ -232,6 +223,7 @@ async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, flee
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].weight_version = 5
         await control["a"].announce()
+        await until_worker(control.rb, "a", lambda worker: worker.weight_version == 5)
         for version in (4, 5):
             with pytest.raises(ControlError, match=f"version {version} is not newer than 5, which workers were") as old:
                 await control.rb.fleet.update_weights("/ckpt", version=version)
@@ -248,7 +240,7 @@ async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, flee
 
 async def test_two_updates_at_once_are_ordered(nats_url: str, fleet: str) -> None:
     """The newer version stays, whichever is recorded first; the older may be refused, and is never recorded over it."""
-    async with controlled(nats_url, fleet, "a") as control, bus.connect(nats_url, fleet=fleet, client="you") as you:
+    async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         async with asyncio.TaskGroup() as tasks:
             old = tasks.create_task(_outcome(control.rb, 1))
             new = tasks.create_task(_outcome(you, 2))
@@ -258,7 +250,7 @@ async def test_two_updates_at_once_are_ordered(nats_url: str, fleet: str) -> Non
         assert await desired_version(control) == 2
 
 
-async def _outcome(rb: bus.Client, version: int) -> str:
+async def _outcome(rb: rollbus.Client, version: int) -> str:
     try:
         await rb.fleet.update_weights(f"/ckpt/{version}", version=version)
     except ControlError as exc:

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-import bus
-from bus.control.store import DesiredStore
-from bus.control.uploads import Uploads, sources_in
-from bus.jetstream import ApiError, ask
-from bus.objects import list_objects, put_folder
-from bus.subjects import Subjects
-from schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ControlError
-from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, incomplete, unless
-from tests.support.invariants import until
+import rollbus
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.control.uploads import Uploads, sources_in
+from rollbus.bus.nats.jetstream import ApiError, ask
+from rollbus.bus.objects import list_objects, put_folder
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
+from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
+from tests.support.outcomes import incomplete
+from tests.support.waits import until
 
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
 
@@ -76,7 +77,7 @@ async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: s
         return await num_stored() > 5
 
     async with controlled(nats_url, fleet, "a") as control:
-        async with bus.connect(nats_url, fleet=fleet, client="you") as you:
+        async with rollbus.connect(nats_url, fleet=fleet, client="you") as you:
             async with asyncio.TaskGroup() as tasks:
                 updating = tasks.create_task(you.fleet.update_weights(folder, version=1, upload=True))
                 await until(is_under_way, True)
@@ -88,7 +89,7 @@ async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: s
 async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """An update that a later one overtakes leaves its upload, as that one may fail and be set back to it."""
     one, two = (_folder(tmp_path / name, name) for name in ("one", "two"))
-    async with controlled(nats_url, fleet, "a") as control, bus.connect(nats_url, fleet=fleet, client="you") as you:
+    async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         control["a"].reply = unless(UpdateWeights, ACCEPTED)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(incomplete(control.rb.fleet.update_weights(one, version=1, upload=True)))

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from bus.denials import Denials
-from schemas.errors import PermissionDenied
+from rollbus.bus.nats.denials import Denials
+from rollbus.schemas.errors import PermissionDenied
 
 SUBJECT = "$JS.API.STREAM.CREATE.rb"
 WORDS = f'Permissions Violation for Publish to "{SUBJECT}"'
@@ -24,10 +24,10 @@ async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> Non
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(refused(denials)) for _ in range(2)]
         await asyncio.sleep(0)
-        assert denials.take(WORDS) is None
+        assert denials.add(WORDS) is None
         await asyncio.wait(waiting[:1])
         assert not waiting[1].done()
-        assert denials.take(WORDS) is None
+        assert denials.add(WORDS) is None
 
     assert denials.first is None
 
@@ -38,7 +38,7 @@ async def test_what_nobody_waits_for_is_handed_back() -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0):
             await publish(denials)
-    denial = denials.take(WORDS)
+    denial = denials.add(WORDS)
 
     assert denial is not None
     assert denial is denials.first

@@ -7,27 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bus
-from bus.client import dispatch, prefill
-from bus.protocol.prefill import Alone
-from schemas.errors import NoWorkers
-from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+import rollbus
+from rollbus.bus.protocol.attempt import machine
+from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
+from rollbus.schemas.errors import NoWorkers
+from rollbus.schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.workload import undisturbed
 from tests.support.checkpoints import write_adapter
 from tests.support.disagg import disaggregated, long, until_paired
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import served, synthetic_worker
 from tests.support.invariants import assert_equal, check_results, check_stream
-from workers.engines.synthetic import SyntheticConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
 
 LENGTHS = (1, 31, 32, 33, 100, 500)
 ALONE = SyntheticConfig()
 
 
-async def check_equal(results: list[bus.Generation], requests: list[GenerateRequest], config: SyntheticConfig) -> None:
+async def check_equal(
+    results: list[rollbus.Generation], requests: list[GenerateRequest], config: SyntheticConfig
+) -> None:
     """Each request has one result, equal to the one of a single engine (I1 to I3)."""
     check_results(results, requests, legs=2)
     expected = await undisturbed(requests, config)
@@ -95,10 +97,8 @@ async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> 
         assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
 
 
-async def test_five_hundred_at_once(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
     """Many more than the prefill workers have slots for: each gets its turn, and is served once and right."""
-    # On a busy machine some would be served without.
-    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 60.0)
     requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
     slots = SyntheticConfig(max_num_seqs=8)
     async with disaggregated(nats_url, fleet, prefill=slots, workers=("p1", "p2", "d1", "d2")) as both:
@@ -127,7 +127,7 @@ async def test_short_prompts_skip_prefill(nats_url: str, fleet: str) -> None:
     """Below `prefill_min_tokens` they do; that is nothing to count."""
     async with (
         disaggregated(nats_url, fleet) as both,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=101) as other,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=101) as other,
     ):
         await until_paired(other, "p", "d")
         assert (await other.complete(long("short", 100))).worker_ids == ("d",)
@@ -143,8 +143,8 @@ async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet
     """And it is counted; a fleet of workers for both counts nothing."""
     async with disaggregated(nats_url, fleet, workers=("d",)) as alone:
         await check_equal([await alone.rb.complete(long("r"))], [long("r")], ALONE)
-        assert alone.fallbacks() == {Alone.NO_WORKER: 1}
-    async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
+        assert alone.fallbacks() == {PrefillFallback.NO_WORKER: 1}
+    async with served(nats_url, fleet) as (rb, *_):
         await rb.complete(long("r"))
         assert sum(rb.stats().prefill_fallbacks.values()) == 0
 
@@ -165,30 +165,30 @@ async def test_a_busy_prefill_worker_is_not_waited_for_long(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has waited for long enough is served by decode alone."""
-    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 0.05)
+    monkeypatch.setattr(machine, "PREFILL_WAIT_S", 0.05)
     slow = SyntheticConfig(max_num_seqs=1, step_s=0.5)
     requests = [long(f"r{number}") for number in range(3)]
     async with disaggregated(nats_url, fleet, prefill=slow) as both:
         results = [result async for result in both.rb.complete_many(requests)]
         await check_equal(results, requests, ALONE)
-        assert both.fallbacks() == {Alone.BUSY: 2}
+        assert both.fallbacks() == {PrefillFallback.BUSY: 2}
 
 
 async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full for others, or deaf: its requests go to another, or to decode alone, and are no further attempts."""
-    monkeypatch.setattr(prefill, "PREFILL_WAIT_S", 0.3)
-    monkeypatch.setattr(dispatch, "DIRECT_WAIT_S", 0.05)
+    monkeypatch.setattr(machine, "PREFILL_WAIT_S", 0.3)
+    monkeypatch.setattr(machine, "HAND_OVER_S", 0.05)
     async with disaggregated(nats_url, fleet) as both:
         intake = both.workers["p"]._intake
-        for name, broken in (("room", lambda: 0), ("take_direct", lambda _client, _data: None)):
+        for name, broken in (("room", lambda: 0), ("accept_direct", lambda _client, _data: None)):
             with monkeypatch.context() as patch:
                 patch.setattr(intake, name, broken)
                 result = await both.rb.complete(long(name))
             await check_equal([result], [long(name)], ALONE)
             assert (result.attempts, result.worker_ids) == (1, ("d",))
-        assert both.fallbacks() == {Alone.BUSY: 2}
+        assert both.fallbacks() == {PrefillFallback.BUSY: 2}
 
 
 async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, fleet: str) -> None:
@@ -206,13 +206,13 @@ async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, f
     ):
         await until_paired(both.rb, "p", "d")
         newer = await both.rb.complete(long("newer", min_weight_version=3))
-        assert both.fallbacks() == {Alone.UNSUITABLE: 1}
+        assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1}
         # As many tokens as fit, with the request's other fields.
-        max_payload = both.rb._desk._traffic.nats.max_payload
+        max_payload = both.rb._registry._runtime.nats.max_payload
         num_tokens = (max_payload - 900) // 4
         prompt = np.zeros(num_tokens, np.int32)
         largest = await both.rb.complete(long("largest", prompt_token_ids=prompt, return_routed_experts=False))
-        assert both.fallbacks() == {Alone.UNSUITABLE: 1, Alone.TOO_LARGE: 1}
+        assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1, PrefillFallback.TOO_LARGE: 1}
 
     assert (newer.worker_ids, largest.worker_ids) == (("d",), ("d",))
 
@@ -245,6 +245,8 @@ async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path
     async with disaggregated(nats_url, fleet, weight_version=4, weight_roots=(str(tmp_path),)) as both:
         ledger = await both.rb.fleet.load_lora("style", str(adapter), version=2)
         assert len(ledger.applied) == 2
+        # Their acks may be here before they announce that they serve again.
+        await until_paired(both.rb, "p", "d")
         request = long("r", timeout_s=50.0, min_weight_version=4, **fields)
         chunks = [chunk async for chunk in both.rb.generate(request)]
 

@@ -4,31 +4,29 @@ import asyncio
 from collections.abc import Awaitable
 
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-import bus
-from bus import Generation, NoWorkers, RequestRejected
-from bus.protocol.rendezvous import rendezvous
-from bus.queue.publisher import QueuePublisher
-from bus.queue.streams import QueueLimits, Stored, ensure_queue, stream_name
-from schemas.errors import ErrorCode
-from schemas.limits import MAX_ATTEMPTS
-from schemas.presence import WorkerState
-from schemas.request import Lane
+import rollbus
+from rollbus import Generation, NoWorkers, RequestRejected
+from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.queue.set_limits import set_limits
+from rollbus.bus.queue.streams import StoredRange, stored_in, stream_name
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.limits import MAX_ATTEMPTS
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.request import Lane
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, hand_worker, request, worker_by_hand
-from tests.support.invariants import until
+from tests.support.outcomes import error_of
+from tests.support.patience import SOON_S
+from tests.support.streams import all_of
+from tests.support.waits import until_true
 
 
 async def answer(worker: HandWorker, number: int, taken: Taken, token: int = 7) -> None:
     """Admit a request for one token and end it in one frame."""
     await worker.frame(number, chunk(taken.key, 0, token, total=1), admitted=(taken.key,))
-
-
-async def rejection(awaitable: Awaitable[Generation]) -> RequestRejected:
-    """The error of what must be rejected."""
-    with pytest.raises(RequestRejected) as caught:
-        await awaitable
-    return caught.value
 
 
 def jetstream(worker: HandWorker) -> JetStreamContext:
@@ -40,16 +38,16 @@ async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
     """Past the queue's bound a request fails at once with `queue_full`; those in the queue are served."""
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
-        await ensure_queue(idle.nats, idle.subjects, "m", QueueLimits(max_msgs=2))
+        await set_limits(idle.nats, idle.subjects, "m", {"max_msgs": 2})
         await rb.fleet.wait_for_workers()
         waiting = [tasks.create_task(rb.complete(request(1))) for _ in range(2)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             while [depth.waiting for depth in (await rb.fleet.state()).queues if depth.lane == "normal"] != [2]:
                 pass
-        refused = await rejection(rb.complete(request(1)))
+        refused = await error_of(rb.complete(request(1)), RequestRejected)
         async with worker_by_hand(nats_url, fleet, "other") as worker:
             worker.client_incarnation = idle.client_incarnation
             for number in range(2):
@@ -67,10 +65,10 @@ async def test_what_left_the_queue_unseen_is_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """A purged stream: requests that wait for long are looked for, and the orphans among them published again."""
-    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.2)
+    monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
@@ -79,7 +77,7 @@ async def test_what_left_the_queue_unseen_is_published_again(
         while (await jetstream(idle).stream_info(name)).state.messages < count:
             pass
         await jetstream(idle).purge_stream(name)
-        async with worker_by_hand(nats_url, fleet, "other") as worker, asyncio.timeout(20):
+        async with worker_by_hand(nats_url, fleet, "other") as worker, asyncio.timeout(SOON_S):
             taken = [await worker.take() for _ in range(count)]
             worker.client_incarnation = idle.client_incarnation
             for number, each in enumerate(taken):
@@ -97,18 +95,17 @@ async def test_the_server_is_asked_once_for_all_that_wait(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orphans are looked for by lane: a long queue costs no more questions than a short one."""
-    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.2)
+    monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     asked: list[Lane] = []
-    ask_what_is_stored = QueuePublisher.stored
 
-    async def stored(publisher: QueuePublisher, model: str, lane: Lane) -> Stored:
+    async def stored(nats: Client, subjects: Subjects, model: str, lane: Lane) -> StoredRange:
         asked.append(lane)
-        return await ask_what_is_stored(publisher, model, lane)
+        return await stored_in(nats, subjects, model, lane)
 
-    monkeypatch.setattr(QueuePublisher, "stored", stored)
+    monkeypatch.setattr("rollbus.bus.client.dispatch.stored_in", stored)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
@@ -118,11 +115,7 @@ async def test_the_server_is_asked_once_for_all_that_wait(
             pass
         asked.clear()
         await jetstream(idle).purge_stream(name)
-
-        async def num_orphans() -> int:
-            return rb.stats().orphans
-
-        await until(num_orphans, 100)
+        await until_true(lambda: rb.stats().orphans == 100)
         num_asked = asked.count("normal")
         for task in waiting:
             task.cancel()
@@ -133,10 +126,10 @@ async def test_the_server_is_asked_once_for_all_that_wait(
 @pytest.mark.slow
 async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it waits, a request that is in the queue stays there and is published once."""
-    monkeypatch.setattr("bus.client.dispatch.ORPHAN_AGE_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.0)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
@@ -157,7 +150,7 @@ async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: 
     """The last worker is gone: what nobody had admitted fails as `no_workers`, what one had lost with that loss."""
     async with (
         worker_by_hand(nats_url, fleet) as worker,
-        bus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.2) as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers()
@@ -174,11 +167,6 @@ async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: 
     assert by_id["running"].code is ErrorCode.WORKER_LOST
 
 
-async def all_of(results: object) -> list[Generation]:
-    """All of an async iterator."""
-    return [result async for result in results]  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
 async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_url: str, fleet: str) -> None:
     """While somebody serves the model, a missing stream is no reason to fail: its workers make it again."""
@@ -192,9 +180,9 @@ async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_
 
 async def test_a_request_that_fits_no_message_is_refused(nats_url: str, fleet: str) -> None:
     """A prompt over the server's `max_payload` fails with the sizes, before anything is published."""
-    prompt = bus.GenerateRequest(prompt_token_ids=range(3_000_000))
+    prompt = rollbus.GenerateRequest(prompt_token_ids=range(3_000_000))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        refused = await rejection(rb.complete(prompt))
+        refused = await error_of(rb.complete(prompt), RequestRejected)
         completing = tasks.create_task(rb.complete(request(1)))
         await answer(worker, 0, await worker.take())
         await completing
@@ -223,7 +211,7 @@ async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> Non
     async with (
         worker_by_hand(nats_url, fleet, "a", pulls=False) as a,
         worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)
@@ -283,7 +271,7 @@ async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> 
     """A worker that announced no free slots gets no request of its sessions directly."""
     async with worker_by_hand(nats_url, fleet) as worker:
         worker.free_slots = 0
-        async with bus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
+        async with rollbus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
             await rb.fleet.wait_for_workers()
             completing = tasks.create_task(rb.complete(request(1, session_id="s")))
             taken = await worker.take()
@@ -300,7 +288,7 @@ async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -
     async with (
         worker_by_hand(nats_url, fleet, "gone", pulls=False) as gone,
         worker_by_hand(nats_url, fleet, "other") as other,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)
@@ -337,8 +325,8 @@ async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -
         await rb.abort(["aborted", "direct"])
         running["left"].cancel()
         await asyncio.wait(running.values())
-        await rb.fleet.state()
-        tables = repr(rb._desk._traffic)
+        empty = ("<AttemptCoordinator calls=0>", "<RequestDispatcher line=0 published=0 queued=0>")
+        await until_true(lambda: all(table in repr(rb._registry._runtime) for table in empty))
 
     assert running["refused"].result() == "unsupported"
     assert {name: running[name].result() for name in ("done", "lost", "aborted", "direct")} == {
@@ -347,13 +335,11 @@ async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -
         "aborted": "abort",
         "direct": "abort",
     }
-    assert "<Exchange calls=0>" in tables
-    assert "<Dispatch line=0 unadmitted=0 queued=0>" in tables
 
 
 async def outcome(awaitable: Awaitable[Generation]) -> str:
     """How a request ends, in a word."""
     try:
         return (await awaitable).finish_reason
-    except bus.RequestError as exc:
+    except rollbus.RequestError as exc:
         return exc.code

@@ -7,74 +7,64 @@ import threading
 import numpy as np
 import pytest
 
-import bus
-from bus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
-from bus.client.links import ClientLinks
-from tests.bus.test_client import exhaust, expect, greedy
-from tests.support.fleet import synthetic_worker, until_idle
-from workers.engines.synthetic import SyntheticConfig
+import rollbus
+from rollbus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
+from rollbus.bus.client.links import ClientLinks
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import StartServed, synthetic_worker, until_idle
+from tests.support.outcomes import error_of
+from tests.support.patience import SOON_S
+from tests.support.requests import sized
+from tests.support.streams import all_of
 
 
-async def test_leaving_the_stream_aborts_in_the_engine(nats_url: str, fleet: str) -> None:
+async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) -> None:
     """A caller that stops reading has its request stopped where it runs, and the next request is served."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=1_000_000))) as stream:
+    async with one_worker(config=config) as (rb, _, engine):
+        async with contextlib.aclosing(rb.generate(sized(max_tokens=1_000_000))) as stream:
             async for chunk in stream:
                 if chunk.chunk_index == 3:
                     break
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
         assert "calls=0" in repr(rb)
 
 
 @pytest.mark.slow
-async def test_a_deadline_ends_the_request(nats_url: str, fleet: str) -> None:
+async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
     """A request that outlasts its `timeout_s` fails with `timeout` and is aborted in the engine."""
     config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
+    async with one_worker(config=config) as (rb, _, engine):
         with pytest.raises(RequestTimeout, match=r"not finished within 0.5 s") as caught:
-            await rb.complete(greedy(max_tokens=1_000_000, timeout_s=0.5))
+            await rb.complete(sized(max_tokens=1_000_000, timeout_s=0.5))
         assert caught.value.stage == "generation"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
 
 
-async def test_a_live_id_is_not_taken_twice(nats_url: str, fleet: str) -> None:
+async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
     """A second request of a live id is refused, the first goes on, and later the id is free again."""
-    async with (
-        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.001)),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        async with contextlib.aclosing(rb.generate(greedy(max_tokens=50, request_id="same"))) as stream:
+    async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, *_):
+        async with contextlib.aclosing(rb.generate(sized(max_tokens=50, request_id="same"))) as stream:
             first = await anext(stream)
             with pytest.raises(RequestRejected, match="live request of this id"):
-                await rb.complete(greedy(request_id="same"))
+                await rb.complete(sized(request_id="same"))
             rest = [chunk async for chunk in stream]
         assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 50
-        assert (await rb.complete(greedy(request_id="same"))).finish_reason == "length"
+        assert (await rb.complete(sized(request_id="same"))).finish_reason == "length"
 
 
 @pytest.mark.slow
-async def test_an_id_that_was_given_up_can_be_used_again_at_once(nats_url: str, fleet: str) -> None:
+async def test_an_id_that_was_given_up_can_be_used_again_at_once(one_worker: StartServed) -> None:
     """A request abandoned midway and sent again under its id gets its own chunks, never those of the first."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with synthetic_worker(nats_url, fleet, config=config), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
-        expected = await rb.complete(greedy(max_tokens=20))
+    async with one_worker(config=config) as (rb, *_):
+        expected = await rb.complete(sized(max_tokens=20))
         for _ in range(20):
-            async with contextlib.aclosing(rb.generate(greedy(max_tokens=1_000_000, request_id="same"))) as stream:
+            async with contextlib.aclosing(rb.generate(sized(max_tokens=1_000_000, request_id="same"))) as stream:
                 await anext(stream)
-            again = await rb.complete(greedy(max_tokens=20, request_id="same"))
+            again = await rb.complete(sized(max_tokens=20, request_id="same"))
             np.testing.assert_array_equal(again.token_ids, expected.token_ids)
 
 
@@ -87,35 +77,31 @@ async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: st
     """After close no thread of the client runs, and what it had open is aborted in the engine."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config) as (_, engine):
-        async with bus.connect(nats_url, fleet=fleet) as rb:
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
             await rb.fleet.wait_for_workers()
-            await rb.complete(greedy())
-        async with bus.connect(nats_url, fleet=fleet) as rb:
-            stream = rb.generate(greedy(max_tokens=1_000_000))
+            await rb.complete(sized())
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
+            stream = rb.generate(sized(max_tokens=1_000_000))
             await anext(stream)
             assert len(client_threads()) == 1
         assert client_threads() == []
-        async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(10):
+        async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
         with pytest.raises(RequestFailed, match="client was closed"):
-            await exhaust(stream)
+            await all_of(stream)
 
 
 @pytest.mark.slow
-async def test_a_deadline_frees_the_engine_while_nobody_reads(nats_url: str, fleet: str) -> None:
+async def test_a_deadline_frees_the_engine_while_nobody_reads(one_worker: StartServed) -> None:
     """A stream that is not read is aborted at its deadline all the same."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        stream = rb.generate(greedy(max_tokens=1_000_000, timeout_s=0.5))
+    async with one_worker(config=config) as (rb, _, engine):
+        stream = rb.generate(sized(max_tokens=1_000_000, timeout_s=0.5))
         await anext(stream)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
         with pytest.raises(RequestTimeout):
-            await exhaust(stream)
+            await all_of(stream)
 
 
 async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
@@ -128,20 +114,20 @@ async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
 
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config), asyncio.TaskGroup() as tasks:
-        rb = await bus.connect(nats_url, fleet=fleet).__aenter__()
+        rb = await rollbus.connect(nats_url, fleet=fleet).__aenter__()
         await rb.fleet.wait_for_workers()
-        stream = rb.generate(greedy(max_tokens=1_000_000))
+        stream = rb.generate(sized(max_tokens=1_000_000))
         await anext(stream)
-        completing = tasks.create_task(expect(RequestFailed, rb.complete(greedy(max_tokens=1_000_000))))
+        completing = tasks.create_task(error_of(rb.complete(sized(max_tokens=1_000_000)), RequestFailed))
         await asyncio.sleep(0)
-        monkeypatch.setattr(ClientLinks, "_message", fail)
+        monkeypatch.setattr(ClientLinks, "_messages", fail)
         with pytest.raises(RequestFailed, match=r"the client has failed: .*oops"):
-            await exhaust(stream)
+            await all_of(stream)
         assert (await completing).code is ErrorCode.CLIENT_CLOSED
         with pytest.raises(BusBroken, match="oops"):
             await rb.fleet.state()
         with pytest.raises(BusBroken, match="oops"):
-            await rb.complete(greedy())
+            await rb.complete(sized())
         assert client_threads() == []
         with pytest.raises(ExceptionGroup) as caught:
             await rb.__aexit__(None, None, None)
@@ -153,7 +139,7 @@ async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
 async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
     """Where no server answers, entering raises that, and no thread stays."""
     threads = threading.enumerate()
-    rb = bus.connect("nats://127.0.0.1:1", fleet=fleet)
+    rb = rollbus.connect("nats://127.0.0.1:1", fleet=fleet)
     with pytest.raises(BusBroken, match="no NATS server"):
         await rb.__aenter__()
     with pytest.raises(BusClosed):
@@ -163,9 +149,9 @@ async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
 
 async def test_a_client_can_be_entered_again(nats_url: str, fleet: str) -> None:
     """Left and entered once more, a client is another life of the same name."""
-    rb = bus.connect(nats_url, fleet=fleet, client="me")
+    rb = rollbus.connect(nats_url, fleet=fleet, client="me")
     async with synthetic_worker(nats_url, fleet):
         for _ in range(3):
             async with rb:
                 await rb.fleet.wait_for_workers()
-                assert (await rb.complete(greedy(request_id="same"))).attempts == 1
+                assert (await rb.complete(sized(request_id="same"))).attempts == 1

@@ -1,16 +1,19 @@
 """Which attempt and which worker count: offers, lives and losses, with a worker by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 
-from bus import GenerateRequest, Generation, RequestFailed, SamplingParams
-from bus.connection import publish
-from schemas.errors import ErrorCode
-from schemas.messages import WIRE_VERSION, Frame, encode
-from schemas.presence import WorkerState
+from rollbus import GenerateRequest, RequestFailed, SamplingParams
+from rollbus.bus.client.links import ClientLinks
+from rollbus.bus.nats.connection import publish
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
+from tests.support.outcomes import error_of
+from tests.support.streams import all_of
+from tests.support.waits import until_true
 
 
 async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet: str) -> None:
@@ -89,13 +92,12 @@ async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offe
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A life that was over before its frame was handled serves nothing; the request goes on elsewhere."""
-    monkeypatch.setattr("bus.client.traffic.UNHEARD_S", 0.5)
+    monkeypatch.setattr("rollbus.bus.client.runtime.UNHEARD_S", 0.5)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         first = await worker.next_key()
         await worker.announce(WorkerState.STOPPED)
-        while rb.fleet.workers:  # noqa: ASYNC110 - of a worker that leaves, nothing tells
-            await asyncio.sleep(0.01)
+        await until_true(lambda: not rb.fleet.workers)
         await worker.frame(0, chunk(first, 0, 7), admitted=(first,))
         await worker.acked(1)
         worker.incarnation = "life-2"
@@ -127,8 +129,10 @@ async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: st
     assert by_id[untouched.request_id].attempts == 1
 
 
-async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str) -> None:
+async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second worker that reports with an attempt which another holds is told to stop, and is not listened to."""
+    told: list[tuple[str, RequestKey]] = []
+    monkeypatch.setattr(ClientLinks, "abort", lambda _, worker, key: told.append((worker, key)))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         key = await worker.next_key()
@@ -143,6 +147,8 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str) -> N
     assert list(generation.token_ids) == [7, 8]
     assert generation.worker_ids == ("hand",)
     assert late == 2
+    # Once for the offer, and once for the chunk after which more would come.
+    assert told == [("impostor", key)] * 2
 
 
 async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: str) -> None:
@@ -203,7 +209,7 @@ async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt
 async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet: str) -> None:
     """An engine's error about this request alone is its caller's, also when it was refused without an offer."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        many = tasks.create_task(collect(rb.complete_many([request(request_id="a"), request(request_id="b")])))
+        many = tasks.create_task(all_of(rb.complete_many([request(request_id="a"), request(request_id="b")])))
         keys = {key.request_id: key for key in (await worker.next_key(), await worker.next_key())}
         await worker.frame(0, failure(keys["a"], 0, ErrorCode.UNSUPPORTED))
         await worker.frame(1, chunk(keys["b"], 0, 7), failure(keys["b"], 1, ErrorCode.ENGINE_ERROR, total=1))
@@ -216,26 +222,14 @@ async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet:
     assert list(by_id["b"].token_ids) == [7]
 
 
-async def collect(results: AsyncIterator[Generation]) -> list[Generation]:
-    """All of them."""
-    return [result async for result in results]
-
-
 async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
     """A worker whose totals are wrong is not believed, and is told to stop."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        failing = tasks.create_task(expect_failed(rb.complete(request())))
+        failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
         key = await worker.next_key()
         await worker.frame(0, chunk(key, 0, 7, 8, total=3), admitted=(key,))
         assert (await failing).code is ErrorCode.PROTOCOL_ERROR
         assert await worker.aborted() == [key]
-
-
-async def expect_failed(awaitable: Awaitable[Generation]) -> RequestFailed:
-    """The error of what must fail."""
-    with pytest.raises(RequestFailed) as caught:
-        await awaitable
-    return caught.value
 
 
 async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, fleet: str) -> None:
@@ -260,7 +254,7 @@ async def test_samples_of_one_request_end_together_when_one_fails(nats_url: str,
     sampling = SamplingParams(max_tokens=5, n=3, logprobs=None)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         call = rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=sampling))
-        failing = tasks.create_task(expect_failed(call))
+        failing = tasks.create_task(error_of(call, RequestFailed))
         keys = [await worker.next_key() for _ in range(3)]
         await worker.frame(0, admitted=tuple(keys))
         await worker.frame(1, failure(keys[1], 0, ErrorCode.ENGINE_ERROR))

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bus
-from bus import GenerateRequest, Generation, SamplingParams
-from tests.support.fleet import synthetic_worker
+import rollbus
+from rollbus import GenerateRequest, Generation, SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import StartServed
 from tests.support.invariants import observing
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.streams import all_of
 
 WISHES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,12 +35,7 @@ def request_of(wish: str) -> GenerateRequest:
     return GenerateRequest(sampling=SamplingParams(**sampling), **fields)
 
 
-async def streamed(rb: bus.Client, wish: str) -> list[bus.Chunk]:
-    """The chunks of a request that is read as it comes."""
-    return [chunk async for chunk in rb.generate(request_of(wish))]
-
-
-def check_same(wish: str, whole: Generation, chunks: list[bus.Chunk]) -> None:
+def check_same(wish: str, whole: Generation, chunks: list[rollbus.Chunk]) -> None:
     """The result says what the chunks say."""
     np.testing.assert_array_equal(whole.token_ids, np.concatenate([chunk.token_ids for chunk in chunks]), wish)
     logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
@@ -53,17 +49,15 @@ def check_same(wish: str, whole: Generation, chunks: list[bus.Chunk]) -> None:
 
 
 @pytest.mark.slow
-async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str) -> None:
+async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Every kind of request at once, whole and streamed side by side, so that both share the engine's steps."""
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.002)),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        one_worker(config=SyntheticConfig(step_s=0.002)) as (rb, *_),
     ):
-        await rb.fleet.wait_for_workers()
         async with asyncio.TaskGroup() as tasks:
             whole = {wish: tasks.create_task(rb.complete(request_of(wish))) for wish in WISHES}
-            streams = {wish: tasks.create_task(streamed(rb, wish)) for wish in WISHES}
+            streams = {wish: tasks.create_task(all_of(rb.generate(request_of(wish)))) for wish in WISHES}
         for wish in WISHES:
             check_same(wish, whole[wish].result(), streams[wish].result())
         assert len(streams["long"].result()) > 100
@@ -73,13 +67,9 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
         await observer.check_at_rest()
 
 
-async def test_a_pause_lets_go_of_what_was_gathered(nats_url: str, fleet: str) -> None:
+async def test_a_pause_lets_go_of_what_was_gathered(one_worker: StartServed) -> None:
     """Nothing that was sampled before a pause waits for its end: the engine stands still with all of it delivered."""
-    async with (
-        synthetic_worker(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as (worker, _),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
+    async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, worker, _):
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(rb.complete(request_of("long")))
             stream = rb.generate(request_of("plain"))
@@ -88,6 +78,6 @@ async def test_a_pause_lets_go_of_what_was_gathered(nats_url: str, fleet: str) -
             await rb.fleet.pause(mode="keep")
             made = worker.stats().links.generated_tokens
             assert 0 < made < 400
-            assert not worker._links.is_gathering
+            assert not worker._links.dispatcher.is_gathering
             await rb.fleet.resume()
         assert len(running.result().token_ids) == 400

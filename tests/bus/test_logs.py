@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bus.logs import EVENT, JsonFormatter, adopted
+from rollbus.bus.logs import EVENT, JsonFormatter, adopted
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")

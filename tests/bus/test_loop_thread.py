@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from bus.client.loop_thread import LoopThread
-from schemas.errors import BusBroken, BusClosed
+from rollbus.bus.client.loop_thread import LoopThread
+from rollbus.schemas.errors import BusBroken, BusClosed
+from tests.support.patience import SOON_S
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +60,7 @@ async def test_many_posts_cost_one_wake_up() -> None:
 
     def be_busy() -> None:
         started.set()
-        go.wait(10)
+        go.wait(SOON_S)
 
     def wake(callback: Callable[[], object]) -> None:
         wake_ups.append(callback)
@@ -88,7 +89,7 @@ async def test_it_goes_on_while_its_owner_is_blocked() -> None:
     thread = LoopThread("t", resident([]))
     await thread.start()
     await thread.run(later())
-    assert fired.wait(10)
+    assert fired.wait(SOON_S)
     await thread.stop()
 
 
@@ -308,8 +309,8 @@ def test_a_thread_whose_owner_is_gone_ends() -> None:
     log: list[str] = []
     thread = LoopThread("t", resident(log))
     asyncio.run(thread.start())
-    thread.post(thread.tell_owner, lambda: None)
-    deadline = time.monotonic() + 10
+    thread.post(thread.call_in_owner_loop, lambda: None)
+    deadline = time.monotonic() + SOON_S
     while threads() and time.monotonic() < deadline:
         threading.Event().wait(0.001)
     assert log == ["entered", "left"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-import bus
+import rollbus
 from bench.many_workers import many_workers
-from schemas.control import Ack, AckStatus
+from rollbus.schemas.control import Ack, AckStatus
 from tests.support.invariants import observing
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ async def test_two_hundred_workers_acknowledge(nats_url: str, fleet: str) -> Non
     async with (
         observing(nats_url, fleet) as observer,
         many_workers(nats_url, fleet, "w", COUNT) as workers,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await rb.fleet.wait_for_workers(COUNT)
         accepted: list[str] = []

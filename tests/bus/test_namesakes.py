@@ -4,17 +4,12 @@ import asyncio
 
 import pytest
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from schemas.errors import ErrorCode, RequestFailed
+import rollbus
+from rollbus.schemas.errors import ErrorCode, RequestFailed
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.fleet import synthetic_worker, until_idle
-from workers.engines.synthetic import SyntheticConfig
-
-
-def greedy(max_tokens: int) -> GenerateRequest:
-    """A greedy request of exactly `max_tokens`."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling)
+from tests.support.patience import SOON_S
+from tests.support.requests import greedy
 
 
 async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> None:
@@ -22,18 +17,18 @@ async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> N
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with (
         synthetic_worker(nats_url, fleet, config=config) as (_, engine),
-        bus.connect(nats_url, fleet=fleet, client="same") as older,
+        rollbus.connect(nats_url, fleet=fleet, client="same") as older,
     ):
         await older.fleet.wait_for_workers()
-        stream = older.generate(greedy(1_000_000))
+        stream = older.generate(greedy(1, 1_000_000))
         await anext(stream)
-        async with bus.connect(nats_url, fleet=fleet, client="same") as younger, asyncio.timeout(30):
+        async with rollbus.connect(nats_url, fleet=fleet, client="same") as younger, asyncio.timeout(SOON_S):
             await younger.fleet.wait_for_workers()
             with pytest.raises(RequestFailed, match="another client named same") as caught:
                 async for _ in stream:
                     pass
             assert caught.value.code is ErrorCode.CLIENT_CLOSED
             with pytest.raises(RequestFailed, match="names must differ"):
-                await older.complete(greedy(1))
-            assert (await younger.complete(greedy(5))).finish_reason == "length"
+                await older.complete(greedy(1, 1))
+            assert (await younger.complete(greedy(1, 5))).finish_reason == "length"
             await until_idle(engine, younger)

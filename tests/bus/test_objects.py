@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, subscribe
-from bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
-from bus.objects.catalog import ensure_bucket
-from schemas.errors import ControlCode, ControlError
+from rollbus.bus.nats.connection import Connection, subscribe
+from rollbus.bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
+from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.schemas.errors import ControlCode, ControlError
+from tests.support.checkpoints import ignore
 from tests.support.connections import count_tasks, opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
 
 MEGABYTE = 1024 * 1024
-
-
-def ignore(stage: str) -> None:
-    """Take a report."""
 
 
 async def put(nats: Connection, bucket: str, prefix: str, folder: Path) -> str:

@@ -15,12 +15,13 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
-from bus import jetstream
-from bus.connection import subscribe
-from bus.embedded import EmbeddedServer
-from bus.objects import ObjectReader, list_objects, parts, put_folder, reader, writer
-from bus.objects.catalog import ensure_bucket
-from schemas.errors import BusBroken, ControlCode, ControlError
+from rollbus.bus.nats import jetstream
+from rollbus.bus.nats.connection import subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.objects import ObjectReader, list_objects, object_chunks, put_folder, reader, writer
+from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
+from tests.support.checkpoints import ignore
 from tests.support.connections import count_tasks, opened
 from tests.support.nats_noise import NatsNoise
 from tests.support.nats_server import require_binary
@@ -30,10 +31,6 @@ from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 pytestmark = pytest.mark.slow
 
 MEGABYTE = 1024 * 1024
-
-
-def ignore(stage: str) -> None:
-    """Take a report."""
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +80,7 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
 
 async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while without a part the fetch fails, says how far it was, and leaves nothing."""
-    monkeypatch.setattr(parts, "STALL_S", 0.1)
+    monkeypatch.setattr(object_chunks, "STALL_S", 0.1)
     monkeypatch.setattr(jetstream, "API_TIMEOUT_S", 1.0)
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _), asyncio.TaskGroup() as tasks:
@@ -116,7 +113,7 @@ async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
 async def test_lost_messages_are_fetched_again(nats_url: str, tmp_path: Path) -> None:
     """Messages that are lost, doubled or late on the way change nothing of what arrives."""
     content = os.urandom(2 * MEGABYTE)
-    noise = NatsNoise(r"^\$O\.", seed=1, drop=0.02, double=0.01, delay=0.01)
+    noise = NatsNoise(r"^_INBOX\.[^.]+$", seed=1, drop=0.02, double=0.01, delay=0.01)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket, tcp_proxy(nats_url) as proxy:
         await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
         store = await nats.jetstream().object_store(bucket)
@@ -189,7 +186,7 @@ async def test_a_fetch_or_put_that_is_cancelled_anywhere_leaves_nothing(nats_url
 async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
     """What a killed fetch leaves is hidden, and the next fetch is whole."""
     program = (
-        "import asyncio, sys; from pathlib import Path; from bus.objects import ObjectReader\n"
+        "import asyncio, sys; from pathlib import Path; from rollbus.bus.objects import ObjectReader\n"
         "reader, cache = ObjectReader(sys.argv[1], name='test'), Path(sys.argv[2])\n"
         "asyncio.run(reader.fetch_folder('bucket/p', cache, lambda stage: None))"
     )

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from bus.connection import publish, subscribe
-from schemas.control import Ack, AckStatus
-from schemas.messages import decode_ack
+from rollbus.bus.nats.connection import publish, subscribe
+from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.messages import decode_ack
 from tests.protocol.protocol_doc import DOC
 from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, hand_client
 from tests.support.invariants import observing
+from tests.support.patience import SOON_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_control.py"
 
@@ -31,7 +32,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
         hand_client(nats_url, fleet) as client,
         synthetic_worker(nats_url, fleet, worker_id="a"),
         synthetic_worker(nats_url, fleet, worker_id="b", model="another"),
-        asyncio.timeout(60),
+        asyncio.timeout(SOON_S),
     ):
         await client.until_serving("a", "b")
         program = await asyncio.create_subprocess_exec(

@@ -4,14 +4,15 @@ import asyncio
 
 import pytest
 
-from bus.embedded import EmbeddedServer
-from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths
-from bus.subjects import Subjects
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.subjects import LANES, Subjects
 from tests.support.connections import opened
-from tests.support.invariants import until
 from tests.support.nats_server import require_binary
 from tests.support.queues import MODEL, Publishing, Pulling, publishing, pulling
 from tests.support.tcp_proxy import Direction, tcp_proxy
+from tests.support.waits import until
 
 pytestmark = pytest.mark.slow
 

@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from bus.connection import close_connection
-from bus.jetstream import ApiError, ask
-from bus.protocol.pulling import MAX_OVER
-from bus.queue.puller import QueuePuller
-from bus.queue.streams import LANES, QueueLimits, ensure_queue, queue_depths, stream_name
-from bus.subjects import Subjects
-from schemas.errors import BusBroken, BusClosed
+from rollbus.bus.nats.jetstream import ApiError, ask
+from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
+from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.puller import QueuePuller
+from rollbus.bus.queue.streams import ensure_queue, queue_depths, stream_name
+from rollbus.bus.subjects import LANES, Subjects
+from rollbus.schemas.errors import BusBroken, BusClosed
 from tests.support.connections import count_tasks, opened
-from tests.support.invariants import until
 from tests.support.queues import MODEL, Publishing, publishing, pulling
+from tests.support.waits import until, until_true
 
 QUICK = QueueLimits(ack_wait_s=0.5)
 """For tests of what happens when a worker says nothing more."""
@@ -244,13 +244,10 @@ async def test_a_connection_that_ended_ends_the_pulling(
     async with opened(nats_url) as nats:
         puller = QueuePuller(nats, Subjects(fleet), MODEL, room=lambda: 1, on_request=lambda _: None)
 
-        async def num_claimed() -> int:
-            return puller._plan.claimed
-
         async def end() -> None:
-            await until(num_claimed, 4)
+            await until_true(lambda: puller._plan.claimed == 4)
             if is_closed_here:
-                await close_connection(nats)
+                await nats.shut()
             else:
                 limit = nats.max_payload
                 nats._max_payload = 2 * limit

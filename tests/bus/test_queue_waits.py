@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from bus.client import durations
-from bus.client.durations import BOUNDS_S, DurationsByModel
-from schemas.errors import ErrorCode
-from schemas.presence import WorkerState
+from rollbus.bus.client import durations
+from rollbus.bus.client.durations import BOUNDS_S, DurationsByModel
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 
 

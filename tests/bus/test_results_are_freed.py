@@ -2,11 +2,10 @@
 
 import gc
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from bus.protocol.stream import Stream
-from tests.support.fleet import synthetic_worker
-from tests.support.invariants import until
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from tests.support.fleet import StartServed
+from tests.support.waits import until
 
 SAMPLED = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=8, n=2, seed=1))
 
@@ -14,16 +13,15 @@ SAMPLED = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_t
 async def num_streams() -> int:
     """Streams that are there, garbage or not; each holds the chunks that came."""
     # By type: `isinstance` asks the things themselves, and some of other libraries answer with a warning.
-    return sum(type(thing) is Stream for thing in gc.get_objects())
+    return sum(type(thing) is ResponseStream for thing in gc.get_objects())
 
 
-async def test_nothing_waits_for_the_garbage_collector(nats_url: str, fleet: str) -> None:
+async def test_nothing_waits_for_the_garbage_collector(one_worker: StartServed) -> None:
     """Completed, streamed, left in the middle: without a single collection nothing stays."""
     gc.collect()
     gc.disable()
     try:
-        async with synthetic_worker(nats_url, fleet), bus.connect(nats_url, fleet=fleet) as rb:
-            await rb.fleet.wait_for_workers()
+        async with one_worker() as (rb, *_):
             assert (await rb.complete(SAMPLED)).error is None
             assert [part async for part in rb.generate(SAMPLED)]
             async for _ in rb.generate(SAMPLED):

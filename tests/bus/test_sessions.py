@@ -1,8 +1,8 @@
 """Which worker a session goes to."""
 
-from bus.client.sessions import MAX_SESSIONS, Sessions
-from bus.protocol.rendezvous import rendezvous
-from schemas.presence import WorkerPresence
+from rollbus.bus.client.sessions import MAX_SESSIONS, Sessions
+from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.schemas.presence import WorkerPresence
 from tests.support.presences import presence
 
 
@@ -39,7 +39,7 @@ def test_who_served_last_comes_first() -> None:
     sessions = Sessions()
     usual = choice(sessions, "s", "a", "b")
     other = "b" if usual == "a" else "a"
-    sessions.served("m", "s", other)
+    sessions.remember("m", "s", other)
 
     assert choice(sessions, "s", "a", "b") == other
     assert choice(sessions, "s", str(usual)) == usual
@@ -50,7 +50,7 @@ def test_models_do_not_share_sessions() -> None:
     """The same session id for another model is another session."""
     sessions = Sessions()
     usual = choice(sessions, "s", "a", "b")
-    sessions.served("other", "s", "b" if usual == "a" else "a")
+    sessions.remember("other", "s", "b" if usual == "a" else "a")
     assert choice(sessions, "s", "a", "b") == usual
 
 
@@ -60,11 +60,11 @@ def test_only_so_many_are_remembered() -> None:
     usual = rendezvous("s0", ["a", "b"])
     other = "b" if usual == "a" else "a"
     for i in range(MAX_SESSIONS + 1):
-        sessions.served("m", f"s{i}", other)
+        sessions.remember("m", f"s{i}", other)
         if i == 0:
-            sessions.served("m", "kept", other)
+            sessions.remember("m", "kept", other)
         if i == MAX_SESSIONS // 2:
-            sessions.served("m", "kept", other)
+            sessions.remember("m", "kept", other)
 
     assert len(sessions) == MAX_SESSIONS
     assert choice(sessions, "s0", "a", "b") == usual

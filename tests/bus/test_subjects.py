@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus.subjects import Subjects, decode_token, encode_token
-from schemas.errors import InvalidRequest
+from rollbus.bus.subjects import Subjects, decode_token, encode_token
+from rollbus.schemas.errors import InvalidRequest
 
 LEGAL = re.compile(r"[A-Za-z0-9_=\-]+")
 SUBJECTS = Subjects("default")

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from bus.embedded import EmbeddedServer
+from rollbus.bus.nats.embedded import EmbeddedServer
+from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import TcpProxy
 
 __all__ = ["Fault", "Victims", "schedule", "victims"]
@@ -31,8 +32,6 @@ KINDS = {
 }
 """Stopped is what got SIGSTOP, and SIGCONT later; restarted means in order. A client's connection is cut with a word to
 both sides, or frozen without one."""
-STOPS_WITHIN_S = 30.0
-"""For what takes milliseconds: only a failing run waits as long."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class Victims:
         """Stop the workers in order; each must exit with 0."""
         for worker in self._workers:
             worker.process.terminate()
-        async with asyncio.timeout(STOPS_WITHIN_S):
+        async with asyncio.timeout(SOON_S):
             assert [await worker.process.wait() for worker in self._workers] == [0] * len(self._workers)
 
 

@@ -14,18 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import bus
-from bus.client.generation import Generation
-from bus.embedded import EmbeddedServer
-from schemas.presence import Role
-from schemas.request import GenerateRequest
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.presence import Role
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.disagg import until_paired
-from tests.support.invariants import assert_equal, check_results, check_stream, observing, until
+from tests.support.invariants import assert_equal, check_results, check_stream, observing
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import until
 from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["Settings", "Summary", "run"]
 
@@ -120,7 +121,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
         observing(server.url, FLEET) as observer,
         tcp_proxy(server.url) as network,
         victims(server, network, start_worker, settings.num_workers) as suffering,
-        bus.connect(
+        rollbus.connect(
             network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S, prefill_min_tokens=PREFILL_MIN_TOKENS
         ) as rb,
     ):
@@ -137,7 +138,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
 class _Course:
     """One run under way."""
 
-    def __init__(self, rb: bus.Client, expected: Mapping[str, Generation], *, legs: int) -> None:
+    def __init__(self, rb: rollbus.Client, expected: Mapping[str, Generation], *, legs: int) -> None:
         self._rb = rb
         self._expected = expected
         self._legs = legs

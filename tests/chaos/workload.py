@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bus.client.generation import Generation
-from bus.protocol.step import split
-from schemas.chunk import FinishReason, TopLogprobs
-from schemas.request import GenerateRequest, expand_children
-from schemas.sampling import SamplingParams
-from workers.engine import RequestStep
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.bus.client.generation import Generation
+from rollbus.bus.protocol.stream.engine_step import split
+from rollbus.schemas.chunk import FinishReason, TopLogprobs
+from rollbus.schemas.request import GenerateRequest, expand_children
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.engine import RequestStep
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 __all__ = ["VOCAB_SIZE", "make_requests", "undisturbed"]
 

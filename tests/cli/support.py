@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollbus import bus
+from rollbus.schemas.errors import BusBroken, NoWorkers
+from tests.support.patience import SOON_S
+
 ROOT = Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
 def rollbus(*args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -48,7 +52,7 @@ async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
 
 def command(*args: str) -> list[str]:
     """The command line of a subcommand."""
-    return [sys.executable, "-P", "-m", "frontend.cli", *args]
+    return [sys.executable, "-P", "-m", "rollbus.frontend.cli", *args]
 
 
 @contextmanager
@@ -74,6 +78,20 @@ def running_up(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], d
                 process.terminate()
 
 
+def serves(nats: str, count: int = 1) -> bool:
+    """Say whether exactly so many workers serve at this address, at once or soon."""
+
+    async def look() -> bool:
+        try:
+            async with bus.connect(nats) as rb:
+                await rb.fleet.wait_for_workers(count, timeout_s=SOON_S)
+                return len((await rb.fleet.state()).workers) == count
+        except (BusBroken, NoWorkers):
+            return False
+
+    return asyncio.run(look())
+
+
 def processes_with(*words: str) -> list[int]:
     """The ids of the worker processes whose command lines have all of these words."""
     listing = subprocess.run(
@@ -82,7 +100,7 @@ def processes_with(*words: str) -> list[int]:
     found = []
     for line in listing.splitlines():
         pid, state, args = line.split(None, 2)
-        if "-m workers" in args and all(word in args for word in words) and not state.startswith("Z"):
+        if "-m rollbus.workers" in args and all(word in args for word in words) and not state.startswith("Z"):
             found.append(int(pid))
     return found
 

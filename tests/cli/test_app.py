@@ -1,15 +1,17 @@
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from frontend.cli import main
-from frontend.cli.app import build_parser
-from frontend.cli.commands.up import nats_port
-from frontend.cli.exits import CommandFailed, ExitCode, cause_of, exit_code_of
-from frontend.cli.worker_options import python_env, worker_flags
-from schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
+from rollbus import __version__
+from rollbus.frontend.cli import main
+from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.commands.up import nats_port
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of, exit_code_of
+from rollbus.frontend.cli.worker_options import python_env, worker_flags
+from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
@@ -47,7 +49,7 @@ def test_help_imports_nothing_heavy() -> None:
     """Help answers at once, and without the extras: nothing that takes long to import is imported."""
     code = f"""
 import sys
-from frontend.cli.app import build_parser
+from rollbus.frontend.cli.app import build_parser
 build_parser().format_help()
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
@@ -155,8 +157,8 @@ def test_a_bug_is_one_line_too() -> None:
     """An error that nobody expected ends with 1, names itself, and says how to see more."""
     code = """
 import sys
-from frontend.cli import app
-from frontend.cli.commands import status
+from rollbus.frontend.cli import app
+from rollbus.frontend.cli.commands import status
 def run(args): raise ExceptionGroup("", [ExceptionGroup("", [ZeroDivisionError("of mine")])])
 status.run = run
 sys.exit(app.main(["status"]))
@@ -202,7 +204,7 @@ def test_up_listens_where_the_others_will_look() -> None:
 
 
 def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `rollbus worker` and `rollbus up` are told reaches `python -m workers` unchanged."""
+    """What `rollbus worker` and `rollbus up` are told reaches `python -m rollbus.workers` unchanged."""
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
     argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
@@ -215,12 +217,23 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_workers_find_our_packages_and_not_those_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own root comes first on a worker's path, once, and what the user had there stays."""
-    monkeypatch.setenv("PYTHONPATH", f"/theirs:{ROOT}")
-    assert python_env()["PYTHONPATH"] == f"/theirs:{ROOT}"
+def test_workers_find_our_package_and_not_one_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of our package, not resolved, comes first on a worker's path, once; what the user had there stays."""
+    source = ROOT / "src"
+    monkeypatch.setenv("PYTHONPATH", f"/theirs:{source}")
+    assert python_env()["PYTHONPATH"] == f"/theirs:{source}"
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    assert python_env()["PYTHONPATH"] == f"{ROOT}:/theirs"
+    assert python_env()["PYTHONPATH"] == f"{source}:/theirs"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """`rollbus --version` and `rollbus.__version__` say the same as the installed distribution."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rollbus {__version__}\n"
+    assert version("rollbus") == __version__
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])

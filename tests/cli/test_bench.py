@@ -5,30 +5,30 @@ import json
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import bus
-from bus import GenerateRequest, NoWorkers
-from frontend.cli import app, main
-from frontend.cli.bench.bench import Target, target_of
-from frontend.cli.bench.load import Load
-from frontend.cli.bench.rounds import measure
-from frontend.cli.commands.bench import names_nobody
-from frontend.cli.exits import CommandFailed, ExitCode, cause_of
-from schemas.errors import InvalidRequest
-from schemas.presence import WorkerPresence, WorkerState
+import rollbus
+from rollbus import GenerateRequest, NoWorkers
+from rollbus.frontend.cli import app, main
+from rollbus.frontend.cli.bench.bench import BenchTarget, target_of
+from rollbus.frontend.cli.bench.load import Load
+from rollbus.frontend.cli.bench.rounds import measure
+from rollbus.frontend.cli.commands.bench import names_nobody
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.cli.support import ENV, command, run_rollbus
-from tests.support.fleet import is_idle, synthetic_worker
-from tests.support.invariants import observing, until
+from tests.support.fleet import is_idle, served
+from tests.support.invariants import observing
 from tests.support.presences import capabilities, presence
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from tests.support.waits import until_true
 
 SMALL = Load(input_tokens=7, output_tokens=5)
 ROW_BYTES = 16
@@ -52,19 +52,6 @@ def prompts(of: Iterable[GenerateRequest]) -> list[tuple[int, ...]]:
 def once_more(request: GenerateRequest) -> GenerateRequest:
     """The same with an id of its own."""
     return replace(request, request_id=uuid.uuid4().hex)
-
-
-@asynccontextmanager
-async def serving(
-    nats_url: str, fleet: str, **fields: Any
-) -> AsyncIterator[tuple[bus.Client, Worker, SyntheticEngine]]:
-    """A worker of the synthetic engine that serves, and a client."""
-    async with (
-        synthetic_worker(nats_url, fleet, **fields) as (worker, engine),
-        bus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        yield rb, worker, engine
 
 
 def test_every_prompt_is_new() -> None:
@@ -130,7 +117,7 @@ def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFix
 async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool) -> None:
     """Tokens and routing of each request by the row rule, in both ways; times only where chunks are taken."""
     ended: list[int] = []
-    async with serving(nats_url, fleet, weight_version=3) as (rb, _, _):
+    async with served(nats_url, fleet, weight_version=3) as (rb, *_):
         taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
         without = Load(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
         bare = await measure(rb, requests(without), 4, streams=streams)
@@ -150,9 +137,9 @@ async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str,
     """A request that is refused, and one that a stop token ends early, are failures by name; the others count."""
     refused = GenerateRequest(prompt_token_ids=[10**6])
     early = GenerateRequest(
-        prompt_token_ids=[1], sampling=bus.SamplingParams(stop_token_ids=range(1024), allowed_token_ids=[5])
+        prompt_token_ids=[1], sampling=rollbus.SamplingParams(stop_token_ids=range(1024), allowed_token_ids=[5])
     )
-    async with serving(nats_url, fleet) as (rb, _, _):
+    async with served(nats_url, fleet) as (rb, *_):
         taken = await measure(rb, [*requests(), refused, early, once_more(early)], 9, streams=streams)
 
     assert (taken.requests, taken.tokens) == (6, 30)
@@ -171,7 +158,7 @@ async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
         except* NoWorkers as group:
             ended.append(cause_of(group))
 
-    async with bus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
         for streams in (False, True):
             tasks.create_task(end(streams))
 
@@ -182,7 +169,7 @@ async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
     """Not even those of an earlier run with the same seed; the same requests once more would be."""
     earlier, later = (requests(Load(input_tokens=40, output_tokens=5)) for _ in range(2))
-    async with serving(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, _, _):
+    async with served(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
         cached.append((await measure(rb, map(once_more, later), 6, streams=True)).cached_tokens)
 
@@ -193,7 +180,7 @@ async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -
 @pytest.mark.slow
 async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
     """As JSON: the fleet's own model and version, both concurrencies, every round whole; the warm-up is not in it."""
-    async with observing(nats_url, fleet), serving(nats_url, fleet, weight_version=3) as (_, worker, _):
+    async with observing(nats_url, fleet), served(nats_url, fleet, weight_version=3) as (_, worker, _):
         ended = await run_rollbus(nats_url, fleet, "bench", *OPTIONS, "--concurrency", "2", "3", "--stream")
         counted = worker.stats().links.ended
 
@@ -211,15 +198,12 @@ async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
 @pytest.mark.slow
 async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fleet: str) -> None:
     """What an operator aborts is in the table and in the last line; the rest is measured all the same."""
-    options = ("--concurrency", "2", "--output-tokens", "40", "--requests", "4", "--rounds", "1", "--json")
-    async with serving(nats_url, fleet, config=SLOW) as (rb, worker, engine), asyncio.TaskGroup() as tasks:
+    # Seconds of work, which a busy machine needs to come to the abort in the middle of it.
+    options = ("--concurrency", "2", "--output-tokens", "150", "--requests", "4", "--rounds", "1", "--json")
+    async with served(nats_url, fleet, config=SLOW) as (rb, worker, engine), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_rollbus(nats_url, fleet, "bench", *options))
-
         # Behind the two that warm up, and with many to follow.
-        async def is_measured() -> bool:
-            return worker.stats().links.ended >= 2 and not is_idle(engine)
-
-        await until(is_measured, True)
+        await until_true(lambda: worker.stats().links.ended >= 2 and not is_idle(engine))
         await rb.fleet.pause(mode="abort")
         await rb.fleet.resume()
         ended = await running
@@ -235,18 +219,14 @@ async def test_ctrl_c_aborts_what_is_open(nats_url: str, fleet: str) -> None:
     """The engine has nothing more to do, and the command says that it was interrupted, with 130."""
     async with (
         observing(nats_url, fleet) as observer,
-        serving(nats_url, fleet, config=SLOW) as (_, _, engine),
+        served(nats_url, fleet, config=SLOW) as (_, _, engine),
     ):
         process = await asyncio.create_subprocess_exec(
             *command("bench", "--output-tokens", "20000", "--concurrency", "3", "--fleet", fleet),
             env={**ENV, "ROLLBUS_NATS": nats_url},
             stderr=asyncio.subprocess.PIPE,
         )
-
-        async def runs_all() -> bool:
-            return "running=3" in repr(engine)
-
-        await until(runs_all, True)
+        await until_true(lambda: "running=3" in repr(engine))
         process.send_signal(signal.SIGINT)
         _, stderr = await process.communicate()
         await observer.check_at_rest()
@@ -282,8 +262,8 @@ def test_the_workers_that_serve_are_the_target() -> None:
     """Those of the model that was named, or of the only one; a prefill worker alone serves nobody."""
     other = replace(SERVES, model="n")
 
-    assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == Target("m", [SERVES])
-    assert target_of([SERVES, other], "n", nats_url="", fleet="f") == Target("n", [other])
+    assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == BenchTarget("m", [SERVES])
+    assert target_of([SERVES, other], "n", nats_url="", fleet="f") == BenchTarget("n", [other])
 
 
 @contextmanager

@@ -3,20 +3,20 @@
 import json
 from array import array
 
-from frontend.cli.bench import Outcome, Wanted
-from frontend.cli.bench.bench import Target
-from frontend.cli.bench.load import Load
-from frontend.cli.bench.report import Report
-from frontend.cli.bench.rounds import Round
-from frontend.cli.figures import Spread, percentile
+from rollbus.frontend.cli.bench import BenchOptions, ConcurrencyResult
+from rollbus.frontend.cli.bench.bench import BenchTarget
+from rollbus.frontend.cli.bench.load import Load
+from rollbus.frontend.cli.bench.report import Report
+from rollbus.frontend.cli.bench.rounds import Round
+from rollbus.frontend.cli.figures import Spread, percentile
 
 
-def report(*outcomes: Outcome) -> Report:
+def report(*outcomes: ConcurrencyResult) -> Report:
     """A report of these."""
-    wanted = Wanted(load=Load(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
-    target = Target("m", [])
+    options = BenchOptions(load=Load(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
+    target = BenchTarget("m", [])
     return Report(
-        command="rollbus bench", fleet="f", target=target, wanted=wanted, outcomes=outcomes, is_synthetic=False
+        command="rollbus bench", fleet="f", target=target, options=options, outcomes=outcomes, is_synthetic=False
     )
 
 
@@ -37,7 +37,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 def test_a_report_has_a_column_for_each_concurrency() -> None:
     """Medians and ranges of the rounds, the sums of what went wrong, and every version that sampled a token."""
-    one, two = Outcome(1, 32), Outcome(64, 256)
+    one, two = ConcurrencyResult(1, 32), ConcurrencyResult(64, 256)
     for tokens in (100, 300, 200):
         one.add(Round(seconds=2.0, cpu_s=0.5, requests=1, tokens=tokens, routing_bytes=2_000_000, weight_versions={7}))
     both = {7, 8}
@@ -65,7 +65,7 @@ def test_a_report_has_a_column_for_each_concurrency() -> None:
 
 def test_a_failure_is_never_hidden() -> None:
     """Also that of a request which was sent to warm up: by its code in table and JSON, and in the last line."""
-    outcome, other = Outcome(1, 32), Outcome(2, 32)
+    outcome, other = ConcurrencyResult(1, 32), ConcurrencyResult(2, 32)
     warm_up = Round()
     warm_up.fail("timeout", "not finished within 3 s")
     warm_up.fail("engine_error", "it is broken")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from bus.connection import publish, subscribe
-from frontend.cli.exits import ExitCode
-from schemas.control import Ack, AckError, AckStatus, AnyCommand
-from schemas.errors import ControlCode
-from schemas.messages import decode_command, encode_json
+from rollbus.bus.nats.connection import publish, subscribe
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.control import Ack, AckError, AckStatus, AnyCommand
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.messages import decode_command, encode_json
 from tests.cli.support import rollbus, run_rollbus
 from tests.support.hand_worker import HandWorker, worker_by_hand
 
@@ -107,10 +107,12 @@ async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> N
     """A relative PATH is made absolute where it was typed, links unresolved; with --objects it is left as it is."""
     async with workers(nats_url, fleet, {"w0": APPLIES}) as heard:
         await run_rollbus(nats_url, fleet, "update-weights", "some/folder", "--version", "1")
+        await run_rollbus(nats_url, fleet, "load-lora", "code", "../adapter")
         await run_rollbus(nats_url, fleet, "load-lora", "math", "bucket/prefix", "--objects")
 
     sources = [str(getattr(told, "source", None)) for told in heard]
-    assert sources == [str(Path.cwd() / "some/folder")] * 2 + ["objects:bucket/prefix"]
+    here = Path.cwd()
+    assert sources == [str(here / "some/folder")] * 2 + [str(here / "../adapter"), "objects:bucket/prefix"]
 
 
 async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:

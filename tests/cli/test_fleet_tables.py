@@ -3,8 +3,8 @@ import re
 import msgspec
 from msgspec.structs import replace
 
-from bus import FleetState, QueueDepth
-from frontend.cli.fleet_tables import (
+from rollbus import FleetState, QueueDepth
+from rollbus.frontend.cli.fleet_tables import (
     DESIRED_COLUMNS,
     ENGINE_COLUMNS,
     QUEUE_COLUMNS,
@@ -16,7 +16,7 @@ from frontend.cli.fleet_tables import (
     state_as_json,
     worker_row,
 )
-from schemas.control import (
+from rollbus.schemas.control import (
     AnyCommand,
     Drain,
     FinishWeightUpdate,
@@ -28,8 +28,8 @@ from schemas.control import (
     UpdateWeights,
     WeightSource,
 )
-from schemas.desired import DesiredState, Recorded
-from schemas.presence import LoraInfo, RoutedExpertsInfo, WorkerState
+from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.presence import LoraInfo, RoutedExpertsInfo, WorkerState
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
 
@@ -183,7 +183,7 @@ def test_the_names_of_the_state_are_pinned() -> None:
     capabilities = [
         "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
         "routed_experts", "logprobs_mode", "priority", "extra", "signature", "weight_updates", "weight_transfer",
-        "max_loras", "sleep", "data_parallel_size", "role", "kv_connector",
+        "max_loras", "sleep", "data_parallel_size", "role", "kv_connector", "max_lora_rank",
     ]  # fmt: skip
     worker = [
         "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",

@@ -5,26 +5,40 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from frontend.cli.exits import ExitCode
-from tests.cli.support import ENV, command, descendants_of, rollbus, running_up
+from rollbus.frontend.cli.exits import ExitCode
+from tests.cli.support import ENV, command, descendants_of, rollbus, running_up, serves
+from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
+from tests.support.shared import Shared
 
 pytestmark = pytest.mark.slow
 ANY = "127.0.0.1:0"
 
 
 @pytest.fixture(scope="module")
-def fleet_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The addresses of NATS and HTTP of a fleet of one worker that stays up for this module."""
+def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
+    """A fleet of one worker that stays up for this module."""
     log = tmp_path_factory.mktemp("up") / "log"
-    with running_up("--engine", "synthetic", "--http", ANY, log=log) as (_, info):
-        yield info["nats"], info["http"]
+
+    def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
+        return running_up("--engine", "synthetic", "--http", ANY, log=log)
+
+    with Shared(make, is_sound=lambda up: serves(up[1]["nats"])) as shared:
+        yield shared
+
+
+@pytest.fixture
+def fleet_url(ups: Shared[tuple[Any, dict[str, Any]]]) -> tuple[str, str]:
+    """The addresses of NATS and HTTP."""
+    _, info = ups.get()
+    return info["nats"], info["http"]
 
 
 @contextmanager
@@ -79,7 +93,7 @@ def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str],
     body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
     with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
         assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
-        with httpx.stream("POST", f"{http}/inference/v1/generate", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{http}/inference/v1/generate", json=body, timeout=SOON_S) as answer:
             assert answer.status_code == 200
             process.terminate()
             assert process.wait() == 0
@@ -103,6 +117,14 @@ def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: 
         assert [status("GET", "/v1/models", token) for token in (None, "data", "admin")] == [401, 200, 200]
         assert [status("POST", "/v1/rl/resume", token) for token in (None, "data")] == [401, 401]
         assert status("GET", "/health", None) == 200
+
+
+def test_names_of_the_service_are_options(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+    """The host where it listens, and those that are allowed beside it; any other is refused."""
+    names = ("--http", "localhost:0", "--allowed-host", "fleet.example.com", "--allowed-host", "Other")
+    with running_frontend(fleet_url[0], tmp_path / "log", *names) as (_, http):
+        for name, status in (("fleet.example.com", 200), ("other:80", 200), ("localhost", 200), ("example.com", 403)):
+            assert httpx.get(f"{http}/health", headers={"Host": name}).status_code == status
 
 
 @pytest.mark.parametrize("subcommand", [("frontend",), ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0")])

@@ -1,13 +1,13 @@
 import pytest
 from msgspec.structs import replace
 
-from bus import CommandIncomplete, Ledger
-from frontend.cli.control import AckCounter
-from frontend.cli.exits import ExitCode, exit_code_of_ledger
-from frontend.cli.ledger import COLUMNS, ledger_rows, summary
-from frontend.ledger import ledger_as_json
-from schemas.control import Ack, AckError, AckStatus, Canary
-from schemas.errors import ControlCode
+from rollbus import CommandIncomplete, CommandResult
+from rollbus.frontend.cli.control import AckCounter
+from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
+from rollbus.frontend.cli.ledger import COLUMNS, ledger_rows, summary
+from rollbus.frontend.ledger import ledger_as_json
+from rollbus.schemas.control import Ack, AckError, AckStatus, Canary, Verified
+from rollbus.schemas.errors import ControlCode
 
 DONE = Ack(
     id="c", command="pause", worker="a", incarnation="i", model="m", status=AckStatus.APPLIED, epoch=7,
@@ -17,7 +17,7 @@ FAILED = replace(
     DONE, worker="b", status=AckStatus.FAILED, error=AckError(code=ControlCode.TIMEOUT, message="3 in flight")
 )
 LOADING = replace(DONE, worker="c", status=AckStatus.PROGRESS, stage="loading")
-EMPTY = Ledger(
+EMPTY = CommandResult(
     command="pause", id="c", epochs={"m": 7}, seconds=0.31, applied={}, failed={}, unsupported={}, stale={}, late={},
     missing={},
 )  # fmt: skip
@@ -44,6 +44,23 @@ def test_an_abort_says_what_it_ended() -> None:
     rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
 
     assert [row[-1] for row in rows] == ["ended x, y", "had none of them"]
+
+
+def test_an_update_says_what_was_compared() -> None:
+    """Modules that could not be probed are named, three of them in a row for people, up to 64 for programs."""
+    names = tuple(f"layers.{number} (it is quantized)" for number in range(4))
+    all_probed = replace(DONE, verified=Verified(probed=5, equal=2))
+    some = replace(DONE, worker="b", verified=Verified(probed=1, unprobed=names, num_unprobed=70))
+    ledger = replace(EMPTY, command="update_weights", applied={"a": all_probed, "b": some})
+
+    assert [row[-1] for row in ledger_rows(ledger)] == [
+        "5 modules probed, 2 equal",
+        f"1 modules probed, 0 equal, not probed: {', '.join(names[:3])} and 67 more",
+    ]
+    assert [worker["verified"] for worker in ledger_as_json(ledger)["workers"]] == [
+        {"probed": 5, "equal": 2, "compared": 0, "unprobed": (), "num_unprobed": 0},
+        {"probed": 1, "equal": 0, "compared": 0, "unprobed": names, "num_unprobed": 70},
+    ]
 
 
 def test_an_abort_says_what_nobody_had() -> None:
@@ -76,7 +93,7 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
     assert {name: told[name] for name in ("command", "id", "complete", "epochs", "seconds")} == {
         "command": "pause", "id": "c", "complete": False, "epochs": {"m": 7}, "seconds": 0.31,
     }  # fmt: skip
-    none = {"stage": None, "canary": None, "request_ids": None}
+    none = {"stage": None, "canary": None, "request_ids": None, "verified": None}
     assert told["workers"][1:] == [
         {
             "worker": "b", "result": "failed", "code": "timeout", "why": "3 in flight", "model": "m",
@@ -108,7 +125,7 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
         (replace(EMPTY, missing={"d": "x"}), ExitCode.TIMEOUT),
     ],
 )
-def test_a_ledger_has_its_exit_code(ledger: Ledger, code: ExitCode) -> None:
+def test_a_ledger_has_its_exit_code(ledger: CommandResult, code: ExitCode) -> None:
     """All applied it: 0; some: 3; none, and none said why: 4; else 1."""
     assert exit_code_of_ledger(ledger) == code
 
@@ -119,7 +136,7 @@ def test_progress_counts_workers_by_what_they_do() -> None:
     counter = AckCounter(lines.append)
 
     for ack in (replace(DONE, status=AckStatus.ACCEPTED), LOADING, DONE, replace(DONE, id="d", command="resume")):
-        counter.take(ack)
+        counter.add(ack)
 
     assert lines == [
         "pause: 1 accepted", "pause: 1 accepted, 1 loading", "pause: 1 applied, 1 loading", "resume: 1 applied"

@@ -1,16 +1,21 @@
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from frontend.cli.exits import CommandFailed, cause_of
-from frontend.cli.local_fleet import core_share
-from frontend.cli.processes import ProcessSpec, WorkerDied, run_tool, run_workers
+from rollbus.frontend.cli.exits import CommandFailed, cause_of
+from rollbus.frontend.cli.local_fleet import core_share
+from rollbus.frontend.cli.processes import ProcessSpec, WorkerDied, run_tool, run_workers
+from rollbus.frontend.cli.restarts import RestartRule
+from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true, is_alive, python_program
+from tests.support.waits import until_true
 
 SERVE = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+FAIL = "import os, sys; print(os.getpid(), flush=True); sys.exit(3)"
 IGNORE_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SERVE}"
 LEAVE_A_CHILD = """
 import os, subprocess, sys
@@ -80,6 +85,59 @@ async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
     assert becomes_true(lambda: not any(map(is_alive, heard.pids)))
 
 
+RULE = RestartRule(first_delay_s=0.01, max_restarts=2)
+
+
+async def test_a_dead_worker_is_started_again_so_often() -> None:
+    """Each end is told in one line; after the last restart the others go on, and with the last worker all end."""
+    ends: dict[str, list[str]] = {"a": [], "b": []}
+    pids: list[int] = []
+    has_ended = asyncio.Event()
+    started: asyncio.Queue[int] = asyncio.Queue(3)
+
+    def hear(name: str, line: str) -> None:
+        if line.startswith("ended"):
+            ends[name].append(line)
+            has_ended.set()
+            return
+        pids.append(int(line))
+        if name == "b":
+            started.put_nowait(pids[-1])
+
+    async def run() -> None:
+        async with run_workers([spec(FAIL, "a"), spec(SERVE, "b")], hear) as workers:
+            workers.can_lose_some, workers.rule = True, RULE
+            while len(ends["a"]) < 3:
+                has_ended.clear()
+                await has_ended.wait()
+            while True:
+                os.kill(await started.get(), signal.SIGKILL)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run()
+
+    assert str(cause_of(caught.value)).startswith("worker b ended with exit code -9; its last lines:")
+    assert [line.partition("; its last line")[0] for line in ends["a"]] == [
+        "ended with exit code 3; workers left: 1; started again in 0.01 s (1 of 2 restarts in 10 minutes)",
+        "ended with exit code 3; workers left: 1; started again in 0.02 s (2 of 2 restarts in 10 minutes)",
+        "ended with exit code 3; workers left: 1; not started again (2 of 2 restarts in 10 minutes)",
+    ]
+    assert len(ends["b"]) == 2
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_worker_that_waits_for_its_restart_is_stopped() -> None:
+    """If the body ends while a worker is down, the worker is not started again, and nothing waits for it."""
+    ended = asyncio.Event()
+
+    async with asyncio.timeout(SOON_S), run_workers([spec(FAIL, "a")], lambda _name, line: ended.set()) as workers:
+        workers.can_lose_some, workers.rule = True, RestartRule(first_delay_s=3600)
+        await ended.wait()
+        await until_true(lambda: not workers.living)
+
+    assert workers.living == 0
+
+
 async def test_an_error_of_the_body_stops_the_workers() -> None:
     """Whatever ends the body, no worker is left."""
     heard = Heard(1)
@@ -101,7 +159,7 @@ def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
     worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"
     parent = f"""
         import asyncio, os, sys
-        from frontend.cli.processes import ProcessSpec, run_workers
+        from rollbus.frontend.cli.processes import ProcessSpec, run_workers
 
         async def main():
             specs = [ProcessSpec(name, [sys.executable, "-S", "-c", {worker!r}], dict(os.environ)) for name in "ab"]

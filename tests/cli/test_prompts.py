@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.prompts import Defaults, Prompt, check_input, parse_prompt, read_prompts
-from schemas.errors import InvalidRequest
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.prompts import Defaults, PromptLine, check_input, parse_prompt, read_prompts
+from rollbus.schemas.errors import InvalidRequest
 
 
 class Letters:
@@ -18,7 +18,7 @@ class Letters:
         raise NotImplementedError
 
 
-def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> Prompt:
+def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> PromptLine:
     """Parse one line of the input."""
     return parse_prompt(index, json.dumps(line).encode(), defaults or Defaults())
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus import FinishReason, Generation
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.prompts import Defaults, Prompt, parse_prompt
-from frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
-from schemas.errors import ErrorCode, InvalidRequest, RequestFailed
+from rollbus import FinishReason, Generation
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.prompts import Defaults, PromptLine, parse_prompt
+from rollbus.frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
+from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
 
 PROMPTS = [parse_prompt(i, json.dumps({"prompt_token_ids": [i]}).encode(), Defaults()) for i in range(3)]
 
@@ -31,7 +31,7 @@ def generation(index: int, child: int = 0, **fields: Any) -> Generation:
     return Generation(**{**values, **fields})
 
 
-def line_of(prompt: Prompt, results: ResultsFile, **fields: Any) -> dict[str, object]:
+def line_of(prompt: PromptLine, results: ResultsFile, **fields: Any) -> dict[str, object]:
     """The line of a finished prompt."""
     return result_line(prompt, generation(prompt.index, **fields), None, results.rows)
 

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from frontend.cli.exits import CommandFailed
-from frontend.cli.rows_file import RowsFile
+from rollbus.frontend.cli.exits import CommandFailed
+from rollbus.frontend.cli.rows_file import RowsFile
 
 
 def rows(seed: int, dtype: str = "u1") -> npt.NDArray[np.uint8]:
@@ -20,7 +20,7 @@ def saved(path: Path) -> dict[str, npt.NDArray[np.uint8]]:
 
 
 def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
-    """Values, shape and dtype survive, for one byte and for two, with rows and without; no journal is left."""
+    """Values, shape and dtype survive, for one byte and for two, with rows and without; no folder is left."""
     path = tmp_path / "r.npz"
     arrays = {"0": rows(3), "1": rows(4, "<u2"), "2.1": np.zeros((0, 2, 3), np.uint8)}
 
@@ -55,32 +55,38 @@ def test_later_runs_add_to_what_is_there(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["2"], rows(3))
 
 
-@pytest.mark.slow
-def test_a_crash_at_any_byte_loses_only_the_array_being_written(tmp_path: Path) -> None:
-    """Wherever the journal ends, each array that is whole is recovered, and no half of one."""
-    journal = tmp_path / "r.npz.partial"
-    ends = []
-    with RowsFile(tmp_path / "r.npz") as file:
-        for seed in range(3):
-            file.append(str(seed), rows(seed))
-            ends.append(journal.stat().st_size)
-        content = journal.read_bytes()
-    for size in range(len(content) + 1):
-        path = tmp_path / f"{size}.npz"
-        path.with_name(f"{size}.npz.partial").write_bytes(content[:size])
-        with RowsFile(path) as recovered:
-            whole = [str(seed) for seed in range(3) if ends[seed] <= size]
-            assert [key for key in ("0", "1", "2") if key in recovered] == whole
-            recovered.append("9", rows(9))
+def test_a_crash_loses_only_the_array_being_written(tmp_path: Path) -> None:
+    """A run after a crash has each array that was added, and no half of the one that the crash cut off."""
+    crashed = RowsFile(tmp_path / "r.npz")
+    for seed in range(3):
+        crashed.append(str(seed), rows(seed))
+    (tmp_path / "r.npz.partial" / "draft").write_bytes(b"half of an array")
+    with RowsFile(tmp_path / "r.npz") as recovered:
+        assert [key for key in ("0", "1", "2", "3") if key in recovered] == ["0", "1", "2"]
+        recovered.append("9", rows(9))
 
-        found = saved(path)
-        assert sorted(found) == [*whole, "9"]
-        for key in found:
-            np.testing.assert_array_equal(found[key], rows(int(key)))
+    found = saved(tmp_path / "r.npz")
+    assert sorted(found) == ["0", "1", "2", "9"]
+    for key in found:
+        np.testing.assert_array_equal(found[key], rows(int(key)))
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.npz"]
+
+
+def test_a_crash_while_arrays_move_loses_none(tmp_path: Path) -> None:
+    """The archive is replaced as a whole: until then the old one and the files beside it are there."""
+    path = tmp_path / "r.npz"
+    with RowsFile(path) as file:
+        file.append("0", rows(1))
+    RowsFile(path).append("1", rows(2))
+    (tmp_path / "r.npz.tmp").write_bytes(b"half of an archive")
+    with RowsFile(path) as file:
+        assert ("0" in file, "1" in file) == (True, True)
+
+    assert sorted(saved(path)) == ["0", "1"]
 
 
 def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
-    """A model without experts leaves neither an empty .npz nor a journal."""
+    """A model without experts leaves neither an empty .npz nor a folder."""
     with RowsFile(tmp_path / "r.npz"):
         pass
 

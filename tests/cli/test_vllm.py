@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from frontend.cli.commands.demo import QUESTIONS
-from frontend.cli.exits import CommandFailed
-from frontend.cli.local_fleet import TINY_MOE, make_tiny_moe
-from frontend.cli.prompts import Defaults, read_prompts
-from frontend.cli.tour import Tour
-from frontend.tokenization import TokenizerUnavailable, load_tokenizer
-from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up
+from rollbus.frontend.cli.commands.demo import QUESTIONS
+from rollbus.frontend.cli.exits import CommandFailed
+from rollbus.frontend.cli.local_fleet import TINY_MOE, make_tiny_moe
+from rollbus.frontend.cli.prompts import Defaults, read_prompts
+from rollbus.frontend.cli.tour import Tour
+from rollbus.frontend.tokenization import TokenizerUnavailable, load_tokenizer
+from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up, serves
 from tests.support.processes import becomes_true, is_alive
+from tests.support.shared import Shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -35,9 +37,21 @@ class Up(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Up]]:
+    """One for all tests that leave it running."""
+    with Shared(lambda: running(tmp_path_factory.mktemp("up")), is_sound=lambda up: serves(up.nats)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def up(ups: Shared[Up]) -> Up:
     """One worker with the tiny MoE, which is made for it."""
-    folder = tmp_path_factory.mktemp("up")
+    return ups.get()
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Up]:
+    """Run `up` with its state in this folder."""
     options = ("--state-dir", str(folder), "--weight-root", str(folder), "--weight-version", "1")
     with running_up(*options, log=folder / "log") as (process, info):
         assert info["workers"] == ["local-0"]

@@ -3,15 +3,14 @@
 import contextlib
 import json
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import bus
-from bus import FleetState, GenerateRequest, Generation, SamplingParams
-from schemas.presence import WorkerPresence, WorkerState
+import rollbus
+from rollbus import GenerateRequest, Generation, SamplingParams
 from tests.support.invariants import observing
 from tests.support.worker_process import worker_process
 
@@ -20,11 +19,8 @@ __all__ = [
     "ask",
     "assert_same",
     "folders",
-    "is_in",
     "serving",
     "start",
-    "until",
-    "worker_of",
     "write_adapter",
     "write_checkpoint",
     "write_safetensors",
@@ -101,36 +97,17 @@ async def start(
 @contextlib.asynccontextmanager
 async def serving(
     nats_url: str, fleet: str, model: Path, count: int, *, options: Sequence[str] = (), **engine_args: Any
-) -> AsyncIterator[tuple[bus.Client, list[Process]]]:
+) -> AsyncIterator[tuple[rollbus.Client, list[Process]]]:
     """A client, and the workers `w0`, `w1` ... that serve `model`; in the end the invariants hold."""
     async with observing(nats_url, fleet) as observer, contextlib.AsyncExitStack() as stack:
         processes = [
             await stack.enter_async_context(start(nats_url, fleet, f"w{i}", model, *options, **engine_args))
             for i in range(count)
         ]
-        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet))
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
         await rb.fleet.wait_for_workers(count)
         yield rb, processes
         await observer.check_at_rest()
-
-
-async def until(rb: bus.Client, condition: Callable[[FleetState], bool]) -> FleetState:
-    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
-    while True:
-        state = await rb.fleet.state()
-        if condition(state):
-            return state
-
-
-def worker_of(state: FleetState, name: str) -> WorkerPresence:
-    """What one worker says of itself."""
-    [worker] = [worker for worker in state.workers if worker.worker == name]
-    return worker
-
-
-def is_in(name: str, *states: WorkerState) -> Callable[[FleetState], bool]:
-    """The worker is there, in one of these states."""
-    return lambda state: any(worker.worker == name and worker.state in states for worker in state.workers)
 
 
 def ask(*token_ids: int, max_tokens: int = 16, **fields: object) -> GenerateRequest:

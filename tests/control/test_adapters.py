@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 
-import bus
-from bus import ErrorCode, Generation, RequestError
-from frontend.cli.exits import ExitCode
-from schemas.presence import LoraInfo
+import rollbus
+from rollbus import ErrorCode, Generation, RequestError
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.presence import LoraInfo
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, folders, serving, start, worker_of, write_adapter
+from tests.control.support import ask, folders, serving, start, write_adapter
+from tests.support.fleet_states import all_serve, until_state, until_worker
 
 pytestmark = pytest.mark.slow
 
 
-async def with_adapter(rb: bus.Client) -> Generation:
+async def with_adapter(rb: rollbus.Client) -> Generation:
     """What the adapter `math` makes of a prompt."""
     return await rb.complete(ask(lora="math"))
 
@@ -44,7 +45,7 @@ async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_p
         results.append(await with_adapter(rb))
         async with start(nats_url, fleet, "w1", one):
             await rb.fleet.wait_for_workers(2)
-            late = worker_of(await rb.fleet.state(), "w1")
+            late = await until_worker(rb, "w1", lambda worker: worker.loras)
         unloaded = [await run_rollbus(nats_url, fleet, "unload-lora", name) for name in ("math", "unknown")]
         with pytest.raises(RequestError) as caught:
             await with_adapter(rb)
@@ -68,7 +69,7 @@ async def test_a_load_that_fails_leaves_the_adapter_of_before(nats_url: str, fle
         before = await with_adapter(rb)
         refused = await run_rollbus(nats_url, fleet, "load-lora", "math", str(foreign), "--version", "4")
         after = await with_adapter(rb)
-        state = await rb.fleet.state()
+        state = await until_state(rb, all_serve)
 
     assert refused.code == ExitCode.FAILED
     assert "is for another base" in refused.stderr

@@ -6,39 +6,19 @@ from pathlib import Path
 
 import pytest
 
-import bus
-from bus import Chunk, FinishReason, GenerateRequest
-from frontend.cli.exits import ExitCode
-from schemas.presence import WorkerState
+from rollbus import FinishReason
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, is_in, serving, start, until, worker_of
+from tests.control.support import ask, assert_same, folders, serving, start
+from tests.support.fleet_states import until_state, until_worker
 from tests.support.invariants import check_stream
+from tests.support.streams import start_stream
 
 pytestmark = pytest.mark.slow
 
 LONG = 100_000
 """Tokens of a request that does not end by itself."""
-
-
-class Stream:
-    """A request whose chunks are read by a task of its own."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
-        self.chunks: list[Chunk] = []
-        self.has_begun = asyncio.Event()
-
-    async def read(self, rb: bus.Client) -> None:
-        async for chunk in rb.generate(self.request):
-            self.chunks.append(chunk)
-            if chunk.num_tokens:
-                self.has_begun.set()
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """How it ended."""
-        end = self.chunks[-1].end
-        return None if end is None else end.finish_reason
 
 
 def table(stdout: str) -> list[list[str]]:
@@ -54,20 +34,18 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
         expected = await rb.complete(ask(max_tokens=1000))
-        stream = Stream(ask(max_tokens=1000))
-        reading = tasks.create_task(stream.read(rb))
-        await stream.has_begun.wait()
+        stream = await start_stream(tasks, rb, ask(max_tokens=1000))
 
         paused = await run_rollbus(nats_url, fleet, "pause")
         async with start(nats_url, fleet, "w2", one):
             late = tasks.create_task(rb.complete(ask(7, 8, 9)))
-            state = await until(rb, is_in("w2", WorkerState.PAUSED))
-            state = await until(rb, lambda state: sum(depth.waiting for depth in state.queues) == 1)
+            await until_worker(rb, "w2", WorkerState.PAUSED)
+            state = await until_state(rb, lambda state: sum(depth.waiting for depth in state.queues) == 1)
             shown = await run_rollbus(nats_url, fleet, "status")
-            is_done = (late.done(), reading.done())
+            is_done = (late.done(), stream.reading.done())
             resumed = await run_rollbus(nats_url, fleet, "resume")
             await late
-            await reading
+            await stream.reading
 
     assert (paused.code, table(paused.stdout)) == (0, [["w0", "applied"], ["w1", "applied"]])
     assert (resumed.code, table(resumed.stdout)) == (0, [[f"w{i}", "applied"] for i in range(3)])
@@ -86,15 +64,13 @@ async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, 
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        stream = Stream(ask(max_tokens=LONG // 2))
-        reading = tasks.create_task(stream.read(rb))
-        await stream.has_begun.wait()
+        stream = await start_stream(tasks, rb, ask(max_tokens=LONG // 2))
 
         waited = await run_rollbus(nats_url, fleet, "pause", "--mode", "wait", "--timeout-s", "0.3", "--json")
-        between = worker_of(await rb.fleet.state(), "w0")
-        is_reading = not reading.done()
+        between = await until_worker(rb, "w0", WorkerState.PAUSED)
+        is_reading = not stream.reading.done()
         aborted = await run_rollbus(nats_url, fleet, "pause", "--mode", "abort")
-        await reading
+        await stream.reading
 
     told = json.loads(waited.stdout)
     assert (waited.code, told["workers"][0]["result"], told["workers"][0]["code"]) == (1, "failed", "timeout")
@@ -110,14 +86,14 @@ async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
         expected = await rb.complete(ask(max_tokens=1200))
         going = tasks.create_task(rb.complete(ask(max_tokens=1200)))
-        state = await until(rb, lambda state: any(worker.in_flight for worker in state.workers))
+        state = await until_state(rb, lambda state: any(worker.in_flight for worker in state.workers))
         [busy] = [worker.worker for worker in state.workers if worker.in_flight]
 
         drained = await run_rollbus(nats_url, fleet, "drain", busy)
-        after = worker_of(await rb.fleet.state(), busy)
+        after = await until_worker(rb, busy, WorkerState.DRAINED)
         result = await going
         resumed = await run_rollbus(nats_url, fleet, "resume", "--worker", busy)
-        await until(rb, is_in(busy, WorkerState.SERVING))
+        await until_worker(rb, busy, WorkerState.SERVING)
 
     assert (drained.code, table(drained.stdout)) == (0, [[busy, "applied"]])
     assert (after.state, after.in_flight) == (WorkerState.DRAINED, 0)
@@ -133,13 +109,11 @@ async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: st
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        named = Stream(ask(max_tokens=LONG // 2, request_id="named"))
         other = tasks.create_task(rb.complete(ask(4, 5, 6, max_tokens=300)))
-        reading = tasks.create_task(named.read(rb))
-        await named.has_begun.wait()
+        named = await start_stream(tasks, rb, ask(max_tokens=LONG // 2, request_id="named"))
 
         ended = await run_rollbus(nats_url, fleet, "abort", "named", "unknown")
-        await reading
+        await named.reading
         again = await run_rollbus(nats_url, fleet, "abort", "named", "--json")
         result = await other
 

@@ -11,17 +11,19 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
+from msgspec.structs import replace
 
-import bus
-from bus import Chunk, GenerateRequest, Generation, SamplingParams
-from frontend.cli.exits import ExitCode
-from schemas.presence import WorkerState
+import rollbus
+from rollbus import Chunk, GenerateRequest, Generation
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import is_in, until, worker_of
 from tests.support.fleet import check_generation
+from tests.support.fleet_states import all_serve, until_state, until_worker, worker_of
 from tests.support.invariants import check_stream
-from tests.support.real_fleet import RealWorkers
+from tests.support.real_fleet import RealWorkers, greedy
 from tests.support.results import TOLERANCE, assert_same, expert_sets
+from tests.support.streams import Stream, start_stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,36 +40,21 @@ class Fleets(NamedTuple):
     """The new weights."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fleets(nats_url: str, real_workers: RealWorkers, real_fleet: str, tiny_moe_float32: Path) -> Fleets:
     """Give both fleets; of the old one tests start as many workers as they need."""
     return Fleets(nats_url, real_workers, real_fleet, tiny_moe_float32)
 
 
-def greedy(seed: int, max_tokens: int) -> GenerateRequest:
-    """A greedy request that does not end early."""
-    prompt = np.random.default_rng(seed).integers(10, 500, 20 + seed)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=f"r{seed}")
+QUESTIONS = [greedy(20 + seed, 24, seed, request_id=f"r{seed}") for seed in range(8)]
 
 
-QUESTIONS = [greedy(seed, 24) for seed in range(8)]
-
-
-async def answers(rb: bus.Client, requests: Sequence[GenerateRequest] = QUESTIONS) -> dict[str, Generation]:
+async def answers(rb: rollbus.Client, requests: Sequence[GenerateRequest] = QUESTIONS) -> dict[str, Generation]:
     """What the fleet makes of these requests, by their ids."""
     results = {generation.request_id: generation async for generation in rb.complete_many(requests)}
     for request in requests:
         check_generation(results[request.request_id or ""], request)
     return results
-
-
-async def read(rb: bus.Client, request: GenerateRequest, chunks: list[Chunk], begun: asyncio.Event) -> None:
-    """Read a stream; `begun` is set when it has tokens."""
-    async for chunk in rb.generate(request):
-        chunks.append(chunk)
-        if chunk.num_tokens:
-            begun.set()
 
 
 def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
@@ -99,28 +86,25 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
 async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) -> None:
     """Streams finish, with tokens of version 1, then of 2; after that all answers equal a fresh engine's on them."""
     old = await fleets.old.have(2)
-    requests = [greedy(100 + i, 1200) for i in range(4)]
-    streams: list[list[Chunk]] = [[] for _ in requests]
-    async with bus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
+    # Long enough for the command to start, check the source and pause the engines meanwhile.
+    requests = [greedy(120 + seed, 4000, seed, request_id=f"r{seed}") for seed in range(100, 104)]
+    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
         before = await answers(rb)
         undisturbed = await answers(rb, requests)
         async with asyncio.TaskGroup() as tasks:
-            for request, chunks in zip(requests, streams, strict=True):
-                begun = asyncio.Event()
-                tasks.create_task(read(rb, request, chunks, begun))
-                await begun.wait()
+            streams = [await start_stream(tasks, rb, request) for request in requests]
             update = ("update-weights", str(fleets.new), "--version", "2", "--mode", "keep", "--json")
             ended = await run_rollbus(fleets.url, fleets.old.fleet, *update)
         after = await answers(rb)
-    async with bus.connect(fleets.url, fleet=fleets.fresh) as other:
+    async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
         fresh = await answers(other)
 
     told = json.loads(ended.stdout)
     assert (ended.code, ended.stderr, told["complete"]) == (0, "", True)
     assert {worker["worker"]: worker["weight_version"] for worker in told["workers"]} == dict.fromkeys(old, 2)
-    for request, chunks in zip(requests, streams, strict=True):
-        check_stream(chunks, request)
-        check_cut(chunks, undisturbed[request.request_id or ""])
+    for stream in streams:
+        check_stream(stream.chunks, stream.request)
+        check_cut(stream.chunks, undisturbed[stream.request.request_id])
     for name, generation in after.items():
         assert {*before[name].weight_versions.tolist()} == {1}
         assert {*generation.weight_versions.tolist()} == {2}
@@ -133,11 +117,11 @@ async def test_a_worker_that_starts_later_has_the_new_weights(fleets: Fleets) ->
     early = await fleets.old.have(2)
     [late] = set(await fleets.old.have(3)) - set(early)
     assert (await run_rollbus(fleets.url, fleets.old.fleet, "drain", *early)).code == 0
-    async with bus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
-        state = await until(rb, lambda state: len(state.workers) == 3)
+    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
+        state = await until_state(rb, lambda state: len(state.workers) == 3)
         answered = await answers(rb)
     assert (await run_rollbus(fleets.url, fleets.old.fleet, "resume")).code == 0
-    async with bus.connect(fleets.url, fleet=fleets.fresh) as other:
+    async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
         fresh = await answers(other)
 
     worker = worker_of(state, late)
@@ -153,21 +137,23 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
     update = ("update-weights", str(fleets.new), "--version", "3", "--json")
     workers = await fleets.old.have(max(2, len(fleets.old.living)))
     victim, process = workers.popitem()
-    async with bus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
-        await until(rb, lambda state: all(worker.state is WorkerState.SERVING for worker in state.workers))
+    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
+        await until_state(rb, all_serve)
         [core] = [child for child in process.children(recursive=True) if "Engine" in child.name()]
         core.suspend()  # in the midst of it, then
         async with asyncio.TaskGroup() as tasks:
             updating = tasks.create_task(run_rollbus(fleets.url, fleets.old.fleet, *update))
-            await until(rb, is_in(victim, WorkerState.UPDATING))
+            await until_worker(rb, victim, WorkerState.UPDATING)
             process.kill()
             with contextlib.suppress(psutil.NoSuchProcess):
                 core.resume()
             ended = await updating
         await asyncio.to_thread(process.wait)
-        state = await rb.fleet.state()
+        for survivor in workers:
+            await until_worker(rb, survivor, lambda worker: worker.weight_version == 3)
+        state = await until_state(rb, all_serve)
         after = await answers(rb)
-    async with bus.connect(fleets.url, fleet=fleets.fresh) as other:
+    async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
         fresh = await answers(other)
 
     told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
@@ -181,3 +167,35 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
         assert {*generation.worker_ids} <= {*workers}
         assert {*generation.weight_versions.tolist()} == {3}
         assert_same(generation, fresh[name])
+
+
+async def test_long_prompts_under_an_update_have_kv_of_the_versions_that_they_tell(
+    fleets: Fleets, tiny_moes: tuple[Path, Path]
+) -> None:
+    """What had no token is all of the new weights; what had some tells from which position its KV is of which."""
+    await fleets.old.have(1)
+    requests = [greedy(1200, 24, seed, request_id=f"long{seed}", cache_salt="during") for seed in range(40)]
+    first = greedy(1200, 24, 1000, request_id="first")
+    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
+        assert (await rb.fleet.update_weights(fleets.new, version=3)).is_complete
+        async with asyncio.TaskGroup() as tasks:
+            stream = Stream(first, tasks, rb)
+            during = tasks.create_task(answers(rb, requests))
+            # The others wait for their turn behind it, or are half computed.
+            await stream.has_begun.wait()
+            assert (await rb.fleet.update_weights(tiny_moes[1], version=4, mode="keep")).is_complete
+        after = await answers(rb, [replace(request, cache_salt="after") for request in requests])
+
+    results = during.result()
+    whole = {name: result for name, result in results.items() if set(result.weight_versions.tolist()) == {4}}
+    assert whole
+    for name, result in whole.items():
+        assert_same(result, after[name])
+    for result in results.values():
+        versions = result.weight_versions.tolist()
+        cut = versions.index(4) if 4 in versions else len(versions)
+        spans = [(0, versions[0])]
+        spans += [(result.prompt_len + cut - 1, 4)] if 0 < cut < len(versions) else []
+        assert result.kv_version_spans == tuple(spans)
+        assert result.kv_mixed is not None
+        assert result.kv_mixed.tolist() == [0 < cut <= i for i in range(len(versions))]

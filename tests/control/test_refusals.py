@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from bus import FleetState
-from bus.connection import publish, subscribe
-from bus.subjects import Subjects
-from frontend.cli.exits import ExitCode
-from schemas.control import Ack, AckStatus, Pause
-from schemas.errors import ControlCode
-from schemas.messages import decode_ack, encode_json
-from schemas.presence import WorkerState
+from rollbus import FleetState
+from rollbus.bus.nats.connection import publish, subscribe
+from rollbus.bus.subjects import Subjects
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.control import Ack, AckStatus, Pause
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.messages import decode_ack, encode_json
+from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, serving, write_adapter, write_checkpoint
 from tests.support.connections import opened
+from tests.support.fleet_states import all_serve, until_state
+from tests.support.worker_process import LASTING
 
 pytestmark = pytest.mark.slow
 
@@ -101,12 +103,16 @@ async def unchanged(nats_url: str, fleet: str, tmp_path: Path, *commands: str) -
     root, beside = tmp_path / "root", tmp_path / "beside"
     one, two = folders(root)
     beside.mkdir()
-    async with serving(nats_url, fleet, one, 2) as (rb, _):
+    async with serving(nats_url, fleet, one, 2, options=LASTING) as (rb, _):
         ready = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
         assert ready.code == 0, ready
         for command in commands:
             assert (await run_rollbus(nats_url, fleet, command)).code == 0
-        result, state = await rb.complete(ask()), standing(await rb.fleet.state())
+        # What the last command has changed shows a little later than that it was applied.
+        ready_state = await until_state(
+            rb, lambda state: all_serve(state) and {worker.weight_version for worker in state.workers} == {2}
+        )
+        result, state = await rb.complete(ask()), standing(ready_state)
 
         yield root, beside
 
@@ -215,9 +221,9 @@ async def test_a_full_disk_changes_nothing(nats_url: str, fleet: str, tmp_path: 
     one, two = folders(root)
     full = tmp_path / "full"
     full.write_text("a file where the cache's folder should be")
-    async with serving(nats_url, fleet, one, 1, options=("--cache-dir", str(full))) as (rb, _):
+    async with serving(nats_url, fleet, one, 1, options=(*LASTING, "--cache-dir", str(full))) as (rb, _):
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--upload")
-        state = await rb.fleet.state()
+        state = await until_state(rb, all_serve)
 
     assert ended.code == ExitCode.FAILED
     assert "storage" in ended.stderr

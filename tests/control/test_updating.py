@@ -2,35 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import bus
-from bus import Chunk
-from frontend.cli.exits import ExitCode
-from schemas.presence import WorkerState
+import rollbus
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, is_in, serving, start, until, worker_of
+from tests.control.support import ask, assert_same, folders, serving, start
+from tests.support.fleet_states import all_serve, until_state, until_worker, worker_of
 from tests.support.invariants import check_stream
+from tests.support.streams import start_stream
 
 pytestmark = pytest.mark.slow
-
-
-async def read(rb: bus.Client, first: int, chunks: list[Chunk], begun: asyncio.Event) -> None:
-    """Read a stream; `begun` is set when it has tokens."""
-    async for chunk in rb.generate(ask(first, max_tokens=800)):
-        chunks.append(chunk)
-        if chunk.num_tokens:
-            begun.set()
-
-
-def versions_of(chunks: Sequence[Chunk]) -> list[int]:
-    """The version of each token."""
-    return [chunk.weight_version for chunk in chunks for _ in range(chunk.num_tokens)]
 
 
 async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -40,13 +26,9 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
     """
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.01) as (rb, _):
-        streams: list[list[Chunk]] = [[] for _ in range(6)]
         before = await rb.complete(ask())
         async with asyncio.TaskGroup() as tasks:
-            for i, chunks in enumerate(streams):
-                begun = asyncio.Event()
-                tasks.create_task(read(rb, i, chunks, begun))
-                await begun.wait()
+            streams = [await start_stream(tasks, rb, ask(i, max_tokens=800)) for i in range(6)]
             ended = await run_rollbus(
                 nats_url, fleet, "update-weights", str(two), "--version", "2", "--mode", "keep", "--json"
             )
@@ -55,19 +37,18 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
             await rb.fleet.wait_for_workers(3)
             await run_rollbus(nats_url, fleet, "drain", "w0", "w1")
             late = await rb.complete(ask())
-    async with start(nats_url, f"{fleet}-fresh", "w0", two), bus.connect(nats_url, fleet=f"{fleet}-fresh") as other:
+    async with start(nats_url, f"{fleet}-fresh", "w0", two), rollbus.connect(nats_url, fleet=f"{fleet}-fresh") as other:
         await other.fleet.wait_for_workers()
         fresh = await other.complete(ask())
 
     told = json.loads(ended.stdout)
     assert (ended.code, ended.stderr, told["complete"]) == (0, "", True)
     assert [(worker["worker"], worker["weight_version"]) for worker in told["workers"]] == [("w0", 2), ("w1", 2)]
-    for i, chunks in enumerate(streams):
-        check_stream(chunks, ask(i, max_tokens=800))
-        versions = versions_of(chunks)
-        assert len(versions) == 800
-        assert set(versions) == {1, 2}
-        assert all(a <= b for a, b in pairwise(versions))
+    for stream in streams:
+        check_stream(stream.chunks, stream.request)
+        assert len(stream.versions) == 800
+        assert set(stream.versions) == {1, 2}
+        assert stream.versions == sorted(stream.versions)
     assert {*before.weight_versions.tolist()} == {1}
     assert {*after.weight_versions.tolist()} == {*late.weight_versions.tolist()} == {2}
     assert late.worker_ids == ("w2",)
@@ -82,13 +63,14 @@ async def test_a_worker_killed_during_the_update_is_named(nats_url: str, fleet: 
     slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
     async with serving(nats_url, fleet, one, 2, **slow) as (rb, [_, victim]), asyncio.TaskGroup() as tasks:
         update = tasks.create_task(run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json"))
-        await until(rb, is_in("w1", WorkerState.UPDATING))
+        await until_worker(rb, "w1", WorkerState.UPDATING)
         victim.kill()
         ended = await update
+        await until_worker(rb, "w0", lambda worker: worker.weight_version == 2 and worker.state is WorkerState.SERVING)
         state = await rb.fleet.state()
         result = await rb.complete(ask())
         async with start(nats_url, fleet, "w1", one, **slow):
-            again = worker_of(await until(rb, is_in("w1", WorkerState.SERVING)), "w1")
+            again = await until_worker(rb, "w1", WorkerState.SERVING)
 
     told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
     assert (ended.code, told["w0"]["result"], told["w1"]["result"]) == (ExitCode.PARTIAL, "applied", "missing")
@@ -105,11 +87,11 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
     slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
     async with serving(nats_url, fleet, one, 1, **slow) as (rb, [process]), asyncio.TaskGroup() as tasks:
         update = tasks.create_task(run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2"))
-        await until(rb, is_in("w0", WorkerState.UPDATING))
+        await until_worker(rb, "w0", WorkerState.UPDATING)
         process.kill()
         ended = await update
         async with start(nats_url, fleet, "w0", one):
-            again = worker_of(await until(rb, is_in("w0", WorkerState.SERVING)), "w0")
+            again = await until_worker(rb, "w0", WorkerState.SERVING)
 
     assert ended.code == ExitCode.TIMEOUT
     assert ended.stdout.splitlines()[1].split()[:2] == ["w0", "missing"]
@@ -134,11 +116,11 @@ async def test_a_worker_that_could_not_load_serves_nothing(
         async with start(nats_url, fleet, "w1", one, **fails):
             await rb.fleet.wait_for_workers(2)
             ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
-            failed = worker_of(await rb.fleet.state(), "w1")
+            failed = await until_worker(rb, "w1", state)
             shown = await run_rollbus(nats_url, fleet, "status")
             results = [await rb.complete(ask(i)) for i in range(8)]
         async with start(nats_url, fleet, "w1", one):
-            back = worker_of(await until(rb, is_in("w1", WorkerState.SERVING)), "w1")
+            back = await until_worker(rb, "w1", WorkerState.SERVING)
 
     told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
     assert ended.code == ExitCode.PARTIAL
@@ -158,7 +140,7 @@ async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fl
     async with serving(nats_url, fleet, one, 2) as (rb, _), start(nats_url, fleet, "w2", one, **lies):
         await rb.fleet.wait_for_workers(3)
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
-        liar = worker_of(await until(rb, is_in("w2", WorkerState.POISONED)), "w2")
+        liar = await until_worker(rb, "w2", WorkerState.POISONED)
 
     told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
     assert ended.code == ExitCode.PARTIAL
@@ -173,7 +155,7 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
     fails: dict[str, Any] = {"faults": {"load": "refused", "good_loads": 1}}
     async with serving(nats_url, fleet, one, 2, **fails) as (rb, _):
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
-        state = await until(rb, lambda state: all(worker.state is WorkerState.SERVING for worker in state.workers))
+        state = await until_state(rb, all_serve)
         result = await rb.complete(ask())
 
     assert ended.code == ExitCode.FAILED
@@ -197,7 +179,7 @@ async def test_before_the_first_update_there_are_the_weights_of_the_start(
         before = await rb.complete(ask())
         update = ("update-weights", str(one), "--version", "2", "--expected-canary", str(path))
         ended = await run_rollbus(nats_url, fleet, *update)
-        state = await until(rb, lambda state: all(worker.state is WorkerState.SERVING for worker in state.workers))
+        state = await until_state(rb, all_serve)
         after = await rb.complete(ask())
 
     assert ended.code == ExitCode.FAILED
@@ -238,7 +220,7 @@ async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet:
         await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "3")
         same = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "4", *expect)
         other = await run_rollbus(nats_url, fleet, "update-weights", str(one), "--version", "5", *expect)
-        state = worker_of(await until(rb, is_in("w0", WorkerState.SERVING)), "w0")
+        state = await until_worker(rb, "w0", WorkerState.SERVING)
 
     assert (same.code, same.stderr) == (0, "")
     assert other.code == ExitCode.FAILED

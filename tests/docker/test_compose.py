@@ -1,13 +1,13 @@
 """compose.yaml agrees with the repository and keeps containers apart; `tests/docker/run` shows it at work."""
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rollbus import __version__
 from tests.support.nats_server import IMAGE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +29,15 @@ def test_the_server_is_the_one_that_tests_run_on() -> None:
 
 
 def test_images_have_the_version_of_the_package() -> None:
-    """An image that is built here is tagged with the version in pyproject.toml."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    """An image that is built here is tagged with rollbus's version."""
     built = [service["image"] for service in SERVICES.values() if "build" in service]
     assert built
-    assert {image.rpartition(":")[2] for image in built} == {version}
+    assert {image.rpartition(":")[2] for image in built} == {__version__}
 
 
 def test_every_target_of_the_dockerfile_exists() -> None:
-    """Each service is built from a stage that docker/Dockerfile has."""
-    stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "docker/Dockerfile").read_text(), re.M)
+    """Each service is built from a stage that deploy/docker/Dockerfile has."""
+    stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.M)
     assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= set(stages)
 
 

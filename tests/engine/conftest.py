@@ -1,13 +1,14 @@
 """The engines of these tests: four configurations, started together and shared."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.vllm_engine import RunningEngine, running_engines
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm.tiny_moe import make_tiny_moe
+from rollbus.workers.engines.vllm import VllmEngine, feeds
+from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
+from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 
 OWN_PROCESS = {"distributed_executor_backend": "mp"}
 """The model in a process of its own, as where it is spread over several; else it is in the engine core's."""
@@ -33,16 +34,20 @@ LORAS = {
     **OWN_PROCESS,
     **SMALL_CACHE,
 }
-FALLBACK = {"dtype": "float32", **SMALL_CACHE}
+FALLBACK = {"dtype": "float32", "max_num_batched_tokens": 256, **SMALL_CACHE}
 RELOADED = {
     "dtype": "float32",
     "block_size": 32,
-    "max_model_len": 512,
+    "max_model_len": 2048,
+    # Long prompts take many steps.
+    "max_num_batched_tokens": 256,
     "max_num_seqs": 4,
     "weight_transfer_config": {"backend": "from-file"},
     "worker_extension_cls": "tests.support.transfer_engine.UserExtension",
     **SMALL_CACHE,
 }
+PREEMPTED = 3
+"""vLLM's number for that event (v1/engine/__init__.py: EngineCoreEventType)."""
 
 
 @pytest.fixture(scope="session")
@@ -58,40 +63,51 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def engines(models: dict[str, Path]) -> Iterator[list[RunningEngine]]:
-    """Four engines on one machine, started at the same time."""
-
-    def make() -> list[VllmEngine]:
-        return [
-            VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
-            VllmEngine(models["dense"], engine_args=LORAS, read="core"),
-            VllmEngine(models["moe"], engine_args=FALLBACK, read="generate"),
-            VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
-        ]
-
-    with running_engines(make) as running:
+def engines(models: dict[str, Path]) -> Iterator[Engines]:
+    """Four engines on one machine, started at the same time. Fixtures of longer life than a test ask for one here."""
+    makers: dict[str, Callable[[], VllmEngine]] = {
+        "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
+        "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS, read="core"),
+        "fallback": lambda: VllmEngine(models["moe"], engine_args=FALLBACK, read="generate"),
+        "reloaded": lambda: VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
+    }
+    with running_engines(makers) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
-def moe(engines: list[RunningEngine]) -> RunningEngine:
+@pytest.fixture
+def moe(engines: Engines) -> RunningEngine:
     """Return an engine in float32 with little KV cache, whose step outputs are read."""
-    return engines[0]
+    return engines.get("moe")
 
 
-@pytest.fixture(scope="session")
-def dense(engines: list[RunningEngine]) -> RunningEngine:
+@pytest.fixture
+def dense(engines: Engines) -> RunningEngine:
     """Return an engine whose model has no experts, and which takes adapters."""
-    return engines[1]
+    return engines.get("dense")
 
 
-@pytest.fixture(scope="session")
-def fallback(engines: list[RunningEngine]) -> RunningEngine:
+@pytest.fixture
+def fallback(engines: Engines) -> RunningEngine:
     """Return an engine that is read through `AsyncLLM.generate`."""
-    return engines[2]
+    return engines.get("fallback")
 
 
-@pytest.fixture(scope="session")
-def reloaded(engines: list[RunningEngine]) -> RunningEngine:
+@pytest.fixture
+def reloaded(engines: Engines) -> RunningEngine:
     """Return an engine with the weights of `moe2`, for tests that replace them and put them back."""
-    return engines[3]
+    return engines.get("reloaded")
+
+
+@pytest.fixture
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the engine's ids of the requests that are preempted, as they are; the `moe` engine tells of them."""
+    seen: list[str] = []
+    read = feeds._output
+
+    def spy(output: Any) -> Any:
+        seen.extend(output.request_id for event in output.events or () if event.type == PREEMPTED)
+        return read(output)
+
+    monkeypatch.setattr(feeds, "_output", spy)
+    return seen

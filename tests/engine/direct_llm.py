@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from workers.engines.vllm.launch import set_environment
+from rollbus.workers.engines.vllm.launch import set_environment
 
 __all__ = ["generate"]
 

@@ -6,16 +6,22 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest
 from tests.support.results import TOLERANCE, expert_sets
+from tests.support.routing_here import no_routing_here
 from tests.support.vllm_engine import Result, RunningEngine
 
-__all__ = ["TOLERANCE", "expert_sets", "prompt", "same_as_alone"]
+__all__ = ["TOLERANCE", "expert_sets", "prompt", "rows_here", "same_as_alone"]
 
 
 def prompt(length: int, *, seed: int) -> npt.NDArray[np.int64]:
     """Return random token ids, none of them special."""
     return np.random.default_rng(seed).integers(3, 512, length)
+
+
+def rows_here(num_rows: int) -> int:
+    """Return as many rows as belong to the tokens, and 0 where the installed vLLM returns none."""
+    return num_rows if no_routing_here() is None else 0
 
 
 def same_as_alone(engine: RunningEngine, requests: Sequence[GenerateRequest], results: Sequence[Result]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rollbus.workers.engines.vllm.cores import BINDING, NUM_THREADS, Cores, compute_in_core
+from rollbus.workers.engines.vllm.launch import engine_arguments
 from tests.support.vllm_engine import RunningEngine
-from workers.engines.vllm.cores import BINDING, NUM_THREADS, Cores, compute_in_core
-from workers.engines.vllm.launch import engine_arguments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

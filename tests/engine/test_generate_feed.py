@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from schemas.chunk import FinishReason
-from schemas.errors import InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.generate_feed import MAX_WAITING
+from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
-from workers.engines.vllm.generate_feed import MAX_WAITING
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -67,7 +67,7 @@ def test_late_reader_loses_no_rows(fallback: RunningEngine) -> None:
     assert sum(len(result.steps) for result in results) < len(requests) * 40
     assert len(requests) * 40 > MAX_WAITING
     for result in results:
-        assert (len(result.token_ids), len(result.logprobs), len(result.rows)) == (40, 40, 59)
+        assert (len(result.token_ids), len(result.logprobs), len(result.rows)) == (40, 40, rows_here(59))
 
 
 def test_long_prompt_has_all_its_rows(fallback: RunningEngine) -> None:
@@ -77,7 +77,7 @@ def test_long_prompt_has_all_its_rows(fallback: RunningEngine) -> None:
     )[0]
 
     assert fallback.engine.capabilities.max_model_len == 16_384
-    assert len(result.rows) == 5001
+    assert len(result.rows) == rows_here(5001)
 
 
 def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
@@ -100,7 +100,7 @@ def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
 
     assert result.last.finish_reason is FinishReason.ABORT
     assert 3 <= len(result.token_ids) < 5000
-    assert len(result.rows) == 20 + len(result.token_ids) - 1
+    assert len(result.rows) == rows_here(20 + len(result.token_ids) - 1)
 
 
 def test_failures_end_one_request(fallback: RunningEngine) -> None:

@@ -4,17 +4,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.errors import EngineDead, InvalidRequest
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm.extension import WorkerExtension, extension_name, is_ours
-from workers.engines.vllm.kv import plugin
-from workers.engines.vllm.kv.config import connector_config
-from workers.engines.vllm.kv.params import PREFILL_LEG, packed, unpacked
-from workers.engines.vllm.launch import engine_arguments, set_environment
-from workers.engines.vllm.params import to_vllm
+from rollbus.schemas.errors import EngineDead, InvalidRequest
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm import VllmEngine, plugin
+from rollbus.workers.engines.vllm.extension import WorkerExtension, extension_name, is_ours
+from rollbus.workers.engines.vllm.kv.config import connector_config
+from rollbus.workers.engines.vllm.kv.params import PREFILL_PARAMS, decode_params, encode_params
+from rollbus.workers.engines.vllm.launch import engine_arguments, set_environment
+from rollbus.workers.engines.vllm.params import to_vllm
 
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
 NIXL = {"kv_connector": "NixlConnector"}
@@ -54,7 +53,7 @@ def test_the_example_connector_is_replaced() -> None:
 
     assert config is not None
     assert config["kv_connector"] == "SharedFolderConnector"
-    assert config["kv_connector_module_path"] == "workers.engines.vllm.kv.connector"
+    assert config["kv_connector_module_path"] == "rollbus.workers.engines.vllm.kv.connector"
     assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv", "abandoned_after_s": 480}
 
 
@@ -101,39 +100,39 @@ def test_a_handover_becomes_vllms_parameters() -> None:
     """A prefill leg gets the words of vLLM's proxies, a decode leg what the connector has said; both ways the same."""
     said = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
 
-    assert unpacked(None, request(40), Transfer()) is None
-    assert unpacked(KvHandover(), request(40), Transfer()) == PREFILL_LEG
-    data = packed(said)
+    assert decode_params(None, request(40), Transfer()) is None
+    assert decode_params(KvTransfer(), request(40), Transfer()) == PREFILL_PARAMS
+    data = encode_params(said)
     assert data is not None
-    assert unpacked(KvHandover(params=data), request(41, 40), Transfer()) == said
+    assert decode_params(KvTransfer(params=data), request(41, 40), Transfer()) == said
 
 
 def test_who_can_do_nothing_with_it_computes_anew() -> None:
     """An engine without a connector, or with one for the other direction, treats the legs as whole requests."""
-    leg = KvHandover(params=msgspec.msgpack.encode({}))
+    leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
-    assert unpacked(KvHandover(), request(40), None) is None
-    assert unpacked(leg, request(41, 40), None) is None
-    assert unpacked(KvHandover(), request(40), Transfer(is_kv_producer=False)) is None
-    assert unpacked(leg, request(41, 40), Transfer(is_kv_consumer=False)) is None
+    assert decode_params(KvTransfer(), request(40), None) is None
+    assert decode_params(leg, request(41, 40), None) is None
+    assert decode_params(KvTransfer(), request(40), Transfer(is_kv_producer=False)) is None
+    assert decode_params(leg, request(41, 40), Transfer(is_kv_consumer=False)) is None
 
 
 def test_rows_that_nobody_here_knows_are_not_promised() -> None:
     """A decode leg cannot have rows of tokens that were computed elsewhere."""
-    leg = KvHandover(params=msgspec.msgpack.encode({}))
+    leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
     with pytest.raises(InvalidRequest, match=r"routed_experts_prompt_start is 39 .*; allowed: 40 or more"):
-        unpacked(leg, request(41, 39), Transfer())
-    assert unpacked(leg, request(41, 0, return_routed_experts=False), Transfer()) == {}
+        decode_params(leg, request(41, 39), Transfer())
+    assert decode_params(leg, request(41, 0, return_routed_experts=False), Transfer()) == {}
 
 
 def test_handovers_that_cannot_be_read() -> None:
     """Bytes that are no map are refused, and parameters that are no map of plain values are not handed on."""
     with pytest.raises(InvalidRequest, match=r"kv\.params cannot be read"):
-        unpacked(KvHandover(params=b"\x01"), request(41, 40), Transfer())
-    assert packed(None) is None
-    assert packed({"remote_block_ids": object()}) is None
-    assert packed({"remote_block_ids": [2**31] * 100_000}) is None
+        decode_params(KvTransfer(params=b"\x01"), request(41, 40), Transfer())
+    assert encode_params(None) is None
+    assert encode_params({"remote_block_ids": object()}) is None
+    assert encode_params({"remote_block_ids": [2**31] * 100_000}) is None
 
 
 def test_ours_are_told_from_others() -> None:
@@ -161,6 +160,7 @@ class TestWithVllm:
         """The configuration with which an engine would start."""
         return engine_arguments(str(model), {**SMALL, **given}).create_engine_config()
 
+    @pytest.mark.routing
     def test_routing_with_a_connector(self, tiny_moe_float32: Path) -> None:
         """Routing goes together with a connector, also when the engine core checks its configuration once more."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
@@ -169,6 +169,7 @@ class TestWithVllm:
         assert config.model_config.enable_return_routed_experts
         assert config.kv_transfer_config.is_kv_producer
 
+    @pytest.mark.routing
     def test_other_vllms_are_left_alone(self, tiny_moe_float32: Path) -> None:
         """Who runs vLLM by himself in the same environment gets its refusal: nobody there would drop stale rows."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
@@ -178,6 +179,7 @@ class TestWithVllm:
             config.__post_init__()
         assert config.model_config.enable_return_routed_experts
 
+    @pytest.mark.routing
     def test_other_refusals_stand(self, tiny_moe_float32: Path) -> None:
         """Only the one refusal is lifted: pipelines, and offloading that comes in later, are refused as before."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
@@ -190,6 +192,7 @@ class TestWithVllm:
         with pytest.raises(ValueError, match="incompatible with KV connectors"):
             config.__post_init__()
 
+    @pytest.mark.routing
     def test_a_release_of_another_shape(self, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the flag would be hidden from more than the one check, the engine does not start."""
         given = engine_arguments(
@@ -199,6 +202,7 @@ class TestWithVllm:
         with pytest.raises(Exception, match=r"does not read self\.model_config exactly once"):
             given.create_engine_config()
 
+    @pytest.mark.routing
     @pytest.mark.parametrize(
         ("given", "message"),
         [
@@ -227,6 +231,7 @@ class TestWithVllm:
         with pytest.raises(EngineDead, match=message):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("both", given)})
 
+    @pytest.mark.routing
     def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
         """What becomes a connector only behind vLLM's own check is refused; without routing nothing is."""
         with pytest.raises(EngineDead, match="'kv_offloading_size': brings back KV"):
@@ -241,5 +246,5 @@ class TestWithVllm:
         with pytest.raises(InvalidRequest, match=r"sampling\.extra\.extra_args\.kv_transfer_params is the bus's"):
             to_vllm(request(40, sampling=own), max_model_len=128, returns_rows=True)
         other = SamplingParams(extra={"extra_args": {"note": 1}})
-        params = to_vllm(request(40, sampling=other), max_model_len=128, returns_rows=True, kv=dict(PREFILL_LEG))
-        assert params.extra_args == {"note": 1, "kv_transfer_params": PREFILL_LEG}
+        params = to_vllm(request(40, sampling=other), max_model_len=128, returns_rows=True, kv=dict(PREFILL_PARAMS))
+        assert params.extra_args == {"note": 1, "kv_transfer_params": PREFILL_PARAMS}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.vllm.kv.folder import KvFolder, new_kv_id
-from workers.engines.vllm.kv.legs import Job, Legs
-from workers.engines.vllm.kv.params import PREFILL_LEG
+from rollbus.workers.engines.vllm.kv.folder import KvFolder, new_kv_id
+from rollbus.workers.engines.vllm.kv.params import PREFILL_PARAMS
+from rollbus.workers.engines.vllm.kv.phase_tracker import BlockTransfer, KvPhaseTracker
 
 BLOCK = 32
 
@@ -27,7 +27,7 @@ class Request:
 class Scheduler:
     """What vLLM's scheduler tells a connector of one request."""
 
-    legs: Legs
+    legs: KvPhaseTracker
     request: Request
     num_computed: int = 0
     is_new: bool = True
@@ -35,7 +35,7 @@ class Scheduler:
     block_ids: list[int] = field(default_factory=list)
     next_block_id: int = 100
 
-    def step(self, num_tokens: int) -> tuple[list[Job], list[Job]]:
+    def step(self, num_tokens: int) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
         """Compute `num_tokens` more, in new blocks where they need some."""
         is_admitted = self.is_new or self.is_preempted
         num_loaded = self.legs.num_to_load(self.request, 0) if is_admitted else 0
@@ -94,9 +94,9 @@ def stored(folder: KvFolder, tmp_path: Path, num_tokens: int = 96) -> dict[str, 
 )
 def test_a_prompt_is_stored_once_it_is_whole(num_prompt_tokens: int, splits: list[int], preempted_at: set[int]) -> None:
     """However a prompt is split over steps and preempted, its whole blocks are stored in the step that completes it."""
-    legs = Legs(KvFolder(Path("/nowhere"), ttl_s=1), BLOCK)
-    scheduler = Scheduler(legs, Request(num_prompt_tokens, dict(PREFILL_LEG)))
-    stores: list[Job] = []
+    legs = KvPhaseTracker(KvFolder(Path("/nowhere"), ttl_s=1), BLOCK)
+    scheduler = Scheduler(legs, Request(num_prompt_tokens, dict(PREFILL_PARAMS)))
+    stores: list[BlockTransfer] = []
     for index, size in enumerate(splits):
         # The last of the prompt is left for the step below.
         if (size := min(size, num_prompt_tokens - 1 - scheduler.num_computed)) < 1:
@@ -125,7 +125,7 @@ def test_a_prompt_is_stored_once_it_is_whole(num_prompt_tokens: int, splits: lis
 
 def test_whole_requests_are_neither_stored_nor_loaded(folder: KvFolder) -> None:
     """A request without parameters, such as a canary, is none of the connector's business."""
-    scheduler = Scheduler(Legs(folder, BLOCK), Request(100, None))
+    scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(100, None))
 
     assert scheduler.step(100) == ([], [])
     assert scheduler.legs.finish(scheduler.request, is_length=True) is None
@@ -133,7 +133,7 @@ def test_whole_requests_are_neither_stored_nor_loaded(folder: KvFolder) -> None:
 
 def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_path: Path) -> None:
     """Of a leg that was aborted, or ended by its first token, the KV is deleted at once."""
-    scheduler = Scheduler(Legs(folder, BLOCK), Request(100, dict(PREFILL_LEG)))
+    scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(100, dict(PREFILL_PARAMS)))
     (job,), _ = scheduler.step(100)
     file = folder.file(job.kv_id, "pp0-tp0")
     file.parent.mkdir()
@@ -146,7 +146,7 @@ def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_pa
 @pytest.mark.parametrize(("num_prompt_tokens", "num_loaded"), [(101, 96), (97, 96), (96, 64), (33, 32), (32, 0)])
 def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int, num_loaded: int) -> None:
     """Whole blocks are loaded, and one token of the prompt at least stays to be computed."""
-    scheduler = Scheduler(Legs(folder, BLOCK), Request(num_prompt_tokens, stored(folder, tmp_path)))
+    scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(num_prompt_tokens, stored(folder, tmp_path)))
 
     assert scheduler.legs.num_to_load(scheduler.request, 0) == num_loaded
     stores, loads = scheduler.step(num_prompt_tokens - num_loaded)
@@ -157,7 +157,7 @@ def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int
 def test_behind_what_is_cached(folder: KvFolder, tmp_path: Path) -> None:
     """Blocks that the prefix cache has are not loaded: the others go where they belong."""
     request = Request(101, stored(folder, tmp_path))
-    legs = Legs(folder, BLOCK)
+    legs = KvPhaseTracker(folder, BLOCK)
 
     assert legs.num_to_load(request, 32) == 64
     legs.admit(request, [7, 8, 9, 10], 64)
@@ -174,7 +174,7 @@ def test_behind_what_is_cached(folder: KvFolder, tmp_path: Path) -> None:
 def test_all_cached_already(folder: KvFolder, tmp_path: Path) -> None:
     """KV that need not be loaded is deleted."""
     request = Request(101, stored(folder, tmp_path))
-    legs = Legs(folder, BLOCK)
+    legs = KvPhaseTracker(folder, BLOCK)
 
     assert legs.num_to_load(request, 96) == 0
     legs.admit(request, [7, 8, 9, 10], 0)
@@ -183,7 +183,7 @@ def test_all_cached_already(folder: KvFolder, tmp_path: Path) -> None:
 
 def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Path) -> None:
     """KV is loaded once: it is gone with its load."""
-    scheduler = Scheduler(Legs(folder, BLOCK), Request(101, stored(folder, tmp_path)))
+    scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, stored(folder, tmp_path)))
     _, loads = scheduler.step(5)
     scheduler.preempt()
 
@@ -193,7 +193,7 @@ def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Pat
 
 def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) -> None:
     """KV of a decode leg that ends before it is scheduled is deleted."""
-    legs = Legs(folder, BLOCK)
+    legs = KvPhaseTracker(folder, BLOCK)
 
     assert legs.finish(Request(101, stored(folder, tmp_path)), is_length=False) is None
     assert list(tmp_path.iterdir()) == []
@@ -212,7 +212,7 @@ def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) ->
 )
 def test_made_up_parameters(folder: KvFolder, tmp_path: Path, params: dict[str, Any]) -> None:
     """Whatever a decode leg's parameters say, nothing outside of the folder is touched and the scheduler lives on."""
-    scheduler = Scheduler(Legs(folder, BLOCK), Request(101, {"do_remote_prefill": True, **params}))
+    scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, {"do_remote_prefill": True, **params}))
     _, loads = scheduler.step(101 - scheduler.legs.num_to_load(scheduler.request, 0))
     scheduler.legs.finish(scheduler.request, is_length=True)
 

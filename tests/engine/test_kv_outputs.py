@@ -4,23 +4,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, split
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode
-from schemas.messages import KvHandover
-from schemas.presence import RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.vllm.loaded import Loaded
-from workers.engines.vllm.outputs import OpenRequests, Output
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.loaded import LoadSerials
+from rollbus.workers.engines.vllm.outputs import OpenRequests, StepOutput
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 SAID = {"do_remote_prefill": True, "kv_id": "0" * 32, "num_tokens": 32}
-DECODE_LEG = KvHandover(params=msgspec.msgpack.encode(SAID))
+DECODE_LEG = KvTransfer(params=msgspec.msgpack.encode(SAID))
 PROMPT_LEN = 41
 
 
-def step_of(kv: KvHandover | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
+def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
     """What becomes of the first output of a request with a prompt of 41 tokens."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     request = GenerateRequest(
@@ -31,19 +31,19 @@ def step_of(kv: KvHandover | None, start: int, **output: Any) -> tuple[RequestSt
     engine_id = requests.add("key", request, kv)
     rows = np.zeros((PROMPT_LEN - start, 2, 2), np.uint8)
     fields = {"token_ids": [7], "routed_experts": rows, "cached_tokens": 0, **output}
-    steps, broken = requests.read([Output(engine_id=engine_id, **fields)])
+    steps, broken = requests.read([StepOutput(engine_id=engine_id, **fields)])
     [step] = split(steps)
     return step, broken
 
 
 def test_a_prefill_leg_says_where_its_kv_is() -> None:
     """What the connector says goes with the leg's last step; to nobody else, and never in an earlier one."""
-    step, _ = step_of(KvHandover(), 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)
+    step, _ = step_of(KvTransfer(), 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)
     assert step.kv_params is not None
     assert msgspec.msgpack.decode(step.kv_params) == SAID
 
-    assert step_of(KvHandover(), 0)[0].kv_params is None
-    assert step_of(KvHandover(), 0, finish_reason=FinishReason.LENGTH)[0].kv_params is None
+    assert step_of(KvTransfer(), 0)[0].kv_params is None
+    assert step_of(KvTransfer(), 0, finish_reason=FinishReason.LENGTH)[0].kv_params is None
     # A decode worker's connector may offer its KV too.
     assert step_of(None, 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)[0].kv_params is None
     assert step_of(DECODE_LEG, 40, finish_reason=FinishReason.LENGTH, kv_params=SAID)[0].kv_params is None
@@ -60,11 +60,11 @@ def test_transferred_tokens_count_as_cached() -> None:
     ("kv", "code"),
     [
         (DECODE_LEG, ErrorCode.KV_TRANSFER_FAILED),
-        (KvHandover(), ErrorCode.ENGINE_ERROR),
+        (KvTransfer(), ErrorCode.ENGINE_ERROR),
         (None, ErrorCode.ENGINE_ERROR),
     ],
 )
-def test_a_failed_load_has_a_code_of_its_own(kv: KvHandover | None, code: ErrorCode) -> None:
+def test_a_failed_load_has_a_code_of_its_own(kv: KvTransfer | None, code: ErrorCode) -> None:
     """A decode leg that fails before it has a token may be tried again without KV; another failure is the engine's."""
     step, _ = step_of(kv, 40, token_ids=[], routed_experts=None, finish_reason=FinishReason.ERROR)
 
@@ -84,7 +84,7 @@ def test_kv_that_came_unasked_is_noticed() -> None:
 
 def test_transferred_blocks_are_cached_apart() -> None:
     """What decode legs leave in the prefix cache is found by decode legs alone, whatever salt users choose."""
-    loaded = Loaded()
+    loaded = LoadSerials()
     salts = [
         loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=salt), takes_kv=takes_kv)
         for salt in (None, "kv", "0.kv:", ".kv")

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.errors import EngineDead
-from workers.engines.vllm import VllmEngine
-from workers.engines.vllm import launch as launch_module
-from workers.engines.vllm.capabilities import describe_engine, find_refusals
-from workers.engines.vllm.ownership import OwnedExecutor
+from rollbus.schemas.errors import EngineDead
+from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.vllm import launch as launch_module
+from rollbus.workers.engines.vllm.capabilities import describe_engine, find_refusals
+from rollbus.workers.engines.vllm.cores import Cores
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -58,10 +58,20 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
 
     assert (capabilities.max_num_seqs, capabilities.max_loras) == (7, 3)
     assert (config.scheduler_config.max_num_seqs, config.lora_config.max_loras) == (8, 4)
+    assert capabilities.max_lora_rank == 16
     assert not capabilities.weight_updates
     assert "'dummy'" in str(find_refusals(config).weight_updates)
     config.model_config.model = "organization/name"
     assert "local folder" in str(find_refusals(config).weight_updates)
+
+
+async def test_replicas_of_experts_are_refused_by_name(models: dict[str, Path]) -> None:
+    """What is not known to hold does not start; the refusal says what to do instead."""
+    engine = VllmEngine(models["moe"], engine_args={"data_parallel_size": 2})
+
+    with pytest.raises(EngineDead, match=r"'data_parallel_size' is 2: .* one worker for each replica"):
+        await engine.start()
+    await engine.close()
 
 
 async def test_missing_model_is_said(tmp_path: Path) -> None:
@@ -74,6 +84,7 @@ async def test_missing_model_is_said(tmp_path: Path) -> None:
     await engine.close()
 
 
+@pytest.mark.routing
 async def test_failure_in_the_engines_process_leaves_none(models: dict[str, Path]) -> None:
     """An engine core that fails while it loads makes the start fail, and no process stays."""
     before = engine_processes()
@@ -91,12 +102,14 @@ async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkey
     loop = asyncio.get_running_loop()
     is_coming_up = asyncio.Event()
 
-    class Told(OwnedExecutor):
+    class Told(Cores):
+        """Travels to the engine core's process with the executor."""
+
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             loop.call_soon_threadsafe(is_coming_up.set)
-            return super().__reduce__()
+            return Cores, (self.num_threads, self.bound)
 
-    monkeypatch.setattr(launch_module, "OwnedExecutor", Told)
+    monkeypatch.setattr(launch_module, "compute_in_core", lambda _args, _config: Told(None, ()))
     engine = VllmEngine(models["dense"])
 
     async with asyncio.TaskGroup() as group:

@@ -4,28 +4,28 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from schemas.errors import InvalidRequest
-from schemas.request import GenerateRequest
-from workers.engines.vllm.loaded import Adapter, Loaded
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.vllm.loaded import LoadSerials, VllmAdapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 
-def salt(loaded: Loaded, user: str | None = None, lora: str | None = None) -> str:
+def salt(loaded: LoadSerials, user: str | None = None, lora: str | None = None) -> str:
     """Return the salt of a request."""
     return loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=user, lora=lora))
 
 
-def load(loaded: Loaded, name: str) -> None:
+def load(loaded: LoadSerials, name: str) -> None:
     """Load an adapter."""
-    adapter = Adapter(version=1, serial=loaded.new_serial(), lora_request=cast("LoRARequest", None))
+    adapter = VllmAdapter(version=1, serial=loaded.new_serial(), lora_request=cast("LoRARequest", None))
     loaded.adapters[name] = adapter
 
 
 def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
     """Requests share a salt only with the same weights, load of an adapter and user's salt, whatever that contains."""
-    loaded = Loaded()
+    loaded = LoadSerials()
     salts = [salt(loaded), salt(loaded, "a"), salt(loaded, "0:a"), salt(loaded, ":")]
     loaded.replace_weights()
     salts += [salt(loaded), salt(loaded, "a"), salt(loaded, "0:a")]
@@ -40,7 +40,7 @@ def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
 
 def test_adapter_that_is_not_loaded_is_refused() -> None:
     """The refusal names the adapters that are."""
-    loaded = Loaded()
+    loaded = LoadSerials()
     load(loaded, "mine")
 
     with pytest.raises(InvalidRequest, match="'other' is not loaded on this worker; allowed: mine"):

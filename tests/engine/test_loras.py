@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm import VllmEngine
 from tests.engine.support import TOLERANCE, prompt
 from tests.support.tiny_lora import make_tiny_lora, merge_tiny_lora
 from tests.support.vllm_engine import Result, RunningEngine
-from workers.engines.vllm import VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from schemas.errors import ControlCode, ControlError
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt
-from tests.support.vllm_engine import Result, RunningEngine
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
+from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,9 +29,9 @@ LONG = replace(REQUESTS[0], sampling=SamplingParams(max_tokens=300, temperature=
 
 
 @pytest.fixture(scope="session")
-def fresh(moe: RunningEngine, reloaded: RunningEngine) -> dict[str, list[Result]]:
+def fresh(engines: Engines) -> dict[str, list[Result]]:
     """Return what engines make of `REQUESTS` that have no other weights than those they were started with."""
-    return {"moe": moe.generate(*REQUESTS), "moe2": reloaded.generate(*REQUESTS)}
+    return {"moe": engines.get("moe").generate(*REQUESTS), "moe2": engines.get("reloaded").generate(*REQUESTS)}
 
 
 def run(running: RunningEngine, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
@@ -132,7 +132,7 @@ def test_weights_change_under_frozen_streams(
     streams, cached_tokens, after = reloaded.call(scenario())
 
     assert [len(stream.token_ids) for stream in streams] == [300] * 3
-    assert [len(stream.rows) for stream in streams] == [60 + 299] * 3
+    assert [len(stream.rows) for stream in streams] == [rows_here(60 + 299)] * 3
     assert cached_tokens[1:] == [32, 0]
     assert is_same(after, fresh["moe"][:1])
 

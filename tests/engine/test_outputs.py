@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, TokenBatch, split
-from schemas.chunk import FinishReason
-from schemas.presence import RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.vllm.outputs import LogprobTable, OpenRequests, Output
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.outputs import LogprobTable, OpenRequests, StepOutput
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 
@@ -33,13 +33,13 @@ def rows(count: int) -> Any:
     return np.ones((count, 2, 2), np.uint8)
 
 
-def only(requests: OpenRequests, output: Output) -> RequestStep:
+def only(requests: OpenRequests, output: StepOutput) -> RequestStep:
     """Return the one step that `output` becomes."""
     [step] = split(requests.read([output])[0])
     return step
 
 
-def apart(requests: OpenRequests, *outputs: Output) -> tuple[list[RequestStep], list[str]]:
+def apart(requests: OpenRequests, *outputs: StepOutput) -> tuple[list[RequestStep], list[str]]:
     """Return what `outputs` become, with batches taken apart, and who is to be stopped."""
     steps, broken = requests.read(outputs)
     return split(steps), broken
@@ -48,8 +48,8 @@ def apart(requests: OpenRequests, *outputs: Output) -> tuple[list[RequestStep], 
 def test_rows_are_counted_from_the_start() -> None:
     """The first step has the prompt's rows from `start` on, each later one those of its tokens."""
     requests, engine_id = opened(start=1)
-    first = only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3)))
-    second = only(requests, Output(engine_id=engine_id, token_ids=[8, 9], routed_experts=rows(2)))
+    first = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3)))
+    second = only(requests, StepOutput(engine_id=engine_id, token_ids=[8, 9], routed_experts=rows(2)))
 
     assert (first.routed_experts_start, second.routed_experts_start) == (1, 4)
     assert len(requests) == 1
@@ -60,7 +60,7 @@ def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
     """Too few or too many rows never leave: the request fails, and the engine is told to stop it."""
     requests, engine_id = opened(start=1)
 
-    steps, broken = apart(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(count)))
+    steps, broken = apart(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(count)))
 
     assert broken == [engine_id]
     assert steps[0].finish_reason is FinishReason.ERROR
@@ -72,13 +72,13 @@ def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
 def test_rows_at_the_end_are_checked_at_the_end() -> None:
     """Where all rows come last, tokens may go ahead of them, and the total must still be right."""
     requests, engine_id = opened(start=1, rows_with_tokens=False)
-    first = only(requests, Output(engine_id=engine_id, token_ids=[7]))
+    first = only(requests, StepOutput(engine_id=engine_id, token_ids=[7]))
     last = only(
         requests,
-        Output(engine_id=engine_id, token_ids=[8], routed_experts=rows(4), finish_reason=FinishReason.LENGTH),
+        StepOutput(engine_id=engine_id, token_ids=[8], routed_experts=rows(4), finish_reason=FinishReason.LENGTH),
     )
     other, other_id = opened(start=1, rows_with_tokens=False)
-    lost = only(other, Output(engine_id=other_id, token_ids=[7], finish_reason=FinishReason.LENGTH))
+    lost = only(other, StepOutput(engine_id=other_id, token_ids=[7], finish_reason=FinishReason.LENGTH))
 
     assert first.routed_experts is not None
     assert first.routed_experts.shape == (0, 2, 2)
@@ -89,7 +89,7 @@ def test_rows_at_the_end_are_checked_at_the_end() -> None:
 def test_expert_ids_that_do_not_fit_end_the_request() -> None:
     """Expert ids are never narrowed."""
     requests, engine_id = opened(start=1)
-    step = only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3).astype(np.int32) * 300))
+    step = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3).astype(np.int32) * 300))
 
     assert step.finish_reason is FinishReason.ERROR
 
@@ -98,9 +98,9 @@ def test_nan_never_leaves_and_minus_infinity_does() -> None:
     """A log probability of NaN ends the request; -inf, a token that was cut off, is a value like others."""
     requests, engine_id = opened(logprobs=1)
     table = LogprobTable(np.array([[7, 8]], np.int32), np.array([[-0.0, -np.inf]], np.float32))
-    fine = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=table, routed_experts=rows(3)))
+    fine = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=table, routed_experts=rows(3)))
     broken = LogprobTable(table.token_ids, np.array([[-1.0, np.nan]], np.float32))
-    failed = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=broken, routed_experts=rows(1)))
+    failed = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=broken, routed_experts=rows(1)))
 
     assert fine.top_logprobs is not None
     assert fine.top_logprobs.logprobs.tolist() == [[-np.inf]]
@@ -113,9 +113,9 @@ def test_columns_of_others_in_the_batch_are_cut_off() -> None:
     """A table is as wide as the batch's widest request; each gets the columns that it asked for."""
     wide = LogprobTable(np.array([[7, 5, 6, 4]], np.int32), np.array([[-3.0, -0.5, -1.0, np.nan]], np.float32))
     requests, engine_id = opened(logprobs=2)
-    two = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
+    two = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
     requests, engine_id = opened(logprobs=0)
-    none = only(requests, Output(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
+    none = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
 
     assert two.logprobs is not None
     assert two.logprobs.tolist() == [-3.0]
@@ -128,14 +128,14 @@ def test_missing_logprobs_end_the_request() -> None:
     """Tokens without the log probabilities that were asked for do not leave."""
     requests, engine_id = opened(logprobs=0)
 
-    assert only(requests, Output(engine_id=engine_id, token_ids=[7], routed_experts=rows(3))).error is not None
+    assert only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3))).error is not None
 
 
 def test_stop_reason_is_one_of_the_requests_own() -> None:
     """An end-of-sequence token of the model, and a reason in words, are no stop reason."""
     for given, expected in ((9, 9), (2, None), ("repetition_detected", None)):
         requests, engine_id = opened(stop_token_ids=[9])
-        output = Output(
+        output = StepOutput(
             engine_id=engine_id,
             token_ids=[9],
             routed_experts=rows(3),
@@ -149,11 +149,11 @@ def test_stop_reason_is_one_of_the_requests_own() -> None:
 def test_late_outputs_do_not_reach_a_key_that_came_again() -> None:
     """After its end, outputs for a request are passed over, also when its key is in use again."""
     requests, engine_id = opened()
-    only(requests, Output(engine_id=engine_id, finish_reason=FinishReason.ABORT))
+    only(requests, StepOutput(engine_id=engine_id, finish_reason=FinishReason.ABORT))
     again = requests.add("key", GenerateRequest(prompt_token_ids=[1]))
 
     assert again != engine_id
-    assert requests.read([Output(engine_id=engine_id, token_ids=[5])]) == ([], [])
+    assert requests.read([StepOutput(engine_id=engine_id, token_ids=[5])]) == ([], [])
     assert requests.engine_ids(["key", "unknown"]) == [again]
 
 
@@ -161,7 +161,7 @@ def test_error_of_the_engine_ends_one_request() -> None:
     """What the engine fails by itself needs no abort, and says why."""
     requests, engine_id = opened()
 
-    steps, broken = apart(requests, Output(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd"))
+    steps, broken = apart(requests, StepOutput(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd"))
 
     assert (steps[0].error, broken) == ("odd", [])
 
@@ -175,10 +175,10 @@ def begun(**sampling: Any) -> tuple[OpenRequests, list[str]]:
     return requests, ids
 
 
-def plain(engine_id: str, token: int, logprob: float = -1.0, num_rows: int = 1) -> Output:
+def plain(engine_id: str, token: int, logprob: float = -1.0, num_rows: int = 1) -> StepOutput:
     """One token with its logprob and rows."""
     table = LogprobTable(np.array([[token]]), np.array([[logprob]]))
-    return Output(engine_id=engine_id, token_ids=[token], logprobs=table, routed_experts=rows(num_rows))
+    return StepOutput(engine_id=engine_id, token_ids=[token], logprobs=table, routed_experts=rows(num_rows))
 
 
 def test_plain_tokens_are_one_batch() -> None:

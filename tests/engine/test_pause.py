@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from schemas.chunk import FinishReason
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -140,6 +140,6 @@ def test_abort_while_paused(name: str, request: pytest.FixtureRequest) -> None:
 
     assert begun.last.finish_reason is added.last.finish_reason is FinishReason.ABORT
     assert len(begun.token_ids) > 0
-    assert len(begun.rows) == 20 + len(begun.token_ids) - 1
+    assert len(begun.rows) == rows_here(20 + len(begun.token_ids) - 1)
     assert added.token_ids == []
     assert len(stayed.token_ids) == MAX_TOKENS

@@ -10,8 +10,8 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
+from rollbus.workers.engines.vllm import preload
 from tests.support.vllm_engine import RunningEngine
-from workers.engines.vllm import preload
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

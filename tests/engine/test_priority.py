@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from schemas.request import GenerateRequest
-from workers.engines.vllm.feeds import RequestMaker
-from workers.engines.vllm.loaded import Loaded
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.vllm.feeds import RequestMaker
+from rollbus.workers.engines.vllm.loaded import LoadSerials
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -36,7 +36,7 @@ def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int
     processor = Processor()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
     maker = RequestMaker(
-        cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), Loaded(), ["generate"]
+        cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), LoadSerials(), ["generate"]
     )
     maker.make("id", REQUEST, cast("VllmSamplingParams", None))
 

@@ -6,47 +6,56 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.chunk import FinishReason
-from schemas.request import GenerateRequest
-from schemas.rows import expected_rows
-from schemas.sampling import SamplingParams
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import expected_rows
+from rollbus.schemas.sampling import SamplingParams
 from tests.engine import direct_llm
-from tests.engine.support import expert_sets, prompt, same_as_alone
-from tests.support.vllm_engine import Result, RunningEngine
-from workers.engines.vllm import feeds
+from tests.engine.support import expert_sets, prompt, rows_here, same_as_alone
+from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ORACLE_PROMPT = [int(i) for i in prompt(200, seed=1)]
 ORACLE_SAMPLING: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}
-PREEMPTED = 3
-"""vLLM's EngineCoreEventType."""
 
 
 @pytest.fixture(scope="module")
-def oracle(moe: RunningEngine) -> Result:
+def oracle(engines: Engines) -> Result:
     """200 prompt tokens, 100 sampled ones."""
     request = GenerateRequest(prompt_token_ids=ORACLE_PROMPT, sampling=SamplingParams(**ORACLE_SAMPLING))
-    return moe.generate(request)[0]
+    return engines.get("moe").generate(request)[0]
 
 
-def test_routing_and_logprobs_equal_hugging_face(oracle: Result, models: dict[str, Path]) -> None:
-    """In float32 every row has the experts that Hugging Face's model chooses, and logprobs agree to 1e-4."""
+@pytest.fixture(scope="module")
+def hugging_face(oracle: Result, models: dict[str, Path]) -> Any:
+    """What Hugging Face's model computes for the same tokens, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.float32)
     with torch.no_grad():
-        output = model(torch.tensor([ORACLE_PROMPT + oracle.token_ids]), output_router_logits=True)
-    experts = np.stack([logits.topk(4).indices.numpy() for logits in output.router_logits], axis=1)[:-1]
-    logprobs = output.logits[0].log_softmax(-1)[199:-1].numpy()
+        return model(torch.tensor([ORACLE_PROMPT + oracle.token_ids]), output_router_logits=True)
+
+
+def test_logprobs_equal_hugging_face(oracle: Result, hugging_face: Any) -> None:
+    """In float32 logprobs agree to 1e-4."""
+    logprobs = hugging_face.logits[0].log_softmax(-1)[199:-1].numpy()
+
+    assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
+
+
+@pytest.mark.routing
+def test_routing_equals_hugging_face(oracle: Result, hugging_face: Any) -> None:
+    """In float32 every row has the experts that Hugging Face's model chooses."""
+    experts = np.stack([logits.topk(4).indices.numpy() for logits in hugging_face.router_logits], axis=1)[:-1]
 
     assert oracle.rows.shape == (299, 4, 4)
     assert oracle.rows.dtype == np.uint8
     assert np.array_equal(np.sort(oracle.rows, axis=-1), np.sort(experts, axis=-1))
-    assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
 
 
+@pytest.mark.routing
 async def test_tokens_equal_a_direct_asyncllm(
     oracle: Result, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +85,7 @@ def test_64_concurrent_requests_equal_each_alone(moe: RunningEngine) -> None:
     for request, result in zip(requests, together, strict=True):
         start = request.routed_experts_prompt_start
         assert result.last.finish_reason is FinishReason.LENGTH
-        assert len(result.rows) == expected_rows(request.prompt_len, start, len(result.token_ids))
+        assert len(result.rows) == rows_here(expected_rows(request.prompt_len, start, len(result.token_ids)))
         assert result.steps[0].routed_experts_start == start
     same_as_alone(moe, requests, together)
 
@@ -97,25 +106,11 @@ def test_preempted_requests_lose_and_repeat_no_rows(moe: RunningEngine, preempti
     assert len(set(preemptions)) >= 3
     for result in together:
         assert len(result.token_ids) == 200
-        assert len(result.rows) == 289
+        assert len(result.rows) == rows_here(289)
         prompt_logprobs = result.steps[0].prompt_logprobs
         assert prompt_logprobs is not None
         assert len(prompt_logprobs.logprobs) == 89
     same_as_alone(moe, requests[-4:], together[-4:])
-
-
-@pytest.fixture
-def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the engine's ids of the requests that are preempted, as they are."""
-    seen: list[str] = []
-    read = feeds._output
-
-    def spy(output: Any) -> Any:
-        seen.extend(output.request_id for event in output.events or () if event.type == PREEMPTED)
-        return read(output)
-
-    monkeypatch.setattr(feeds, "_output", spy)
-    return seen
 
 
 def test_cached_prefix_has_its_rows(moe: RunningEngine) -> None:
@@ -142,6 +137,7 @@ def test_cache_salt_keeps_prefixes_apart(moe: RunningEngine) -> None:
         assert result.steps[0].cached_tokens == 0
 
 
+@pytest.mark.routing
 @pytest.mark.parametrize(("start", "max_tokens", "num_rows"), [(0, 1, 30), (20, 1, 10), (30, 1, 0), (30, 4, 3)])
 def test_start_drops_leading_rows(moe: RunningEngine, start: int, max_tokens: int, num_rows: int) -> None:
     """Rows begin at `routed_experts_prompt_start`, up to none at all; those that are left do not change."""

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from schemas.chunk import FinishReason
-from schemas.errors import InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.engine.support import prompt
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.params import to_vllm
+from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
-from workers.engines.vllm.params import to_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -98,7 +98,7 @@ def test_stop_token_ends_the_request_and_is_delivered(moe: RunningEngine) -> Non
 
     assert stopped.token_ids == free[: free.index(stop) + 1]
     assert (stopped.last.finish_reason, stopped.last.stop_reason) == (FinishReason.STOP, stop)
-    assert len(stopped.rows) == len(PROMPT) + len(stopped.token_ids) - 1
+    assert len(stopped.rows) == rows_here(len(PROMPT) + len(stopped.token_ids) - 1)
     assert stop not in held.token_ids[:5]
 
 
@@ -125,7 +125,7 @@ def test_no_max_tokens_fills_the_context(moe: RunningEngine) -> None:
 
     for result in results:
         assert len(result.token_ids) == 12
-        assert len(result.rows) == 511
+        assert len(result.rows) == rows_here(511)
         assert result.last.finish_reason is FinishReason.LENGTH
 
 
@@ -200,7 +200,7 @@ def test_prompt_of_one_token_has_no_prompt_logprobs(moe: RunningEngine) -> None:
     result = moe.generate(GenerateRequest(prompt_token_ids=[7], sampling=params))[0]
     first = result.steps[0].prompt_logprobs
 
-    assert len(result.rows) == 3
+    assert len(result.rows) == rows_here(3)
     assert first is not None
     assert len(first.logprobs) == 0
 

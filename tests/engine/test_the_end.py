@@ -1,4 +1,4 @@
-"""What happens when processes are killed. These tests kill the engines that the others share, so they come last."""
+"""What happens when processes are killed. Each engine that others share is killed once, when they have used it."""
 
 import asyncio
 import json
@@ -13,16 +13,19 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.errors import EngineDead
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.engine.support import prompt
-from tests.support.vllm_engine import RunningEngine
+from rollbus.schemas.errors import EngineDead
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.engine.support import prompt, rows_here
+from tests.support.patience import SOON_S
+from tests.support.vllm_engine import Engines, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=80), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
-GONE_WITHIN_S = 60.0
+SHORT = GenerateRequest(
+    prompt_token_ids=prompt(50, seed=81), sampling=SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+)
 
 
 def engine_core(running: RunningEngine) -> psutil.Process:
@@ -76,7 +79,7 @@ def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
     dense.call(scenario())
 
     assert workers
-    assert psutil.wait_procs(workers, timeout=GONE_WITHIN_S)[1] == []
+    assert psutil.wait_procs(workers, timeout=SOON_S)[1] == []
 
 
 def test_killed_model_process_is_told(moe: RunningEngine) -> None:
@@ -92,7 +95,7 @@ def test_killed_model_process_is_told(moe: RunningEngine) -> None:
 
     moe.call(scenario())
 
-    assert psutil.wait_procs([core], timeout=GONE_WITHIN_S)[1] == []
+    assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
 
 
 def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine) -> None:
@@ -103,6 +106,21 @@ def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine
         await until_dead(fallback)
 
     fallback.call(scenario())
+
+
+def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None:
+    """The next test gets an engine in new processes that answers as the old one did; of that nothing is left."""
+    before = engines.get("reloaded")
+    [expected] = before.generate(SHORT)
+    core = engine_core(before)
+    core.kill()
+    after = engines.get("reloaded")
+    [result] = after.generate(SHORT)
+
+    assert engine_core(after).pid != core.pid
+    assert (result.token_ids, len(result.rows)) == (expected.token_ids, rows_here(59))
+    assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
+    assert engines.get("reloaded") is after
 
 
 def test_engine_goes_when_its_owner_is_killed_and_stays_off_stdout(models: dict[str, Path]) -> None:
@@ -121,4 +139,4 @@ def test_engine_goes_when_its_owner_is_killed_and_stays_off_stdout(models: dict[
     assert len(children) >= 2
     assert any(group != os.getpgid(0) for group in groups.values())
     assert rest == ""
-    assert psutil.wait_procs(children, timeout=GONE_WITHIN_S)[1] == []
+    assert psutil.wait_procs(children, timeout=SOON_S)[1] == []

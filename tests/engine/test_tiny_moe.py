@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workers.engines.vllm.tiny_moe import SENTENCES, VOCAB_SIZE, main, make_tiny_moe
+from rollbus.workers.engines.vllm.tiny_moe import SENTENCES, VOCAB_SIZE, main, make_tiny_moe
 
 pytestmark = pytest.mark.vllm
 

@@ -11,14 +11,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-import bus
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
-from tests.support.disagg import SHAPES, Shaped, role_of, shaped
-from tests.support.fleet import is_idle
-from tests.support.invariants import Observer, observing, until
-from tests.support.load import Load, greedy
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+import rollbus
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.disagg import SHAPES, role_of, shaped
+from tests.support.invariants import Observer, observing
+from tests.support.load import Load
+from tests.support.requests import greedy
+from tests.support.waits import until, until_true
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +44,13 @@ async def client_program(url: str, fleet: str, num_requests: int, max_tokens: in
         await process.wait()
 
 
-def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvHandover | None]]:
+def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvTransfer | None]]:
     """For each request that an engine is given from now on, what came with it; by the role of the engine."""
-    given: dict[str, list[KvHandover | None]] = defaultdict(list)
+    given: dict[str, list[KvTransfer | None]] = defaultdict(list)
     add = SyntheticEngine.add
 
     async def recording(
-        self: SyntheticEngine, key: str, request: GenerateRequest, kv: KvHandover | None = None
+        self: SyntheticEngine, key: str, request: GenerateRequest, kv: KvTransfer | None = None
     ) -> None:
         given[self.capabilities.role].append(kv)
         await add(self, key, request, kv)
@@ -67,15 +68,6 @@ async def until_queued(observer: Observer, at_least: int) -> None:
     await until(are_queued, True)
 
 
-async def until_idle(parts: Shaped) -> None:
-    """Wait until no engine holds a request."""
-
-    async def are_idle() -> bool:
-        return all(map(is_idle, parts.engines.values()))
-
-    await until(are_idle, True)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_killed_client_is_worked_for_no_longer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
@@ -91,14 +83,14 @@ async def test_a_killed_client_is_worked_for_no_longer(
             await until_queued(observer, num_requests - 2 * NUM_SLOTS)
             program.kill()
             await until(observer.queued, {})
-            await until_idle(parts)
+            await until_true(parts.are_idle)
         # They take a second each: some may have run within the lease.
         last = given[role_of(SHAPES[shape][-1])]
         assert len(last) < num_requests
         # They brought KV, where there is who makes it; on a busy machine one may have waited too long for it.
         assert any(kv is not None and kv.params is not None for kv in last) == (shape == "disaggregated")
 
-        async with bus.connect(nats_url, fleet=fleet) as rb:
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
             assert len((await rb.complete(greedy(1, 10))).token_ids) == 10
 
 
@@ -117,7 +109,7 @@ async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, 
         program.send_signal(signal.SIGSTOP)
         try:
             await until(observer.queued, {})
-            await until_idle(parts)
+            await until_true(parts.are_idle)
         finally:
             program.send_signal(signal.SIGCONT)
         results = [json.loads(line) for line in (await program.communicate())[0].splitlines()]

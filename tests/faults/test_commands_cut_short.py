@@ -5,25 +5,29 @@ Who gave the command hears the truth, and no result shows anything of it.
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import bus
-from bus import CommandIncomplete, FleetState, Generation, Ledger
-from bus.embedded import EmbeddedServer
-from schemas.control import Ack
-from schemas.presence import WorkerState
-from tests.control.support import MODEL, start, until, worker_of, write_checkpoint
+import rollbus
+from rollbus import FleetState, Generation
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.control import Ack
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.control.support import MODEL, start, write_checkpoint
 from tests.support.fleet import synthetic_worker
+from tests.support.fleet_states import until_state, until_worker, worker_of
 from tests.support.invariants import check_results, observing
-from tests.support.invariants import until as until_observed
-from tests.support.load import VOCAB_SIZE, greedy
+from tests.support.load import VOCAB_SIZE
 from tests.support.nats_server import require_binary
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.outcomes import incomplete
+from tests.support.requests import greedy
+from tests.support.waits import until
+from tests.support.worker_process import LASTING
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +47,7 @@ async def go_away(server: EmbeddedServer) -> None:
     await server.restart()
 
 
-async def results_of(rb: bus.Client, has_begun: asyncio.Event) -> list[Generation]:
+async def results_of(rb: rollbus.Client, has_begun: asyncio.Event) -> list[Generation]:
     """Run all requests; tells when the first has ended, so that others are in flight."""
     results = []
     async for generation in rb.complete_many(REQUESTS):
@@ -75,13 +79,6 @@ def all_in(state: WorkerState) -> Callable[[FleetState], bool]:
     return lambda fleet: [worker.state for worker in fleet.workers] == [state] * 2
 
 
-async def incomplete(command: Awaitable[Ledger]) -> Ledger:
-    """The ledger of a command that not all have applied."""
-    with pytest.raises(CommandIncomplete) as caught:
-        await command
-    return caught.value.ledger
-
-
 @pytest.mark.parametrize("command", ["update", "pause"])
 async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str, tmp_path: Path) -> None:
     """Both workers apply it all the same, and the ledger says so; every request is answered in full."""
@@ -96,7 +93,7 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
         observing(server.url, fleet) as observer,
         synthetic_worker(server.url, fleet, config=config, worker_id="a", **fields),
         synthetic_worker(server.url, fleet, config=config, worker_id="b", **fields),
-        bus.connect(server.url, fleet=fleet) as rb,
+        rollbus.connect(server.url, fleet=fleet) as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)
@@ -112,15 +109,15 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
         await go_away(server)
         ledger = await doing
         # The observer was cut off too: it has to be back before it can hear that what was promised ends.
-        await until_observed(observer.workers, {"a", "b"})
+        await until(observer.workers, {"a", "b"})
         if command == "pause":
-            state = await until(rb, all_in(WorkerState.PAUSED))
+            state = await until_state(rb, all_in(WorkerState.PAUSED))
             assert [worker.pause_mode for worker in state.workers] == ["wait", "wait"]
             await rb.fleet.resume()
         results = await running
         # Not who owes an answer: it has not heard all.
-        await until_observed(observer.queued, {})
-        await until_observed(observer.busy_workers, {})
+        await until(observer.queued, {})
+        await until(observer.busy_workers, {})
         assert observer.history.problems == []
 
     assert sorted(ledger.applied) == ["a", "b"]
@@ -135,9 +132,9 @@ async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str,
     one, two = (write_checkpoint(tmp_path / "roots" / str(version), seed=version) for version in (1, 2))
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         start(nats_url, fleet, "a", one, *LEASE, **SLOW_LOADS) as a,
-        start(nats_url, fleet, "b", one, *LEASE, **SLOW_LOADS),
+        start(nats_url, fleet, "b", one, *LASTING, **SLOW_LOADS),
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)
@@ -149,15 +146,15 @@ async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str,
         doing = tasks.create_task(incomplete(rb.fleet.update_weights(two, version=2, on_ack=stage.take)))
         await stage.wait()
         a.send_signal(signal.SIGSTOP)
-        ledger = await doing
-        alone = await rb.fleet.state()
+        ledger = (await doing).ledger
+        await until_worker(rb, "b", lambda worker: worker.weight_version == 2)
         a.send_signal(signal.SIGCONT)
-        state = await until(rb, all_in(WorkerState.SERVING))
+        await until_worker(rb, "a", lambda worker: worker.incarnation != life)
+        state = await until_state(rb, all_in(WorkerState.SERVING))
         results = await running
         await observer.check_at_rest()
 
     assert (sorted(ledger.applied), sorted(ledger.missing)) == (["b"], ["a"])
-    assert worker_of(alone, "b").weight_version == 2
     assert worker_of(state, "a").incarnation != life
     assert [worker.weight_version for worker in state.workers] == [2, 2]
     assert state.desired[MODEL].registers["weights"].epoch == ledger.epochs[MODEL]
@@ -170,9 +167,9 @@ async def test_a_worker_killed_in_a_waiting_pause(nats_url: str, fleet: str, tmp
     one = write_checkpoint(tmp_path / "roots" / "1", seed=1)
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         start(nats_url, fleet, "a", one, *LEASE, **ENGINE_ARGS) as a,
-        start(nats_url, fleet, "b", one, *LEASE, **ENGINE_ARGS),
+        start(nats_url, fleet, "b", one, *LASTING, **ENGINE_ARGS),
         asyncio.TaskGroup() as tasks,
     ):
         await rb.fleet.wait_for_workers(2)
@@ -183,9 +180,9 @@ async def test_a_worker_killed_in_a_waiting_pause(nats_url: str, fleet: str, tmp
         doing = tasks.create_task(incomplete(rb.fleet.pause(mode="wait", on_ack=stage.take)))
         await stage.wait()
         a.kill()
-        ledger = await doing
+        ledger = (await doing).ledger
         async with start(nats_url, fleet, "a", one, *LEASE, **ENGINE_ARGS):
-            await until(rb, all_in(WorkerState.PAUSED))
+            await until_state(rb, all_in(WorkerState.PAUSED))
             assert not running.done()
             await rb.fleet.resume()
             results = await running

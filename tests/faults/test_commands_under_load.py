@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bus
-from bus import CommandIncomplete, Ledger
+import rollbus
+from rollbus import CommandIncomplete, CommandResult
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import check_results, observing
-from tests.support.load import VOCAB_SIZE, Load, greedy
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.requests import greedy
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +29,8 @@ async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
         observing(nats_url, fleet) as observer,
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="a"),
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="b"),
-        bus.connect(nats_url, fleet=fleet) as rb,
-        bus.connect(nats_url, fleet=fleet) as other,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as other,
     ):
         await rb.fleet.wait_for_workers(2)
         await other.fleet.wait_for_workers(2)
@@ -72,7 +73,7 @@ async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_
         observing(nats_url, fleet) as observer,
         worker("a"),
         worker("b"),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await rb.fleet.wait_for_workers(2)
 
@@ -98,7 +99,7 @@ async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_
     assert {result.attempts for result in results} == {1}
 
 
-async def _tolerant(command: Awaitable[Ledger]) -> None:
+async def _tolerant(command: Awaitable[CommandResult]) -> None:
     """Carry out a command in whose place a later one may come."""
     with contextlib.suppress(CommandIncomplete):
         await command

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import bus
-from bus import Generation
-from bus.client.children import Child
-from bus.client.exchange import Exchange
-from bus.protocol.prefill import Alone
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode, RequestError
-from schemas.request import GenerateRequest
+import rollbus
+from rollbus import Generation
+from rollbus.bus.protocol.attempt.events import Event, Instruction, Lost, Offered
+from rollbus.bus.protocol.attempt.machine import AttemptMachine
+from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode, RequestError
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 from tests.bus.test_disagg import check_equal
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
-from tests.support.invariants import observing, until
+from tests.support.fleet_states import until_known
+from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
+from tests.support.outcomes import outcome
+from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 
 pytestmark = pytest.mark.slow
 
@@ -34,26 +37,14 @@ ALONE = SyntheticConfig()
 SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)
 
 
-async def outcome(rb: bus.Client, request: GenerateRequest) -> Generation | RequestError:
-    """What comes of a request, well or not."""
-    try:
-        return await rb.complete(request)
-    except RequestError as exc:
-        return exc
-
-
 @contextlib.asynccontextmanager
 async def loading(
-    both: Disaggregated, request: GenerateRequest, rb: bus.Client | None = None
+    both: Disaggregated, request: GenerateRequest, rb: rollbus.Client | None = None
 ) -> AsyncIterator[asyncio.Task[Generation | RequestError]]:
     """A request whose KV is on the way to the engine of `d`; on leaving it has ended."""
-
-    async def num_loading() -> int:
-        return len(both.engines["d"]._loading)
-
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(outcome(rb or both.rb, request))
-        await until(num_loading, 1)
+        task = tasks.create_task(outcome((rb or both.rb).complete(request)))
+        await until_true(lambda: is_loading(both))
         yield task
 
 
@@ -64,6 +55,8 @@ def is_loading(both: Disaggregated) -> bool:
 
 async def check_serves(both: Disaggregated) -> None:
     """Both workers are well."""
+    # That a command was applied, and how a worker is since, come by different ways.
+    await until_known(both.rb, *both.workers.values())
     result = await both.rb.complete(long("next"))
     await check_equal([result], [long("next")], ALONE)
     assert result.worker_ids == ("p", "d")
@@ -72,16 +65,19 @@ async def check_serves(both: Disaggregated) -> None:
 # Aborts
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("how", ["abort", "cancel", "deadline", "pause", "close"])
 async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str, fleet: str, how: str) -> None:
     """However a request ends in the middle of a transfer: its caller knows at once, and the engine lives."""
+    # The deadline leaves time for what comes before the transfer, on a busy machine, too.
+    timeout_s, decode = (1.0, replace(SLOW_LOADS, kv_load_s=2.0)) if how == "deadline" else (None, SLOW_LOADS)
     async with (
-        disaggregated(nats_url, fleet, decode=SLOW_LOADS) as both,
+        disaggregated(nats_url, fleet, decode=decode) as both,
         contextlib.AsyncExitStack() as stack,
     ):
-        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet))
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
         await until_paired(rb, "p", "d")
-        async with loading(both, long("r", timeout_s=0.2 if how == "deadline" else None), rb) as task:
+        async with loading(both, long("r", timeout_s=timeout_s), rb) as task:
             match how:
                 case "abort":
                     await rb.abort(["r"])
@@ -108,17 +104,16 @@ async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str,
         assert both.workers["d"].stats().links.late_steps > 0
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_caller_that_leaves_at_prefill_stops_it(nats_url: str, fleet: str) -> None:
     """Aborted at the prefill worker, or while it waits for one: nothing of it is left, and no decode leg begins."""
-    slow = SyntheticConfig(max_num_seqs=1, step_s=0.2)
+    slow = SyntheticConfig(max_num_seqs=1, step_s=1.0)
     async with disaggregated(nats_url, fleet, prefill=slow) as both, asyncio.TaskGroup() as tasks:
-        ended = [tasks.create_task(outcome(both.rb, long(name))) for name in ("at", "waiting")]
-
-        async def given() -> int:
-            return len(both.given.get("p", ()))
-
-        await until(given, 1)
+        ended = [tasks.create_task(outcome(both.rb.complete(long(name)))) for name in ("at", "waiting")]
+        await until_given(both, "p", 1)
         await both.rb.abort(["at", "waiting"])
+        engine = both.engines["p"]
+        engine._config = replace(engine._config, step_s=0.0)
         for task in ended:
             result = await task
             assert isinstance(result, Generation)
@@ -135,13 +130,14 @@ def folders(root: Path) -> tuple[Path, Path]:
     return write_checkpoint(root / "one", fill=1), write_checkpoint(root / "two", fill=2)
 
 
-async def tokens_after(rb: bus.Client, request: GenerateRequest, first: int, count: int) -> list[int]:
+async def tokens_after(rb: rollbus.Client, request: GenerateRequest, first: int, count: int) -> list[int]:
     """What the present weights go on with after the first token of a request."""
     prompt = [*(int(token) for token in request.prompt_token_ids), first]
     again = await rb.complete(long("again", prompt_token_ids=prompt, max_tokens=count))
     return [int(token) for token in again.token_ids]
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_weights_that_change_between_the_legs_make_the_kv_useless(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
@@ -165,13 +161,12 @@ async def test_weights_that_change_between_the_legs_make_the_kv_useless(
 
 async def until_given(both: Disaggregated, worker: str, count: int) -> None:
     """Wait until an engine was given so many requests."""
-
-    async def given() -> bool:
-        return len([request for request, _ in both.given[worker] if request.request_id != "canary"]) >= count
-
-    await until(given, True)
+    await until_true(
+        lambda: len([request for request, _ in both.given[worker] if request.request_id != "canary"]) >= count
+    )
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("worker", ["p", "d"])
 async def test_a_leg_without_a_token_does_not_outlive_its_weights(
     nats_url: str, fleet: str, tmp_path: Path, worker: str
@@ -196,7 +191,7 @@ async def test_a_leg_without_a_token_does_not_outlive_its_weights(
         old = 0 if worker == "p" else 1
         assert result.weight_versions.tolist() == [0] * old + [1] * (6 - old)
         assert (result.attempts, result.worker_ids) == (2, (*"pd"[: 1 + old], "d"))
-        assert both.fallbacks() == {Alone.FAILED: 1}
+        assert both.fallbacks() == {PrefillFallback.FAILED: 1}
         first = int(result.token_ids[0])
         assert result.token_ids.tolist()[1:] == await tokens_after(both.rb, request, first, 5)
 
@@ -204,6 +199,7 @@ async def test_a_leg_without_a_token_does_not_outlive_its_weights(
 # Losses
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fleet: str) -> None:
     """The request goes on from its first token, without prefill from then on."""
     decode = SyntheticConfig(faults=SyntheticFaults(kv_loads=1))
@@ -211,10 +207,11 @@ async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fle
         result = await both.rb.complete(long("r"))
         await check_equal([result], [long("r")], ALONE)
         assert (result.attempts, result.worker_ids) == (2, ("p", "d", "d"))
-        assert both.fallbacks() == {Alone.FAILED: 1}
+        assert both.fallbacks() == {PrefillFallback.FAILED: 1}
         await check_serves(both)
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: str) -> None:
     """What it had goes to another prefill worker, and once there is none, to decode alone."""
     slow = SyntheticConfig(step_s=0.3)
@@ -229,14 +226,15 @@ async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: st
             await check_equal([result], [request], ALONE)
             assert result.attempts == 2
             assert len(result.worker_ids) == 1 + expected
-        assert both.fallbacks() == {Alone.NO_WORKER: 1}
+        assert both.fallbacks() == {PrefillFallback.NO_WORKER: 1}
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str) -> None:
     """Its process ends, and what it had, which costs an attempt, is served by decode alone."""
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, "--worker-id", "p", engine_args={"role": "prefill", "die_after_steps": 1}) as p,
         worker_process(nats_url, fleet, "--worker-id", "d", engine_args={"role": "decode"}),
     ):
@@ -252,40 +250,45 @@ async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str
 async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:
     """Wait until a prefill engine has a request; returns its worker."""
 
-    async def places() -> list[str]:
+    def places() -> list[str]:
         return [name for name, given in both.given.items() if wanted.request_id in {r.request_id for r, _ in given}]
 
-    async def num_places() -> int:
-        return len(await places())
+    await until_true(places)
+    return places()[0]
 
-    await until(num_places, 1)
-    return (await places())[0]
+
+def observe_events(monkeypatch: pytest.MonkeyPatch, observer: Callable[[AttemptMachine, Event], None]) -> None:
+    """Show each event of the requests of this process to `observer`, before it is handled."""
+    handle = AttemptMachine.handle
+
+    def handle_observed(self: AttemptMachine, event: Event, now: float) -> Sequence[Instruction]:
+        observer(self, event)
+        return handle(self, event, now)
+
+    monkeypatch.setattr(AttemptMachine, "handle", handle_observed)
 
 
 def record_losses(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """The workers that clients of this process lose attempts at, from now on."""
     workers: set[str | None] = set()
-    lose = Exchange.lose
 
-    def recording(self: Exchange, child: Child, error: RequestError) -> None:
-        workers.add(child.worker)
-        lose(self, child, error)
+    def record(request: AttemptMachine, event: Event) -> None:
+        if isinstance(event, Lost):
+            workers.add(request.worker)
 
-    monkeypatch.setattr(Exchange, "lose", recording)
+    observe_events(monkeypatch, record)
     return workers
 
 
 def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Workers, with their pids, to be killed as soon as a client of this process hears that they took a request."""
     doomed: dict[str, int] = {}
-    admit = Child.admit
 
-    def striking(self: Child, worker: str, incarnation: str) -> bool:
-        if self.worker is None and worker in doomed:
-            os.kill(doomed.pop(worker), signal.SIGKILL)
-        return admit(self, worker, incarnation)
+    def strike(request: AttemptMachine, event: Event) -> None:
+        if isinstance(event, Offered) and request.worker is None and event.worker in doomed:
+            os.kill(doomed.pop(event.worker), signal.SIGKILL)
 
-    monkeypatch.setattr(Child, "admit", striking)
+    observe_events(monkeypatch, strike)
     return doomed
 
 
@@ -294,7 +297,7 @@ async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypat
     engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
     load = await Load.mixed(90, SyntheticConfig.from_args(engine))
     async with contextlib.AsyncExitStack() as stack:
-        rb = await stack.enter_async_context(bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2))
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2))
         processes = {}
         for name in ("p0", "p1", "d0", "d1"):
             role = "prefill" if name.startswith("p") else "decode"

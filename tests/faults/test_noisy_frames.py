@@ -2,11 +2,11 @@
 
 import pytest
 
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.disagg import SHAPES, check_legs, filtered
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.nats_noise import NatsNoise
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 

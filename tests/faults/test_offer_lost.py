@@ -5,29 +5,26 @@ import contextlib
 
 import pytest
 
-import bus
-from bus.protocol.prefill import Alone
-from bus.queue import streams
-from bus.queue.streams import QueueLimits
+import rollbus
+from rollbus.bus.protocol.attempt import machine
+from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
+from rollbus.bus.queue import streams
+from rollbus.bus.queue.limits import QueueLimits
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.disagg import SHAPES, role_worker, until_paired
 from tests.support.invariants import observing
-from tests.support.load import Load, greedy
+from tests.support.load import Load
+from tests.support.patience import SOON_S
+from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
-from workers.engines.synthetic import SyntheticConfig
-from workers.worker import Worker
+from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.001)
 
 
-async def until_taken(worker: Worker, count: int) -> None:
-    """Wait until it has taken so many requests in hand since it was started."""
-    async with asyncio.timeout(10):
-        while worker.stats().links.offered < count:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-
-
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_what_was_never_offered_goes_to_the_next_worker(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
@@ -45,7 +42,7 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
         tcp_proxy(nats_url) as proxy,
         contextlib.AsyncExitStack() as others,
         role_worker(proxy.url, fleet, first, CONFIG) as (cut_off, _),
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
         asyncio.TaskGroup() as tasks,
     ):
         for name in before:
@@ -55,7 +52,7 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
         # It hears, and cannot speak: its standing pull brings it the request.
         proxy.freeze(Direction.TO_SERVER)
         completing = tasks.create_task(load.run(rb, legs=len(SHAPES[shape])))
-        await until_taken(cut_off, 2)
+        await until_true(lambda: cut_off.stats().links.offered == 2)
         async with role_worker(nats_url, fleet, second, CONFIG):
             (generation,) = await completing
             proxy.thaw()
@@ -65,7 +62,9 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
             await observer.check_at_rest()
 
 
-async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(nats_url: str, fleet: str) -> None:
+async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prefill worker takes a leg and is cut off before its offer leaves: decode alone serves it, as first attempt."""
     load = await Load.of([greedy(1, 50, request_id="r")], CONFIG)
     async with (
@@ -73,17 +72,20 @@ async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(nats_url: 
         tcp_proxy(nats_url) as proxy,
         role_worker(proxy.url, fleet, "p", CONFIG) as (cut_off, _),
         role_worker(nats_url, fleet, "d", CONFIG),
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await until_paired(rb, "p", "d")
-        assert (await rb.complete(greedy(0, 2))).worker_ids == ("p", "d")
+        with monkeypatch.context() as patience:
+            patience.setattr(machine, "HAND_OVER_S", SOON_S)
+            patience.setattr(machine, "PREFILL_WAIT_S", SOON_S)
+            assert (await rb.complete(greedy(0, 2))).worker_ids == ("p", "d")
         proxy.freeze(Direction.TO_SERVER)
         completing = tasks.create_task(load.run(rb))
-        await until_taken(cut_off, 2)
+        await until_true(lambda: cut_off.stats().links.offered == 2)
         (generation,) = await completing
         proxy.thaw()
 
         assert (generation.attempts, generation.worker_ids) == (1, ("d",))
-        assert rb.stats().prefill_fallbacks[Alone.BUSY] == 1
+        assert rb.stats().prefill_fallbacks[PrefillFallback.BUSY] == 1
         await observer.check_at_rest()

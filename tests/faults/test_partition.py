@@ -8,17 +8,19 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from msgspec.structs import replace
 
-import bus
-from bus.client import traffic
-from schemas.presence import WorkerState
+import rollbus
+from rollbus.bus.client import runtime
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.workload import make_requests
 from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
 from tests.support.fleet import is_idle, synthetic_worker
+from tests.support.fleet_states import until_known
 from tests.support.hand_client import hand_client
-from tests.support.invariants import observing, until
-from tests.support.load import VOCAB_SIZE, Load, greedy
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow
 
@@ -47,17 +49,17 @@ async def running(
         yield found
 
 
-async def until_at(rb: bus.Client, worker: str, *request_ids: str) -> None:
+async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     """Wait until the client knows that this worker has these requests; where none is named, any."""
 
     def found() -> set[str]:
-        live = list(rb._desk._traffic.exchange._calls.values())
+        live = list(rb._registry._runtime.coordinator._calls.values())
         return {call.request_id for call in live for child in call.children if child.worker == worker}
 
-    while not (have := found()) or not have.issuperset(request_ids):  # noqa: ASYNC110 - of that nothing tells
-        await asyncio.sleep(0.001)
+    await until_true(lambda: (have := found()) and have.issuperset(request_ids))
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("direction", "cut_off"), [(way, "w") for way in (*Direction, Direction.BOTH)] + [(Direction.BOTH, "p")]
 )
@@ -72,7 +74,7 @@ async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direc
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
         running(proxy, nats_url, fleet, SHAPES[shape], cut_off) as parts,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *parts.workers)
         worker = parts.workers[cut_off]
@@ -100,7 +102,7 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
         synthetic_worker(proxy.url, fleet, config=CONFIG, worker_id="w") as (worker, _),
     ):
         await client.until_serving("w")
-        life = worker._life
+        life = worker._lifecycle
         proxy.freeze(Direction.TO_CLIENT)
         client.presences.clear()
         await client.until_serving("w")
@@ -108,9 +110,7 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
         proxy.cut()
         proxy.thaw()
         await proxy.restore()
-        while time.monotonic() - life.lease_age_s < unconfirmed_at and not life.times_fenced:  # noqa: ASYNC110 - or ends
-            await asyncio.sleep(0.01)
-
+        await until_true(lambda: time.monotonic() - life.lease_age_s >= unconfirmed_at or life.times_fenced)
         assert life.times_fenced == 0
 
 
@@ -136,7 +136,7 @@ async def test_a_worker_cut_off_for_long_hands_over(
         tcp_proxy(nats_url) as proxy,
         running(proxy, nats_url, fleet, workers, cut_off, lease_s=LEASE_S) as parts,
         contextlib.AsyncExitStack() as others,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *workers)
         worker = parts.workers[cut_off]
@@ -154,13 +154,11 @@ async def test_a_worker_cut_off_for_long_hands_over(
         resumed = {generation.request_id: generation for generation in results if generation.attempts > 1}
         for request in lasting:
             assert resumed[request.request_id].worker_ids[-len(workers) :] == (*workers[:-1], other)
-        assert worker.presence().incarnation != life
-        assert is_idle(parts.engines[cut_off])
+        await until_true(lambda: worker.presence().incarnation != life and is_idle(parts.engines[cut_off]))
 
         proxy.thaw()
         # What it said before it was cut off arrives now, and reads as if it served already.
-        while worker.presence().state is not WorkerState.SERVING:  # noqa: ASYNC110 - nothing else tells of it
-            await asyncio.sleep(0.01)
+        await until_known(rb, worker)
         again = await Load(mixed, load.expected).run(rb, legs=len(workers))
         assert {name for generation in again for name in generation.worker_ids} == {*workers, other}
         await observer.check_at_rest()
@@ -177,7 +175,7 @@ async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fle
         tcp_proxy(nats_url) as proxy,
         running(proxy, nats_url, fleet, ("p", "d"), "p", lease_s=LEASE_S) as parts,
         contextlib.AsyncExitStack() as others,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, "p", "d")
         worker = parts.workers["p"]
@@ -194,17 +192,16 @@ async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fle
         resumed = [generation for generation in results if generation.attempts > 1]
         assert {("p", "p2", "d")} == {generation.worker_ids for generation in in_two_legs(resumed)}
         check_legs(results, "disaggregated")
-        assert worker.presence().incarnation != life
-        assert is_idle(parts.engines["p"])
+        await until_true(lambda: worker.presence().incarnation != life and is_idle(parts.engines["p"]))
 
         proxy.thaw()
-        while worker.presence().state is not WorkerState.SERVING:  # noqa: ASYNC110 - nothing else tells of it
-            await asyncio.sleep(0.01)
+        await until_known(rb, worker)
         again = await load.run(rb, legs=2)
         assert {name for generation in again for name in generation.worker_ids} == {"p", "p2", "d"}
         await observer.check_at_rest()
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape: str) -> None:
     """For less than the leases nothing reaches the client: afterwards all arrives, and no request was lost."""
@@ -213,7 +210,7 @@ async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
         shaped(nats_url, fleet, shape, CONFIG, prefill=PREFILL) as parts,
-        bus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *parts.workers)
 
@@ -235,7 +232,7 @@ async def test_a_client_cut_off_for_long_resumes(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """For more than its lease: its requests are ended in the engines, and all complete after its return."""
-    monkeypatch.setattr(traffic, "LEASE_S", 1.5)
+    monkeypatch.setattr(runtime, "LEASE_S", 1.5)
     # For longer than lease and margin: of the others nothing is in an engine any more by then.
     lasting = [greedy(index, 1600, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *make_requests(NUM_REQUESTS, seed=0)], CONFIG)
@@ -243,17 +240,14 @@ async def test_a_client_cut_off_for_long_resumes(
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
         shaped(nats_url, fleet, shape, CONFIG, prefill=PREFILL) as parts,
-        bus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(proxy.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *parts.workers)
-
-        async def are_idle() -> bool:
-            return all(map(is_idle, parts.engines.values()))
 
         async def part() -> None:
             await until_at(rb, SHAPES[shape][-1], *(request.request_id for request in lasting))
             proxy.freeze()
-            await until(are_idle, True)
+            await until_true(parts.are_idle)
             proxy.thaw()
 
         results = await load.run(rb, strikes={1: part}, legs=len(parts.workers))

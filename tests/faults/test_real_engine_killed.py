@@ -6,10 +6,11 @@ import signal
 import psutil
 import pytest
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from schemas.errors import ErrorCode, RequestFailed
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.schemas.errors import ErrorCode, RequestFailed
 from tests.support.fleet import check_generation
+from tests.support.patience import SOON_S
 from tests.support.real_fleet import RealWorkers
 from tests.support.results import assert_same
 
@@ -21,7 +22,7 @@ def endless() -> GenerateRequest:
     return GenerateRequest(prompt_token_ids=[11, 12, 13], sampling=SamplingParams(max_tokens=8000, ignore_eos=True))
 
 
-async def failure_of_stream(rb: bus.Client, victim: psutil.Process) -> RequestFailed:
+async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> RequestFailed:
     """Kill `victim` once tokens flow, and return how the stream ends."""
     stream = rb.generate(endless())
     await anext(stream)
@@ -37,7 +38,7 @@ async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, re
     sampling = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
     request = GenerateRequest(prompt_token_ids=range(11, 61), sampling=sampling)
     pair = await real_workers.have(2)
-    async with bus.connect(nats_url, fleet=real_workers.fleet) as rb, asyncio.TaskGroup() as tasks:
+    async with rollbus.connect(nats_url, fleet=real_workers.fleet) as rb, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request))
         busy: list[str] = []
         while not busy:
@@ -53,7 +54,7 @@ async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, re
     assert sorted(disturbed.worker_ids) == sorted(pair)
     check_generation(disturbed, request)
     assert_same(disturbed, undisturbed)
-    _, alive = psutil.wait_procs([victim, *children], timeout=30)
+    _, alive = psutil.wait_procs([victim, *children], timeout=SOON_S)
     assert alive == []
 
 
@@ -62,11 +63,11 @@ async def test_a_killed_engine_core_is_told_to_all(nats_url: str, real_workers: 
     (worker,) = (await real_workers.have(1)).values()
     children = worker.children(recursive=True)
     core = next(child for child in children if "EngineCore" in child.name() + " ".join(child.cmdline()))
-    async with bus.connect(nats_url, fleet=real_workers.fleet, worker_grace_s=0.1) as rb:
+    async with rollbus.connect(nats_url, fleet=real_workers.fleet, worker_grace_s=0.1) as rb:
         await rb.fleet.wait_for_workers()
         error = await failure_of_stream(rb, core)
 
     assert error.code is ErrorCode.ENGINE_DEAD
-    assert await asyncio.to_thread(worker.wait, 60) == 1
-    _, alive = psutil.wait_procs(children, timeout=30)
+    assert await asyncio.to_thread(worker.wait, SOON_S) == 1
+    _, alive = psutil.wait_procs(children, timeout=SOON_S)
     assert alive == []

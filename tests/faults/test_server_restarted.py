@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import bus
-from bus.client import dispatch
-from bus.embedded import EmbeddedServer
+import rollbus
+from rollbus.bus.client import dispatch
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import served
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
 from tests.support.nats_server import require_binary
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> No
         EmbeddedServer() as server,
         observing(server.url, fleet) as observer,
         shaped(server.url, fleet, shape, CONFIG) as running,
-        bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *running.workers)
         lives = [worker.presence().incarnation for worker in running.workers.values()]
@@ -54,10 +54,8 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
     async with (
         EmbeddedServer() as server,
         observing(server.url, fleet) as observer,
-        synthetic_worker(server.url, fleet, config=CONFIG),
-        bus.connect(server.url, fleet=fleet) as rb,
+        served(server.url, fleet, config=CONFIG) as (rb, *_),
     ):
-        await rb.fleet.wait_for_workers()
 
         async def go_away() -> None:
             await server.kill()
@@ -82,7 +80,7 @@ async def test_a_server_that_lost_its_store(
         EmbeddedServer(store_dir=store) as server,
         observing(server.url, fleet) as observer,
         shaped(server.url, fleet, shape, CONFIG) as running,
-        bus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(server.url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await until_paired(rb, *running.workers)
 

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-import bus
-from bus.client import dispatch
-from bus.client.links import MAX_WINDOW_BYTES
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+import rollbus
+from rollbus.bus.client.links import MAX_WINDOW_BYTES
+from rollbus.bus.protocol.attempt import machine
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.worker import Worker
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.invariants import Observer, observing
 from tests.support.load import Load
 from tests.support.tcp_proxy import tcp_proxy
-from workers.engines.synthetic import SyntheticConfig
-from workers.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ async def test_a_slow_client_loses_nothing(
     That of the prompts is most of it, and comes from a prefill worker where there is one.
     """
     # On a busy machine the offer of a prefill worker would be too late for some, behind the routing of others.
-    monkeypatch.setattr(dispatch, "DIRECT_WAIT_S", 60.0)
+    monkeypatch.setattr(machine, "HAND_OVER_S", 60.0)
     requests = [
         GenerateRequest(
             request_id=f"large-{index}",
@@ -49,7 +49,7 @@ async def test_a_slow_client_loses_nothing(
         observing(nats_url, fleet) as observer,
         tcp_proxy(nats_url) as proxy,
         shaped(nats_url, fleet, shape, CONFIG) as parts,
-        bus.connect(proxy.url, fleet=fleet, client="slow") as rb,
+        rollbus.connect(proxy.url, fleet=fleet, client="slow") as rb,
         asyncio.TaskGroup() as tasks,
     ):
         await until_paired(rb, *parts.workers)

@@ -7,16 +7,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from schemas.errors import ErrorCode, NoWorkers, RequestFailed
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.schemas.errors import ErrorCode, NoWorkers, RequestFailed
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.workload import undisturbed
-from tests.control.support import until
 from tests.support.disagg import role_of, until_paired
+from tests.support.fleet_states import until_state
 from tests.support.invariants import check_stream, observing
-from tests.support.load import VOCAB_SIZE, Load, greedy
-from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, greedy
+from tests.support.worker_process import LASTING, worker_process
 
 pytestmark = pytest.mark.slow
 
@@ -25,29 +27,22 @@ ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 
-def endless() -> GenerateRequest:
-    """A request that runs until somebody stops it."""
-    return GenerateRequest(
-        prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=1_000_000, temperature=0, ignore_eos=True)
-    )
-
-
 async def alone(request: GenerateRequest) -> npt.NDArray[np.int32]:
     """The tokens that it gives on an engine of its own."""
     expected = await undisturbed([request], SyntheticConfig.from_args(SLOW))
     return expected[request.request_id].token_ids
 
 
-async def busy(rb: bus.Client) -> str:
+async def busy(rb: rollbus.Client) -> str:
     """The worker that has a request in flight; it is asked, not remembered."""
-    state = await until(rb, lambda state: any(worker.in_flight for worker in state.workers))
+    state = await until_state(rb, lambda state: any(worker.in_flight for worker in state.workers))
     return next(worker.worker for worker in state.workers if worker.in_flight)
 
 
 async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: str, fleet: str) -> None:
     """Killed midway and nobody else there: after the grace time the stream fails as `worker_lost`."""
     async with (
-        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         worker_process(nats_url, fleet, *LEASE, engine_args=SLOW) as process,
     ):
         await rb.fleet.wait_for_workers()
@@ -70,9 +65,9 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=ENGINE_ARGS) as doomed,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=ENGINE_ARGS),
+        worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=ENGINE_ARGS),
     ):
         await rb.fleet.wait_for_workers(2)
 
@@ -96,7 +91,7 @@ async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: 
     wanted = greedy(5, 200, request_id="r")
     async with (
         observing(nats_url, fleet) as observer,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
         contextlib.AsyncExitStack() as stack,
     ):
         processes = {}
@@ -125,7 +120,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     """SIGTERM: the process exits with 0, and another worker goes on with its streams at once, token by token."""
     wanted = greedy(5, 200, request_id="r")
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, "--worker-id", "a", engine_args=SLOW) as a,
         worker_process(nats_url, fleet, "--worker-id", "b", engine_args=SLOW) as b,
     ):
@@ -135,7 +130,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
         process = {"a": a, "b": b}[await busy(rb)]
         process.terminate()
         chunks += [chunk async for chunk in stream]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             assert await process.wait() == 0
 
     assert [chunk.chunk_index for chunk in chunks] == list(range(200))
@@ -146,7 +141,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
 async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:
     """When the engine dies, open requests fail as `engine_dead` and the process exits with a non-zero code."""
     async with (
-        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 20}) as process,
     ):
         await rb.fleet.wait_for_workers()
@@ -154,14 +149,14 @@ async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None
             await rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=100, seed=1)))
 
         assert caught.value.code is ErrorCode.ENGINE_DEAD
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             assert await process.wait() == 1
 
 
 async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: str, fleet: str) -> None:
     """After the second engine that died under it, a request is poison: the third worker never sees it."""
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}),
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}),
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}) as third,
@@ -172,6 +167,6 @@ async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: 
 
         assert caught.value.code is ErrorCode.POISON_REQUEST
         assert not caught.value.retryable
-        alive = (await rb.fleet.state()).workers
-        assert len(alive) == 1
+        # The engines die before their processes do.
+        await until_state(rb, lambda state: len(state.workers) == 1)
     assert third.returncode is not None

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 from msgspec.structs import replace
 
-import bus
+import rollbus
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.disagg import check_legs, role_of, role_worker
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ async def test_workers_join_and_leave_under_load(nats_url: str, fleet: str) -> N
     async with (
         observing(nats_url, fleet) as observer,
         Comings(nats_url, fleet) as workers,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await workers.join("a")
         await rb.fleet.wait_for_workers()
@@ -75,7 +75,7 @@ async def test_workers_of_both_roles_join_and_leave_under_load(nats_url: str, fl
     async with (
         observing(nats_url, fleet) as observer,
         Comings(nats_url, fleet) as workers,
-        bus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
+        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await workers.join("d1")
         await rb.fleet.wait_for_workers()

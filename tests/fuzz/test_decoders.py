@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
 from tests.fuzz.mutations import harmed
 from tests.schemas.test_codec import DECODERS
 

@@ -2,40 +2,33 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-import bus
-from bus import RequestFailed
-from bus.client.generation import Generation
-from bus.connection import publish
-from bus.subjects import Subjects
-from schemas.chunk import Chunk, RoutedExperts
-from schemas.errors import ErrorCode
-from schemas.messages import RequestKey
+from rollbus import RequestFailed
+from rollbus.bus.nats.connection import publish
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import Chunk, RoutedExperts
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import RequestKey
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.worker import Worker
 from tests.golden.test_golden import golden_bytes
 from tests.support.connections import opened
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import StartServed
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
-from tests.support.invariants import observing, until
+from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
-from workers.engines.synthetic import SyntheticConfig
-from workers.worker import Worker
+from tests.support.outcomes import error_of
+from tests.support.waits import until
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 NUM_BAD = 600
 """Of each kind."""
-
-
-async def failure_of(awaitable: Awaitable[Generation]) -> RequestFailed:
-    """The error of what must fail."""
-    with pytest.raises(RequestFailed) as caught:
-        await awaitable
-    return caught.value
 
 
 def token(key: RequestKey, index: int) -> Chunk:
@@ -55,7 +48,7 @@ def row(key: RequestKey, index: int) -> Chunk:
 async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]) -> None:
     """More tokens or rows than were asked for, or chunks of nothing, end the request; the worker is told to stop."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        failing = tasks.create_task(failure_of(rb.complete(request())))
+        failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
         key = await worker.next_key()
         await worker.frame(0, part(key, 0), admitted=(key,))
         for index in range(1, 8):
@@ -100,17 +93,15 @@ async def bad_of(worker: Worker) -> tuple[int, int, int]:
     return stats.intake.bad, stats.bad_messages, stats.bad_commands
 
 
-async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str) -> None:
+async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Broken requests, link messages, presences and commands by the hundred: counted, and a client's load goes on."""
     rng = random.Random(1)
     load = await Load.mixed(40, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="w") as (worker, _),
-        bus.connect(nats_url, fleet=fleet, client="good") as rb,
+        one_worker(config=CONFIG, worker_id="w", options={"client": "good"}) as (rb, worker, _),
         opened(nats_url) as nats,
     ):
-        await rb.fleet.wait_for_workers()
         subjects = Subjects(fleet)
         targets = {
             subjects.direct("bad", "w"): "request_minimal",

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus.objects.layout import ObjectInfo, decode_digest, decode_info, name_of
-from bus.protocol.canary import canary_rows
-from schemas.errors import ControlError, InvalidRequest, RemoteProtocolError
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
-from schemas.weights import Canary
-from schemas.wire_version import MALFORMED
+from rollbus.bus.objects.layout import ObjectInfo, decode_digest, decode_info, name_of
+from rollbus.bus.protocol.fleet.canary import canary_rows
+from rollbus.schemas.errors import ControlError, InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.weights import Canary
+from rollbus.schemas.wire_version import MALFORMED
+from rollbus.workers.engines.synthetic.kv import SyntheticKv
+from rollbus.workers.engines.vllm.kv.params import decode_params
 from tests.fuzz.mutations import harmed
 from tests.schemas.strategies import TOKEN_ID, texts
-from workers.engines.synthetic.kv import Kv
-from workers.engines.vllm.kv.params import unpacked
 
 pytestmark = pytest.mark.slow
 
@@ -71,8 +71,8 @@ def test_where_kv_lies(params: bytes) -> None:
     request = GenerateRequest(prompt_token_ids=[1, 2], return_routed_experts=False)
     config = SimpleNamespace(is_kv_consumer=True)
     try:
-        assert isinstance(unpacked(KvHandover(params=params or b"\x80"), request, config), dict)
+        assert isinstance(decode_params(KvTransfer(params=params or b"\x80"), request, config), dict)
     except InvalidRequest as exc:
         assert exc.field == "kv.params"
     with contextlib.suppress(*MALFORMED):
-        Kv.decode(params)
+        SyntheticKv.decode(params)

@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.client import links as client_links
-from bus.client.links import ClientLinks, Reader
-from bus.connection import Connection
-from bus.protocol import fleet_view, link_sender
-from bus.protocol.fleet_view import FleetView
-from bus.protocol.lease import MAX_LEASE_S
-from bus.subjects import Subjects
-from schemas.errors import ErrorCode, RemoteProtocolError, RequestError
-from schemas.messages import LinkMessage, RequestKey, decode_link_message, encode
+from rollbus.bus.client import links as client_links
+from rollbus.bus.client.exchange import AttemptCoordinator
+from rollbus.bus.client.links import ClientLinks
+from rollbus.bus.client.losses import Losses
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.protocol.fleet import presence_table
+from rollbus.bus.protocol.fleet.lease import MAX_LEASE_S
+from rollbus.bus.protocol.fleet.presence_table import PresenceTable
+from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.errors import ErrorCode, RemoteProtocolError, RequestError
+from rollbus.schemas.messages import LinkMessage, RequestKey, decode_link_message, encode
 from tests.fuzz.mutations import harmed
 from tests.support.presences import presence
 from tests.workers.links_support import NOW, Ear, make_links, step
@@ -45,8 +48,8 @@ def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes
     names = [alice.offer(f"r{i}")[0] for i in range(2)]
     hers = carol.offer("hers")[0]
     for client, item in messages:
-        links.take([step(name) for name in names if name in links.names] + [step(hers)], NOW)
-        links.hand_over()
+        links.add_steps([step(name) for name in names if name in links.requests.names] + [step(hers)], NOW)
+        links.flush()
         try:
             message = item if isinstance(item, LinkMessage) else decode_link_message(item)
             links.on_link_message(client, message, NOW)
@@ -54,10 +57,10 @@ def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes
             continue
     links.expire(NOW)
 
-    assert hers in links.names
-    assert links.routes.held_bytes < 10_000
+    assert hers in links.requests.names
+    assert links.outbound.held_bytes < 10_000
     # One for each client that could be heard of, and the lives that a message made up.
-    assert len(list(links.routes.links())) <= 4
+    assert len(list(links.outbound.links())) <= 4
 
 
 def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,18 +72,18 @@ def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPat
     for i in range(1000):
         links.reject(ear.origin(f"r{i}"), REFUSAL, NOW)
         ear.hear()
-        most = max(most, links.routes.held_bytes)
+        most = max(most, links.outbound.held_bytes)
         links.expire(NOW)
 
     assert links.stats.links_broken > 0
     assert most < 21_000
-    assert links.routes.held_bytes < 21_000
+    assert links.outbound.held_bytes < 21_000
 
 
 def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above a bound new workers are not seen; those that are there stay, until their leases end, however long."""
-    monkeypatch.setattr(fleet_view, "MAX_WORKERS", FEW)
-    view = FleetView()
+    monkeypatch.setattr(presence_table, "MAX_WORKERS", FEW)
+    view = PresenceTable()
     for i in range(100):
         view.update(presence(worker=f"w{i}", lease_s=1e300), 0.0)
     view.update(replace(presence(worker="w0"), in_flight=3, lease_s=1e300), 0.0)
@@ -93,7 +96,9 @@ def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.Monkey
 def test_offers_that_nobody_wants_are_told_so_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that offers without end is not remembered for more aborts than that; another one has its own."""
     monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
-    links = ClientLinks(cast(Connection, None), Subjects("f"), ("c", "c1"), cast(Reader, None))
+    links = ClientLinks(
+        cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None), cast(Losses, None)
+    )
     for i in range(100):
         links.abort("hostile", RequestKey(f"r{i}"))
     links.abort("other", RequestKey("r"))

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, PromptLogprobs, RoutedExperts
-from schemas.errors import RemoteProtocolError
-from schemas.messages import WIRE_VERSION, Frame, decode_frame, encode
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import Chunk, PromptLogprobs, RoutedExperts
+from rollbus.schemas.errors import RemoteProtocolError
+from rollbus.schemas.messages import WIRE_VERSION, Frame, decode_frame, encode
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from tests.fuzz.mutations import harmed
 from tests.support.scenarios import Scenario, scenarios
 
@@ -52,7 +52,7 @@ ENDLESS: dict[str, Callable[[int], Chunk]] = {
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_endless_parts_are_refused(kind: str) -> None:
     """Parts that each make sense and never end are an error as soon as there are more than were asked for."""
-    stream = Stream(REQUEST, child=0, attempt=0, keep=True)
+    stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     for index in range(len(PROMPT) + MAX_TOKENS + 1):
         try:
             stream.add(ENDLESS[kind](index))
@@ -64,32 +64,32 @@ def test_endless_parts_are_refused(kind: str) -> None:
 
 def test_one_part_larger_than_the_request_is_refused() -> None:
     """So is a single chunk with more than all that was asked for; nothing of it is taken."""
-    stream = Stream(REQUEST, child=0, attempt=0, keep=True)
+    stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     with pytest.raises(RemoteProtocolError, match="5 tokens and 0 rows came; allowed: 4 and 7"):
         stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
 
     assert stream.add(part(0, token_ids_data=b"\1\0\0\0"))
 
 
-def frames_of(scenario: Scenario, part_bytes: int) -> Iterator[bytes]:
+def frames_of(scenario: Scenario, segment_bytes: int) -> Iterator[bytes]:
     """What an honest worker sends, a chunk a frame."""
-    for number, chunk in enumerate(scenario.chunks(part_bytes)):
+    for number, chunk in enumerate(scenario.chunks(segment_bytes)):
         yield encode(Frame(WIRE_VERSION, "w", number, [], [chunk], 0, "c"))
 
 
 @pytest.mark.slow
 @given(scenarios(), st.sampled_from([200, 2**20]), st.data())
-def test_harmed_frames(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+def test_harmed_frames(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
     """Frames with anything changed in them end in an error, or in no more chunks than there can be of the request."""
     stream, receiver = scenario.stream(), LinkReceiver("c")
     delivered = 0
     for clock in itertools.islice(itertools.count(), 3):
-        for frame in list(frames_of(scenario, part_bytes)):
+        for frame in list(frames_of(scenario, segment_bytes)):
             harm = data.draw(st.booleans())
             sent = data.draw(harmed(st.just(frame))) if harm else frame
             try:
                 message = decode_frame(sent)
-                if receiver.receive(message, len(sent), float(clock)) is Verdict.TAKEN:
+                if receiver.receive(message, len(sent), float(clock)) is FrameVerdict.ACCEPTED:
                     for chunk in message.chunks:
                         if (chunk.request_id, chunk.attempt, chunk.child) == ("r", 0, 0):
                             delivered += len(stream.add(chunk))

@@ -9,21 +9,21 @@ import asyncio
 import msgspec
 import nats
 
-from bus.subjects import Subjects
-from schemas.messages import RequestMessage, decode_frame, encode
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.messages import RequestMessage, decode_frame, encode
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from tests.golden.generate import ROOT, Captured, generate
+from tests.support.patience import SOON_S
 
 CLIENT = "golden"
-TIMEOUT_S = 120.0
 
 
 async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[int]) -> Captured:
     """Send one request and collect the frames that answer it.
 
     Raises:
-        TimeoutError: no terminal chunk came within two minutes.
+        TimeoutError: no terminal chunk came in time.
     """
     subjects = Subjects(fleet)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -40,7 +40,7 @@ async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[
     frames: list[bytes] = []
     connection = await nats.connect(url)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(SOON_S):
             subscription = await connection.subscribe(reply_to)
             await connection.flush()
             await connection.publish(subjects.request(CLIENT, model, "normal"), message)

@@ -1,6 +1,6 @@
 """The golden messages of the control plane by name, as `vectors` has the others: appended to, never edited."""
 
-from schemas.control import (
+from rollbus.schemas.control import (
     Abort,
     Ack,
     AckError,
@@ -23,9 +23,9 @@ from schemas.control import (
     UpdateWeights,
     Wake,
 )
-from schemas.desired import DesiredState, Recorded, Seen
-from schemas.errors import ControlCode
-from schemas.weights import Canary, WeightSource
+from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.weights import Canary, WeightSource
 
 __all__ = ["CONTROL_VECTORS"]
 
@@ -113,6 +113,6 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
             "lora:style": Recorded(epoch=39, command=LOAD_LORA),
         },
         workers={"w1": {"pause": Recorded(epoch=42, command=RESUME_ONE)}},
-        seen=(Seen("l-1", 39), Seen("u-1", 40), Seen("p-1", 41), Seen("r-2", 42)),
+        seen=(SeenCommand("l-1", 39), SeenCommand("u-1", 40), SeenCommand("p-1", 41), SeenCommand("r-2", 42)),
     ),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.messages import (
+from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from schemas.control import Command
-from schemas.messages import Frame, LinkMessage, RequestMessage, decode_request, encode
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.control import Command
+from rollbus.schemas.messages import Frame, LinkMessage, RequestMessage, decode_request, encode
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 
 __all__ = ["earlier", "later", "of_version", "packed"]
 

@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas.chunk import Chunk
-from schemas.control import Ack, AnyCommand
-from schemas.desired import DesiredState
-from schemas.messages import (
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.control import Ack, AnyCommand
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,
@@ -25,9 +25,9 @@ from schemas.messages import (
     decode_request_message,
     encode,
 )
-from schemas.presence import ClientPresence, WorkerPresence
-from schemas.request import GenerateRequest
-from schemas.rows import expected_rows
+from rollbus.schemas.presence import ClientPresence, WorkerPresence
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import expected_rows
 from tests.golden.generate import ROOT, captured_runs, generate
 from tests.golden.vectors import FULL_REQUEST, VECTORS, Message
 from tests.schemas.strategies import plain

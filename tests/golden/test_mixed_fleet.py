@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from schemas.messages import (
+from rollbus.schemas.messages import (
     decode_ack,
     decode_client_presence,
     decode_command,
@@ -16,11 +16,11 @@ from schemas.messages import (
     decode_presence,
     decode_request_message,
 )
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.golden.releases import earlier, later
 from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
 from tests.support.load import VOCAB_SIZE, Load
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 

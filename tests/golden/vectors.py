@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from schemas.chunk import (
+from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
     End,
@@ -11,25 +11,24 @@ from schemas.chunk import (
     PromptLogprobs,
     RoutedExperts,
     TopLogprobs,
-    little_endian,
 )
-from schemas.control import Ack, Command
-from schemas.desired import DesiredState
-from schemas.errors import ErrorCode
-from schemas.messages import Frame, KvHandover, LinkMessage, RequestKey, RequestMessage, encode
-from schemas.presence import (
+from rollbus.schemas.control import Ack, Command
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode
+from rollbus.schemas.presence import (
     Capabilities,
     ClientPresence,
     ClientState,
-    LoraInfo,
     RoutedExpertsInfo,
-    WorkerCounters,
     WorkerPresence,
     WorkerState,
 )
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from tests.golden.control_vectors import CONTROL_VECTORS
+from tests.golden.presence_vectors import PRESENCE_VECTORS
+from tests.support.arrays import little_endian
 
 __all__ = ["VECTORS", "Message"]
 
@@ -287,40 +286,29 @@ VECTORS: dict[str, Message] = {
         0,
         "life-1",
     ),
-    "presence_counters": WorkerPresence(
-        worker="w0",
-        incarnation="i0",
-        model="org/model-1.5",
-        state=WorkerState.FENCED,
-        weight_version=7,
-        in_flight=0,
-        free_slots=0,
-        uptime_s=60.0,
-        lease_s=10.0,
-        counters=WorkerCounters(requests=3, ended=2, given_up=1, generated_tokens=2**40, credit_stalls=5, fences=1),
-    ),
-    "presence_paused": WorkerPresence(
-        worker="w0",
-        incarnation="i0",
-        model="org/model-1.5",
-        state=WorkerState.PAUSED,
-        weight_version=7,
-        in_flight=3,
-        free_slots=0,
-        uptime_s=60.0,
-        lease_s=10.0,
-        last_error="update_weights: model.safetensors is missing",
-        pause_mode="keep",
-        queued=1,
-        target_version=8,
-        epoch=41,
-        loras=(LoraInfo(name="style", version=3),),
-        lease_age_s=0.25,
+    "frame_kv_recomputed": Frame(
+        1,
+        "incarnation",
+        7,
+        [],
+        [
+            Chunk(
+                request_id="h",
+                attempt=0,
+                child=0,
+                chunk_index=3,
+                weight_version=8,
+                token_ids_data=i4(12, 13),
+                kv_recomputed=True,
+            )
+        ],
+        0,
+        "life-1",
     ),
     "request_prefill_leg": RequestMessage(
         client="trainer-0",
         incarnation="life-1",
-        kv=KvHandover(),
+        kv=KvTransfer(),
         request=msgspec.Raw(
             encode(GenerateRequest(prompt_token_ids=[1, 2], request_id="h", sampling=SamplingParams(max_tokens=1)))
         ),
@@ -351,7 +339,7 @@ VECTORS: dict[str, Message] = {
         client="trainer-0",
         incarnation="life-1",
         attempt=1,
-        kv=KvHandover(params=b"\x81\xa2id\xa1x", connector="ExampleConnector", weight_version=7, lora_version=3),
+        kv=KvTransfer(params=b"\x81\xa2id\xa1x", connector="ExampleConnector", weight_version=7, lora_version=3),
         request=msgspec.Raw(
             encode(GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="h", routed_experts_prompt_start=2))
         ),
@@ -379,4 +367,5 @@ VECTORS: dict[str, Message] = {
         ),
     ),
     **CONTROL_VECTORS,
+    **PRESENCE_VECTORS,
 }

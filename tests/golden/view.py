@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from schemas.chunk import RoutedExperts
-from schemas.messages import RequestMessage, decode_request, encode_json
+from rollbus.schemas.chunk import RoutedExperts
+from rollbus.schemas.messages import RequestMessage, decode_request, encode_json
 
 __all__ = ["as_json", "view"]
 

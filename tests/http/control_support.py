@@ -2,20 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from bus import Chunk, FleetState, GenerateRequest, SamplingParams
-from frontend.http.settings import Settings
+import httpx
+
+from rollbus import Chunk
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from tests.control.support import write_adapter, write_checkpoint
 from tests.http.support import Http, http_before
 from tests.support.fleet import synthetic_worker
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.fleet_states import until_state
+from tests.support.requests import greedy
+from tests.support.streams import start_stream
 
-__all__ = ["ControlHttp", "control_http", "in_flight", "together", "until_state"]
+__all__ = ["ControlHttp", "control_http", "in_flight", "together"]
 
 T = TypeVar("T")
 STEP_S = 0.002
@@ -35,6 +41,14 @@ class ControlHttp:
         """Send a body as JSON, or nothing; the answer's status and JSON."""
         answer = await self.http.client.post(path, json=body)
         return answer.status_code, answer.json()
+
+    async def told(self, path: str, state: WorkerState) -> httpx.Response:
+        """What the service answers once it has heard that all workers are in a state.
+
+        That a command was applied, and how a worker is since, come by different ways.
+        """
+        await until_state(self.http.own, lambda fleet: {worker.state for worker in fleet.workers} == {state})
+        return await self.http.client.get(path)
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
         """The status and JSON of an answer."""
@@ -67,7 +81,7 @@ async def control_http(
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
         # Asked for often here, of workers in this process.
-        stack.enter_context(mock.patch("bus.client.fleet_watch.PING_WAIT_S", PING_WAIT_S))
+        stack.enter_context(mock.patch("rollbus.bus.client.presence_watcher.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
             fields: dict[str, Any] = {
@@ -88,26 +102,7 @@ async def control_http(
 @contextlib.asynccontextmanager
 async def in_flight(http: Http, max_tokens: int = 60_000) -> AsyncIterator[list[Chunk]]:
     """A request that runs, and would for minutes; its chunks. In the end it is given up."""
-    chunks: list[Chunk] = []
-    begun = asyncio.Event()
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-    async def read() -> None:
-        async for chunk in http.rb.generate(GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling)):
-            chunks.append(chunk)
-            if chunk.num_tokens:
-                begun.set()
-
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(read())
-        await begun.wait()
-        yield chunks
-        reading.cancel()
-
-
-async def until_state(http: Http, is_met: Callable[[FleetState], bool]) -> FleetState:
-    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
-    while True:
-        state = await http.rb.fleet.state()
-        if is_met(state):
-            return state
+        stream = await start_stream(tasks, http.rb, greedy(1, max_tokens))
+        yield stream.chunks
+        stream.reading.cancel()

@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import bus
-from frontend.http.metrics import Metrics
+import rollbus
+from rollbus.frontend.http.metrics import Metrics
 
 __all__ = ["DOC", "rows", "with_table"]
 
@@ -20,10 +20,10 @@ EXPORTED = {"counter": "_total"}
 class NoClient:
     """A client that has done nothing."""
 
-    def stats(self) -> bus.ClientStats:
+    def stats(self) -> rollbus.ClientStats:
         """All zero, and nothing by name."""
-        empty: dict[str, Any] = {field.name: 0 if field.type is int else {} for field in fields(bus.ClientStats)}
-        return bus.ClientStats(**empty)
+        empty: dict[str, Any] = {field.name: 0 if field.type is int else {} for field in fields(rollbus.ClientStats)}
+        return rollbus.ClientStats(**empty)
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str]]:

@@ -1,21 +1,18 @@
 """What the tests of OpenAI's routes share."""
 
-import base64
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 
-import bus
-from frontend.http.settings import Settings
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
-from workers.engines.synthetic import SyntheticConfig
 
-__all__ = ["CHAT", "COMPLETIONS", "by_bus", "client_of", "rows_of", "talking"]
+__all__ = ["CHAT", "COMPLETIONS", "client_of", "talking"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -36,17 +33,3 @@ async def talking(
     settings = Settings(tokenizer=save(make_byte_level(), folder))
     async with http_service(nats_url, fleet, settings, config=config) as http, client_of(http) as client:
         yield http, client
-
-
-async def by_bus(rb: bus.Client, prompt: list[int], start: int = 0, **sampling: Any) -> bus.Generation:
-    """The same without HTTP."""
-    request = bus.GenerateRequest(
-        prompt_token_ids=prompt, sampling=bus.SamplingParams(**sampling), routed_experts_prompt_start=start
-    )
-    return await rb.complete(request)
-
-
-def rows_of(routed: dict[str, Any]) -> np.ndarray:
-    """The rows in an answer."""
-    data = base64.b64decode(routed["data"], validate=True)
-    return np.frombuffer(data, routed["dtype"]).reshape(routed["shape"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from frontend import tokenization
+from rollbus.frontend import tokenization
 
 __all__ = ["CHAT_TEMPLATE", "byte_fallback", "byte_level", "make_byte_level", "save", "word_piece"]
 

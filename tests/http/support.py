@@ -1,23 +1,27 @@
 """The HTTP service on a port of its own, in front of workers on the synthetic engine or the real one."""
 
+import base64
 import contextlib
 import functools
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-import bus
-from frontend.http.app import described
-from frontend.http.openapi import document
-from frontend.http.server import listen, serving
-from frontend.http.settings import Settings
+import rollbus
+from rollbus.frontend.http.app import ADMIN, DATA, OPEN
+from rollbus.frontend.http.openapi import document
+from rollbus.frontend.http.server import listen, serving
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from tests.support.fleet import synthetic_worker
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.patience import HANGS_AFTER_S
 
-__all__ = ["Http", "http_before", "http_service", "noted_requests"]
+__all__ = ["Http", "by_bus", "http_before", "http_service", "noted_requests", "rows_of"]
 
 
 @dataclass
@@ -28,9 +32,9 @@ class Http:
     """Without a slash at the end."""
     client: httpx.AsyncClient
     """With the service's address as its base."""
-    rb: bus.Client
+    rb: rollbus.Client
     """Another client of the same fleet than the service's own."""
-    own: bus.Client
+    own: rollbus.Client
     """The service's own."""
     engine: SyntheticEngine | None = None
     """Of its one worker, if that is a synthetic one."""
@@ -39,7 +43,7 @@ class Http:
 @functools.cache
 def _declared() -> dict[tuple[str, str], set[str]]:
     """The statuses that the OpenAPI document has, by method and path."""
-    paths = document(described(), Settings())["paths"]
+    paths = document(OPEN, DATA, ADMIN, Settings())["paths"]
     return {
         (method.upper(), path): set(operation["responses"])
         for path, methods in paths.items()
@@ -61,10 +65,16 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     async with (
-        bus.connect(nats_url, fleet=fleet) as own,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as own,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         serving(own, settings or Settings(), listening),
-        httpx.AsyncClient(base_url=url, timeout=60, event_hooks={"response": [_check_declared]}) as client,
+        httpx.AsyncClient(
+            base_url=url,
+            # Of bodies that tests make themselves; httpx says it of what it encodes.
+            headers={"Content-Type": "application/json"},
+            timeout=HANGS_AFTER_S,
+            event_hooks={"response": [_check_declared]},
+        ) as client,
     ):
         yield Http(url, client, rb, own)
 
@@ -89,14 +99,28 @@ async def http_service(
         yield http
 
 
-def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[bus.GenerateRequest]:
+def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[rollbus.GenerateRequest]:
     """A list that grows by what is asked of the bus for whole answers."""
-    wanted: list[bus.GenerateRequest] = []
-    complete = bus.Client.complete
+    wanted: list[rollbus.GenerateRequest] = []
+    complete = rollbus.Client.complete
 
-    async def note(client: bus.Client, request: bus.GenerateRequest) -> bus.Generation:
+    async def note(client: rollbus.Client, request: rollbus.GenerateRequest) -> rollbus.Generation:
         wanted.append(request)
         return await complete(client, request)
 
-    monkeypatch.setattr(bus.Client, "complete", note)
+    monkeypatch.setattr(rollbus.Client, "complete", note)
     return wanted
+
+
+async def by_bus(rb: rollbus.Client, prompt: list[int], start: int = 0, **sampling: Any) -> rollbus.Generation:
+    """What a prompt gives without HTTP."""
+    request = rollbus.GenerateRequest(
+        prompt_token_ids=prompt, sampling=rollbus.SamplingParams(**sampling), routed_experts_prompt_start=start
+    )
+    return await rb.complete(request)
+
+
+def rows_of(routed: dict[str, Any]) -> np.ndarray:
+    """The rows in an answer."""
+    data = base64.b64decode(routed["data"], validate=True)
+    return np.frombuffer(data, routed["dtype"]).reshape(routed["shape"])

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
+from rollbus.frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
-from workers.engines.synthetic import SyntheticConfig
 
 PROMPT = [5, 6, 7]
 EXTRA = ["engine_data", "completion_token_ids", "prompt_token_ids", "worker_id", "timing", "weight_version"]

@@ -8,11 +8,12 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from frontend.http.settings import Settings
-from schemas.errors import ControlCode
-from schemas.presence import WorkerState
-from tests.http.control_support import ControlHttp, control_http, in_flight, together, until_state
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.presence import WorkerState
+from tests.http.control_support import ControlHttp, control_http, in_flight, together
 from tests.http.support import http_before
+from tests.support.fleet_states import all_serve, until_state, until_worker
 from tests.support.hand_control import ACCEPTED, controlled, failed, silent
 
 COMMANDS: list[tuple[str, dict[str, Any]]] = [
@@ -42,9 +43,11 @@ async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_pa
             "resume": {"workers": ["w0", "w1"]},
         }
         answers = {name: await c.post(f"/v1/rl/{name}", body) for name, body in bodies.items()}
-        state = await c.http.rb.fleet.state()
+        state = await until_state(
+            c.http.rb, lambda state: all_serve(state) and all(worker.loras for worker in state.workers)
+        )
         unloaded = await c.post("/v1/rl/unload_lora_adapter", {"name": "math"})
-        after = await c.http.rb.fleet.state()
+        after = await until_state(c.http.rb, lambda state: not any(worker.loras for worker in state.workers))
 
     for status, ledger in (*answers.values(), unloaded):
         assert (status, ledger["complete"], results(ledger)) == (200, True, {"w0": "applied", "w1": "applied"})
@@ -90,6 +93,8 @@ async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, 
         body = {"path": str(c.root / "two"), "version": 2}
         c.engines[0].faults = replace(c.engines[0].faults, load="half_written")
         some = await c.post("/v1/rl/update_weights", body)
+        await until_worker(c.http.own, "w0", WorkerState.POISONED)
+        await until_worker(c.http.own, "w1", WorkerState.SERVING)
         health, versions = await together(c.get("/v1/rl/health"), c.get("/v1/rl/weight_version"))
         c.engines[0].faults = replace(c.engines[0].faults, load=None)
         again = await c.post("/v1/rl/update_weights", {**body, "version": 3})
@@ -143,7 +148,7 @@ async def test_a_later_command_makes_an_earlier_one_stale(nats_url: str, fleet: 
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(c.post("/v1/rl/pause", {"mode": "wait"}))
-        await until_state(c.http, lambda state: bool(state.desired) and state.workers[0].state != "serving")
+        await until_state(c.http.rb, lambda state: bool(state.desired) and state.workers[0].state != "serving")
         resumed = await other.client.post("/v1/rl/resume")
         status, ledger = await waiting
 
@@ -177,7 +182,7 @@ async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp
 
 async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are gone, and those whose time is up: all are missing, and the ledger says why."""
-    monkeypatch.setattr("bus.control.collector.MARGIN_S", 0.3)
+    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.3)
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         for worker in hands.workers.values():
             worker.reply = silent
@@ -257,6 +262,7 @@ async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tm
         wrong = await together(*(c.post("/v1/rl/update_weights", each) for each in bodies))
         named = await c.post("/v1/rl/update_weights", {**body, "model": "b"})
         paused = await c.post("/v1/rl/pause")
+        await until_worker(c.http.own, "w1", lambda worker: worker.weight_version == 2)
         version, mixed, unknown = await together(
             *(c.get(f"/v1/rl/weight_version{query}") for query in ("?model=b", "", "?model=c"))
         )
@@ -278,7 +284,7 @@ async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet:
                 for http, name in ((c.http, "one"), (other, "two"))
             ]
         answers = [task.result() for task in posting]
-        state = await c.http.rb.fleet.state()
+        state = await until_state(c.http.rb, all_serve)
 
     # One may have been overtaken while it was under way; no version stands for two weights.
     assert {answer.status_code for answer in answers} <= {200, 409}
@@ -294,10 +300,10 @@ async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, flee
         async with in_flight(c.http) as chunks:
             with pytest.raises(httpx.ReadTimeout):
                 await c.http.client.post("/v1/rl/pause", json={"mode": "wait"}, timeout=0.5)
-            await until_state(c.http, lambda state: bool(state.desired))
+            await until_state(c.http.rb, lambda state: bool(state.desired))
             assert (await c.http.client.get("/health")).status_code == 200
             assert chunks[-1].end is None
-        state = await until_state(c.http, lambda state: state.workers[0].state is WorkerState.PAUSED)
+        state = await until_state(c.http.rb, lambda state: state.workers[0].state is WorkerState.PAUSED)
 
     assert state.workers[0].pause_mode == "wait"
 
@@ -311,7 +317,7 @@ async def test_commands_are_for_admins(nats_url: str, fleet: str, tmp_path: Path
 
 
 async def _check_access(c: ControlHttp) -> None:
-    from frontend.http.control import ADMIN_ROUTES, ROUTES
+    from rollbus.frontend.http.control import ADMIN_ROUTES, ROUTES
 
     data, admin = ({"Authorization": f"Bearer {token}"} for token in ("data", "admin"))
     shut = [(route, headers, 401) for route in ADMIN_ROUTES for headers in ({}, data)]

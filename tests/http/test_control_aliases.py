@@ -4,10 +4,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bus import GenerateRequest, SamplingParams
-from schemas.presence import WorkerState
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.schemas.presence import WorkerState
 from tests.http.control_support import control_http, in_flight, together
 from tests.http.support import http_before
+from tests.support.fleet_states import until_state, until_worker
 
 
 async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -16,17 +17,19 @@ async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path)
         client = c.http.client
         answers = [
             await client.post("/pause", params={"mode": "keep", "clear_cache": "false"}),
-            await client.get("/is_paused"),
+            await c.told("/is_paused", WorkerState.PAUSED),
             await client.post("/update_weights", json={"weight_dir": (c.root / "two").as_posix()}),
-            await client.get("/is_paused"),
+            await c.told("/is_paused", WorkerState.PAUSED),
             await client.post("/resume"),
-            await client.get("/is_paused"),
+            await c.told("/is_paused", WorkerState.SERVING),
         ]
         seen = len(chunks)
         again = await client.post("/update_weights", json={"weight_dir": (c.root / "two").as_posix()})
         adapter = {"lora_name": "r16", "lora_path": (c.root / "adapter").as_posix()}
         loaded = [await client.post("/load_lora_adapter", json=adapter) for _ in range(2)]
-        state = await c.http.rb.fleet.state()
+        state = await until_state(
+            c.http.rb, lambda state: [[it.version for it in worker.loras] for worker in state.workers] == [[2], [2]]
+        )
         unloaded = await client.post("/v1/unload_lora_adapter", json={"lora_name": "r16"})
         live = await client.get("/liveness")
 
@@ -61,6 +64,7 @@ async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
 
         initialized = await client.post("/init_weight_transfer_engine", json={"init_info": {"port": 1}})
         said = [await transfer(4, {"weight_version": "7"}), await transfer(5, None)]
+        await until_worker(c.http.own, "w0", lambda worker: worker.weight_version == 8)
         version = (await client.get("/weight_info")).json()
         wrong = [
             await client.post("/finish_weight_update", json={"weight_version": "step-8"}),

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import bus
-from frontend.http.control.not_served import ROUTES as NOT_SERVED
-from schemas.presence import WorkerState
+import rollbus
+from rollbus.frontend.http.control.not_served import ROUTES as NOT_SERVED
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.control_support import control_http
 from tests.http.openai_support import CHAT, CONFIG, talking
 from tests.http.support import http_service
 from tests.http.test_safety import GENERATING
 from tests.support.fleet import until_idle
-from workers.engines.synthetic import SyntheticConfig
 
 GENERATE = "/inference/v1/generate"
 
@@ -45,9 +45,9 @@ async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path)
         client = c.http.client
         answers = [
             await client.post("/sleep", params={"level": "1"}),
-            await client.get("/is_sleeping"),
+            await c.told("/is_sleeping", WorkerState.ASLEEP),
             await client.post("/wake_up"),
-            await client.get("/is_sleeping"),
+            await c.told("/is_sleeping", WorkerState.SERVING),
         ]
         wrong = [
             await client.post("/sleep", params={"level": "0"}),
@@ -83,7 +83,7 @@ async def test_prime_rls_route_for_tokens(nats_url: str, fleet: str, tmp_path: P
     async with talking(nats_url, fleet, tmp_path, CONFIG) as (http, _):
         body = {**asked, "tokens": [5, 6, 7], "return_token_ids": True}
         answer = (await http.client.post(f"{CHAT}/tokens", json=body)).json()
-        sampling = bus.SamplingParams(max_tokens=3, seed=1)
-        direct = await http.rb.complete(bus.GenerateRequest(prompt_token_ids=[5, 6, 7], sampling=sampling))
+        sampling = rollbus.SamplingParams(max_tokens=3, seed=1)
+        direct = await http.rb.complete(rollbus.GenerateRequest(prompt_token_ids=[5, 6, 7], sampling=sampling))
     assert answer["prompt_token_ids"] == [5, 6, 7]
     assert answer["choices"][0]["token_ids"] == direct.token_ids.tolist()

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from schemas.presence import WorkerState
-from tests.http.control_support import control_http, in_flight, until_state
+from rollbus.schemas.presence import WorkerState
+from tests.http.control_support import control_http, in_flight
 from tests.http.support import http_before
+from tests.support.fleet_states import until_state
 from tests.support.hand_control import controlled, silent
 
 Options = dict[str, Any]
@@ -33,7 +34,7 @@ async def test_a_wait_is_answered_at_once(
             begun = await c.http.client.post(path, **options)
             location = begun.headers["Location"]
             running = await c.get(location)
-        await until_state(c.http, lambda state: {worker.state for worker in state.workers} == {WorkerState.PAUSED})
+        await until_state(c.http.own, lambda state: {worker.state for worker in state.workers} == {WorkerState.PAUSED})
         done = await c.get(location)
         async with http_before(nats_url, fleet) as other:
             told = (await other.client.get(location)).json()
@@ -55,9 +56,9 @@ async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet:
     async with control_http(nats_url, fleet, tmp_path) as c:
         async with in_flight(c.http):
             _, begun = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1, "async": True})
-            await until_state(c.http, lambda state: state.workers[0].state is WorkerState.PAUSED)
+            await until_state(c.http.own, lambda state: state.workers[0].state is WorkerState.PAUSED)
             late = await c.get(begun["url"])
-        await until_state(c.http, lambda state: state.workers[0].in_flight == 0)
+        await until_state(c.http.own, lambda state: state.workers[0].in_flight == 0)
         done = await c.get(begun["url"])
 
     assert (late[1]["status"], late[1]["inflight_requests"]) == ("failed", 1)
@@ -69,7 +70,7 @@ async def test_an_operation_of_named_workers_is_theirs_alone(nats_url: str, flee
     """Others are not asked whether they are paused."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         _, begun = await c.post("/v1/rl/pause", {"workers": ["w1"], "async": True})
-        await until_state(c.http, lambda state: WorkerState.PAUSED in {worker.state for worker in state.workers})
+        await until_state(c.http.own, lambda state: WorkerState.PAUSED in {worker.state for worker in state.workers})
         _, told = await c.get(begun["url"])
 
     assert (told["status"], told["mode"]) == ("succeeded", "keep")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.http.detokenizer import Detokenizer
-from frontend.tokenization import Tokenizer, token_text
+from rollbus.frontend.http.detokenizer import Detokenizer
+from rollbus.frontend.tokenization import Tokenizer, token_text
 from tests.http.small_tokenizers import ADDED, ROLE, SPECIAL, byte_fallback, byte_level, word_piece
 
 FAMILIES = {"byte level": byte_level, "byte fallback": byte_fallback}

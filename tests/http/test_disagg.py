@@ -2,23 +2,24 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import bus
-from frontend.cli.app import build_parser
-from frontend.cli.http_service import serve_http, settings_of
-from frontend.http.server import listen
-from frontend.http.settings import Settings
+import rollbus
+from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.http_service import serve_http, settings_from_environment
+from rollbus.frontend.http.server import listen
+from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, CONFIG
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before
 from tests.support.disagg import disaggregated, until_paired
 from tests.support.fleet import synthetic_worker
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
 
 PROMPT = [index % 250 for index in range(100)]
 EXTRA = ["worker_id", "engine_data"]
@@ -77,14 +78,14 @@ async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Pa
 async def test_the_threshold_is_the_operators(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--prefill-min-tokens` of the command line is that of the service's client."""
     seen: list[int] = []
-    connect = bus.connect
+    connect = rollbus.connect
 
-    def noting(*args: Any, **kwargs: Any) -> bus.Client:
+    def noting(*args: Any, **kwargs: Any) -> rollbus.Client:
         seen.append(kwargs["prefill_min_tokens"])
         return connect(*args, **kwargs)
 
-    monkeypatch.setattr(bus, "connect", noting)
+    monkeypatch.setattr("rollbus.bus.connect", noting)
     args = build_parser().parse_args(["frontend", "--prefill-min-tokens", "7"])
-    settings = settings_of(prefill_min_tokens=args.prefill_min_tokens)
+    settings = replace(settings_from_environment(), prefill_min_tokens=args.prefill_min_tokens)
     async with serve_http(nats_url, fleet, settings, listen("127.0.0.1", 0)):
         assert seen == [7]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from frontend.http.settings import Settings
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import http_service
 from tests.http.test_safety import GENERATING, becomes, posted
-from tests.support.fleet import is_idle
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import until_idle
 
 PATH = "/inference/v1/generate"
 LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
@@ -33,7 +33,7 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
             busy = await http.client.post(PATH, json=few)
             labels = {"method": "POST", "route": PATH, "model": "synthetic"}
             await becomes(http, "rollbus_http_requests_total", 1, **labels, status="408")
-            assert is_idle(http.engine)
+            await until_idle(http.engine, http.rb)
             assert (await http.client.post(PATH, json=few)).status_code == 200
             with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
                 await reader.readexactly(len(PROMPT) * 512)
@@ -71,7 +71,8 @@ async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http:
         host, port = http.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 10\r\n\r\n{{".encode())
+        sent = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
+        writer.write(f"{sent}{{".encode())
         answer = await reader.read()
         writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import base64
 import importlib.util
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -14,16 +13,17 @@ import numpy as np
 import pytest
 from renderers.client import parse_generate_response  # type: ignore[import-untyped]
 
-import bus
-from bus.protocol.step import RequestStep, split
-from frontend.http.generate_body import SamplingBody
-from schemas.chunk import FinishReason
-from schemas.messages import KvHandover
-from tests.http.support import Http, http_before, http_service
+import rollbus
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.frontend.http.generate_body import SamplingBody
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.messages import KvTransfer
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.http.support import Http, by_bus, http_before, http_service, rows_of
 from tests.support.checkpoints import write_adapter
 from tests.support.fleet import until_idle
 from tests.support.gated_engine import running
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.waits import until_true
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7, 8]
@@ -35,12 +35,6 @@ async def generate(http: Http, headers: dict[str, str] | None = None, **fields: 
     return await http.client.post(PATH, json={"token_ids": PROMPT, **fields}, headers=headers)
 
 
-def rows_of(routed: dict[str, Any]) -> np.ndarray:
-    """The rows of one choice."""
-    data = base64.b64decode(routed["data"], validate=True)
-    return np.frombuffer(data, routed["dtype"]).reshape(routed["shape"])
-
-
 def events_of(answer: httpx.Response) -> list[Any]:
     """The JSON of all events of a stream that has not failed."""
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -49,18 +43,10 @@ def events_of(answer: httpx.Response) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def of_bus(generation: bus.Generation) -> list[tuple[list[int], list[float], int]]:
+def of_bus(generation: rollbus.Generation) -> list[tuple[list[int], list[float], int]]:
     """Tokens, logprobs and first position of all samples."""
     samples = (generation, *generation.siblings)
     return [(s.token_ids.tolist(), s.logprobs.tolist(), s.start) for s in samples if s.logprobs is not None]
-
-
-async def by_bus(http: Http, start: int = 0, **sampling: Any) -> bus.Generation:
-    """The same prompt over the bus."""
-    request = bus.GenerateRequest(
-        prompt_token_ids=PROMPT, sampling=bus.SamplingParams(**sampling), routed_experts_prompt_start=start
-    )
-    return await http.rb.complete(request)
 
 
 async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
@@ -68,7 +54,7 @@ async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fle
     sampling = {"max_tokens": 5, "n": 3, "seed": 7, "logprobs": 2, "prompt_logprobs": 1}
     async with http_service(nats_url, fleet) as http:
         answer = await generate(http, sampling_params=sampling, return_token_ids=True, model="synthetic")
-        expected = await by_bus(http, **sampling)
+        expected = await by_bus(http.rb, PROMPT, **sampling)
 
     body = answer.json()
     assert (answer.status_code, body["model"], body["prompt_token_ids"]) == (200, "synthetic", PROMPT)
@@ -225,13 +211,13 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
 
 async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Salt, priority and the headers' session and trace; a trace that is none is left out, as W3C wants it."""
-    seen: list[bus.GenerateRequest] = []
+    seen: list[rollbus.GenerateRequest] = []
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     async with http_service(nats_url, fleet) as http:
         assert http.engine is not None
         add = http.engine.add
 
-        async def spy(key: str, request: bus.GenerateRequest, kv: KvHandover | None = None) -> None:
+        async def spy(key: str, request: rollbus.GenerateRequest, kv: KvTransfer | None = None) -> None:
             seen.append(request)
             await add(key, request, kv)
 
@@ -287,11 +273,12 @@ async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_pat
     few: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     async with http_service(nats_url, fleet, weight_roots=(str(tmp_path),)) as http:
         await http.rb.fleet.load_lora("polite", folder)
-        while not any(worker.loras for worker in http.own.fleet.workers):
-            await http.rb.fleet.state()
+        await until_true(lambda: any(worker.loras for worker in http.own.fleet.workers))
         base = (await generate(http, sampling_params=few, model="synthetic")).json()
         adapted = (await generate(http, sampling_params=few, model="polite")).json()
-        request = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(**few), lora="polite")
+        request = rollbus.GenerateRequest(
+            prompt_token_ids=PROMPT, sampling=rollbus.SamplingParams(**few), lora="polite"
+        )
         expected = await http.rb.complete(request)
 
     assert (base["model"], adapted["model"]) == ("synthetic", "polite")

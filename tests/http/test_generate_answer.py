@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bus
-from frontend.http.answers import Choice
-from frontend.http.errors import HttpError
-from frontend.http.generate_answer import answer_json
-from frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
-from frontend.http.tokens import Tokens
-from frontend.http.wanted import Target
+import rollbus
+from rollbus.frontend.http.answers import Choice
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.generate_answer import answer_json
+from rollbus.frontend.http.request_target import RequestTarget
+from rollbus.frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
+from rollbus.frontend.http.tokens import Tokens
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.presences import presence
-from workers.engines.synthetic import SyntheticConfig
 
 MODEL = SyntheticConfig().capabilities
-TARGET = Target(worker=presence(capabilities=MODEL), capabilities=MODEL, lora=None)
-WANTED = bus.GenerateRequest(
-    prompt_token_ids=[1, 2, 3], sampling=bus.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1)
+TARGET = RequestTarget(worker=presence(capabilities=MODEL), capabilities=MODEL, lora=None)
+WANTED = rollbus.GenerateRequest(
+    prompt_token_ids=[1, 2, 3], sampling=rollbus.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1)
 )
-RESULT = bus.Generation(
+RESULT = rollbus.Generation(
     request_id=WANTED.request_id,
     child=0,
     prompt_len=3,
@@ -35,7 +35,7 @@ RESULT = bus.Generation(
     weight_versions=np.zeros(2, np.int32),
     routed_experts=np.zeros((4, 4, 4), np.uint8),
     start=0,
-    finish_reason=bus.FinishReason.LENGTH,
+    finish_reason=rollbus.FinishReason.LENGTH,
     top_token_ids=np.array([[7], [9]], np.int32),
     top_logprobs=np.array([[-0.5], [-0.25]], np.float32),
     prompt_logprobs=np.array([-1.0, -math.inf], np.float32),
@@ -93,7 +93,7 @@ def test_what_does_not_belong_to_the_tokens_is_an_error(changes: dict[str, Any])
 def test_no_tokens_are_an_answer() -> None:
     """An empty completion is one: lists without entries, and rows of the model's shape."""
     empty = dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "routed_experts", "prompt_logprobs"))
-    body = answer(token_ids=np.empty(0, np.int32), finish_reason=bus.FinishReason.ABORT, **empty)
+    body = answer(token_ids=np.empty(0, np.int32), finish_reason=rollbus.FinishReason.ABORT, **empty)
 
     (choice,) = body["choices"]
     assert (choice["token_ids"], choice["logprobs"], choice["finish_reason"]) == ([], {"content": []}, "abort")

@@ -5,16 +5,16 @@ from typing import Any
 
 from renderers.client import parse_generate_response  # type: ignore[import-untyped]
 
-from tests.http.support import http_service
-from tests.http.test_generate import by_bus, generate
-from workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.support import by_bus, http_service
+from tests.http.test_generate import PROMPT, generate
 
 
 async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> None:
     """The bytes that clients look for are there once, and what stands behind them is the base64 of the rows."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=300)) as http:
         raw = (await generate(http, sampling_params={"max_tokens": 2, "temperature": 0})).content
-        expected = (await by_bus(http, max_tokens=2, temperature=0)).routed_experts
+        expected = (await by_bus(http.rb, PROMPT, max_tokens=2, temperature=0)).routed_experts
 
     assert raw.count(b'"routed_experts":{"data":"') == 1
     routed = parse_generate_response(raw)["choices"][0]["routed_experts"]
@@ -29,7 +29,7 @@ async def test_of_several_samples_the_first_is_the_one_that_is_cut_out(nats_url:
     sampling: dict[str, Any] = {"max_tokens": 3, "n": 3, "seed": 5}
     async with http_service(nats_url, fleet) as http:
         raw = (await generate(http, sampling_params=sampling)).content
-        expected = await by_bus(http, **sampling)
+        expected = await by_bus(http.rb, PROMPT, **sampling)
 
     assert raw.count(b'"routed_experts":{"data":"') == 3
     choices = parse_generate_response(raw)["choices"]

@@ -8,11 +8,11 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.http.openai_support import CHAT, COMPLETIONS, by_bus, rows_of, talking
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.openai_support import CHAT, COMPLETIONS, talking
 from tests.http.small_tokenizers import byte_level
-from tests.http.support import Http, noted_requests
+from tests.http.support import Http, by_bus, noted_requests, rows_of
 from tests.support.fleet import until_idle
-from workers.engines.synthetic import SyntheticConfig
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7, 8]

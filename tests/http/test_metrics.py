@@ -11,20 +11,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
-import bus
-from frontend.http.calls import Admission
-from frontend.http.fleet_metrics import FleetCollector
-from frontend.http.metrics import MAX_VERSIONS, Metrics, Progress
-from frontend.http.service import Service
-from frontend.http.settings import Settings
-from schemas.errors import ErrorCode
-from schemas.presence import ClientState
+import rollbus
+from rollbus.frontend.http.calls import Admission
+from rollbus.frontend.http.fleet_metrics import FleetCollector
+from rollbus.frontend.http.metrics import MAX_VERSIONS, GenerationTimer, Metrics
+from rollbus.frontend.http.service import Service
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.presence import ClientState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.metrics_doc import DOC, rows, with_table
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import chunk, failure, hand_worker, request
-from workers.engines.synthetic import SyntheticConfig
 
 TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
 TO_FIRST, BETWEEN = "rollbus_http_time_to_first_token_seconds_count", "rollbus_http_inter_token_seconds_count"
@@ -49,7 +49,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 @contextlib.asynccontextmanager
 async def a_service(nats_url: str, fleet: str) -> AsyncIterator[Service]:
     """What routes are given, without HTTP in front of it."""
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
         yield Service(rb, Settings(), Admission(8))
 
@@ -64,22 +64,22 @@ def a_request() -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-def wanted(max_tokens: int, n: int = 1, **fields: object) -> bus.GenerateRequest:
+def wanted(max_tokens: int, n: int = 1, **fields: object) -> rollbus.GenerateRequest:
     """A request for so many tokens."""
-    sampling = bus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
-    return bus.GenerateRequest(prompt_token_ids=[1, 2, 3], model="synthetic", sampling=sampling, **fields)  # type: ignore[arg-type]
+    sampling = rollbus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
+    return rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3], model="synthetic", sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
-def a_chunk(weight_version: int) -> bus.Chunk:
+def a_chunk(weight_version: int) -> rollbus.Chunk:
     """One token of these weights, with a row."""
-    return bus.Chunk(
+    return rollbus.Chunk(
         request_id="r",
         attempt=0,
         child=0,
         chunk_index=0,
         weight_version=weight_version,
         token_ids_data=b"\0\0\0\0",
-        routed_experts=bus.RoutedExperts.from_rows(np.zeros((1, 1, 1), "u1"), 0),
+        routed_experts=rollbus.RoutedExperts.from_rows(np.zeros((1, 1, 1), "u1"), 0),
     )
 
 
@@ -203,8 +203,8 @@ async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
         await anext(stream)
         under_way = parse((await service.metrics.text()).decode())
         await stream.aclose()
-        unknown_id = bus.GenerateRequest(prompt_token_ids=[2**31 - 1], model="synthetic")
-        with pytest.raises(bus.InvalidRequest):
+        unknown_id = rollbus.GenerateRequest(prompt_token_ids=[2**31 - 1], model="synthetic")
+        with pytest.raises(rollbus.InvalidRequest):
             await service.complete(a_request(), unknown_id)
         found = parse((await service.metrics.text()).decode())
 
@@ -235,10 +235,10 @@ async def test_retries_are_counted_by_model(nats_url: str, fleet: str) -> None:
 
 async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
     """Old weight versions have no series."""
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         service = Service(rb, Settings(), Admission(8))
         for version in range(3 * MAX_VERSIONS):
-            progress = Progress(service.metrics, "m")
+            progress = GenerationTimer(service.metrics, "m")
             progress.add(a_chunk(version))
             progress.add(a_chunk(version))
         found = parse((await service.metrics.text()).decode())
@@ -266,9 +266,9 @@ async def test_a_bus_that_does_not_answer_is_seen(nats_url: str, fleet: str, mon
     async def never(_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("frontend.http.fleet_metrics.TIMEOUT_S", 0.01)
-    monkeypatch.setattr(bus.Fleet, "state", never)
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    monkeypatch.setattr("rollbus.frontend.http.fleet_metrics.TIMEOUT_S", 0.01)
+    monkeypatch.setattr(rollbus.Fleet, "state", never)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         collector = FleetCollector(rb)
         assert await collector.ask() is None
         found = parse((await Metrics(rb).text()).decode())

@@ -6,21 +6,19 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
-import bus
-from tests.http.openai_support import by_bus, client_of, talking
+import rollbus
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.openai_support import client_of, talking
 from tests.http.small_tokenizers import byte_level
+from tests.http.support import by_bus
 from tests.support.fleet import until_idle
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.streams import all_of
 
 USER = {"role": "user", "content": "the é 🙂"}
 MESSAGES: Any = [USER]
 IDS = {"return_token_ids": True}
-
-
-async def streamed(stream: Any) -> list[Any]:
-    """All events of a stream."""
-    return [event async for event in stream]
 
 
 async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -30,7 +28,7 @@ async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) 
             asked: Any = {"model": "synthetic", "messages": MESSAGES, "max_tokens": 12, "seed": 7, "n": n}
             asked |= {"logprobs": True, "top_logprobs": 2}
             answer = await client.chat.completions.create(**asked, extra_body=IDS)
-            events = await streamed(
+            events = await all_of(
                 await client.chat.completions.create(
                     **asked, stream=True, stream_options={"include_usage": True}, extra_body=IDS
                 )
@@ -79,7 +77,7 @@ async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) 
                     prompt = answer.prompt_token_ids
                     ids, text = answer.choices[0].token_ids, answer.choices[0].message.content
                 else:
-                    events = await streamed(await client.chat.completions.create(**asked, stream=True, extra_body=IDS))
+                    events = await all_of(await client.chat.completions.create(**asked, stream=True, extra_body=IDS))
                     prompt, events = events[0].prompt_token_ids, events[1:]
                     ids = [token_id for event in events for token_id in event.choices[0].token_ids]
                     text = "".join(event.choices[0].delta.content for event in events)
@@ -105,7 +103,7 @@ async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
         for include in (False, True):
             extra = {**IDS, "include_stop_str_in_output": include}
             answer = await client.completions.create(**asked, stop=["nowhere", stop], extra_body=extra)
-            events = await streamed(await client.completions.create(**asked, stop=stop, stream=True, extra_body=extra))
+            events = await all_of(await client.completions.create(**asked, stop=stop, stream=True, extra_body=extra))
             (choice,) = answer.choices
             assert choice.text == text[: at + 2 * include]
             assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
@@ -131,7 +129,7 @@ async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
             asked: Any = {"model": "synthetic", "prompt": prompt, "n": 2, "seed": 3, "logprobs": 1, "max_tokens": 5}
             answer = await client.completions.create(**asked, extra_body=IDS)
-            events = await streamed(await client.completions.create(**asked, stream=True, extra_body=IDS))
+            events = await all_of(await client.completions.create(**asked, stream=True, extra_body=IDS))
 
             several = isinstance(prompt, list) and not isinstance(prompt[0], int)
             assert [choice.index for choice in answer.choices] == list(range(4 if several else 2))
@@ -216,18 +214,18 @@ async def test_a_failure_ends_every_answer(
 ) -> None:
     """An engine's failure is a 502 for one prompt and for several; in a stream that has begun, an error event."""
 
-    async def fail(_client: bus.Client, wanted: bus.GenerateRequest) -> Any:
+    async def fail(_client: rollbus.Client, wanted: rollbus.GenerateRequest, **_: object) -> Any:
         async for chunk in generate(_client, wanted):
-            if chunk.chunk_index == 2:
-                raise bus.RequestFailed(code=bus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
-            yield chunk
+            # A worker may put all tokens into the first chunk.
+            yield replace(chunk, end=None)
+            raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
-    async def fail_whole(_client: bus.Client, _wanted: bus.GenerateRequest) -> Any:
-        raise bus.RequestFailed(code=bus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
+    async def fail_whole(_client: rollbus.Client, _wanted: rollbus.GenerateRequest) -> Any:
+        raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
-    generate = bus.Client.generate
-    monkeypatch.setattr(bus.Client, "generate", fail)
-    monkeypatch.setattr(bus.Client, "complete", fail_whole)
+    generate = rollbus.Client.generate
+    monkeypatch.setattr(rollbus.Client, "generate", fail)
+    monkeypatch.setattr(rollbus.Client, "complete", fail_whole)
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for prompt in ("the", ["the", "é"]):
             for more in ({}, {"stop": "nowhere"}):
@@ -237,7 +235,7 @@ async def test_a_failure_ends_every_answer(
             # With logprobs there is an event for every token, also where its text is a part of a character.
             stream = await client.completions.create(model="synthetic", prompt=prompt, logprobs=0, stream=True)
             with pytest.raises(openai.APIError, match="the engine has failed"):
-                await streamed(stream)
+                await all_of(stream)
         monkeypatch.undo()
         assert http.engine is not None
         await until_idle(http.engine, http.rb)

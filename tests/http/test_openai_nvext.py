@@ -9,16 +9,16 @@ import httpx
 import numpy as np
 import pytest
 
-import bus
-from frontend.http.answers import Choice
-from frontend.http.errors import HttpError
-from frontend.http.openai.nvext import Clock, nvext_json
-from frontend.http.stops import text_of
-from frontend.http.tokens import Scores, Tokens
-from frontend.http.wanted import Target
-from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, by_bus, rows_of, talking
+import rollbus
+from rollbus.frontend.http.answers import Choice
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.openai.nvext import Clock, nvext_json
+from rollbus.frontend.http.request_target import RequestTarget
+from rollbus.frontend.http.stops import text_of
+from rollbus.frontend.http.tokens import Scores, Tokens
+from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 from tests.http.small_tokenizers import byte_level
-from tests.http.support import Http, http_service, noted_requests
+from tests.http.support import Http, by_bus, http_service, noted_requests, rows_of
 from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -178,26 +178,26 @@ async def test_no_tokenizer(nats_url: str, fleet: str) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_tokenizer")
 
 
-def target() -> Target:
+def target() -> RequestTarget:
     """A synthetic worker's model."""
     model = CONFIG.capabilities
-    return Target(worker=presence(capabilities=model), capabilities=model, lora=None)
+    return RequestTarget(worker=presence(capabilities=model), capabilities=model, lora=None)
 
 
-def choice(*stops: str) -> tuple[bus.GenerateRequest, Choice, Tokens]:
+def choice(*stops: str) -> tuple[rollbus.GenerateRequest, Choice, Tokens]:
     """An answer that has not begun, and three tokens for it."""
-    wanted = bus.GenerateRequest(prompt_token_ids=PROMPT, sampling=bus.SamplingParams(logprobs=0))
+    wanted = rollbus.GenerateRequest(prompt_token_ids=PROMPT, sampling=rollbus.SamplingParams(logprobs=0))
     text = text_of(wanted, byte_level(), stops, include_stop=False, skip_special_tokens=True)
     tokens = Tokens(
         scores=Scores(np.array([1, 2, 3], "i4"), np.array([-1, -2, -np.inf], "f4")),
         weight_versions=np.array([4, 4, 5], "i4"),
         rows=np.ones((7, 4, 4), "u1"),
-        finish_reason=bus.FinishReason.LENGTH,
+        finish_reason=rollbus.FinishReason.LENGTH,
     )
     return wanted, Choice(0, wanted, text, keep=True), tokens
 
 
-def nvext(wanted: bus.GenerateRequest, tokens: Tokens) -> Any:
+def nvext(wanted: rollbus.GenerateRequest, tokens: Tokens) -> Any:
     """All of it."""
     return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
 
@@ -205,8 +205,8 @@ def nvext(wanted: bus.GenerateRequest, tokens: Tokens) -> Any:
 def test_an_answer_without_tokens_has_empty_lists() -> None:
     """Present and empty, rows included: clients take an absent list for a failure."""
     wanted, answer, tokens = choice()
-    answer.add(replace(tokens.cut(0, 0), rows=None, finish_reason=bus.FinishReason.ABORT))
-    whole = answer.taken()
+    answer.add(replace(tokens.cut(0, 0), rows=None, finish_reason=rollbus.FinishReason.ABORT))
+    whole = answer.pop_update()
     found = nvext(wanted, whole.tokens)
     assert (whole.text, answer.finish_reason, answer.num_tokens) == ("", "abort", 0)
     assert (found["completion_token_ids"], found["weight_version"]) == ([], None)
@@ -231,14 +231,14 @@ def test_what_does_not_belong_together_is_an_error() -> None:
     wanted, answer, tokens = choice()
     answer.add(replace(tokens, rows=np.ones((6, 4, 4), "u1")))
     with pytest.raises(HttpError, match="6 rows of routing, not 7"):
-        nvext(wanted, answer.taken().tokens)
+        nvext(wanted, answer.pop_update().tokens)
 
 
 def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
     """A worker may hand over many tokens at once: of those behind the stop string nothing is left, rows included."""
     wanted, answer, tokens = choice(byte_level().token_bytes(2).decode())
     update = answer.add(tokens)
-    engine = nvext(wanted, answer.taken().tokens)["engine_data"]
+    engine = nvext(wanted, answer.pop_update().tokens)["engine_data"]
     assert (update.text, answer.num_tokens, answer.finish_reason) == (byte_level().token_bytes(1).decode(), 2, "stop")
     assert update.tokens.rows is not None
     assert len(update.tokens.rows) == 6

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.http.openai_support import CHAT, by_bus, client_of, rows_of
-from tests.http.support import http_before
+from tests.http.openai_support import CHAT, client_of
+from tests.http.support import by_bus, http_before, rows_of
 
 pytestmark = pytest.mark.vllm
 

@@ -16,13 +16,15 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-import bus
-from frontend.http.app import ADMIN, DATA, OPEN, described, make_app
-from frontend.http.openapi import document
-from frontend.http.settings import Settings
+import rollbus
+from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
+from rollbus.frontend.http.control.not_served import ROUTES as NOT_SERVED
+from rollbus.frontend.http.openapi import document
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before, http_service
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.patience import SOON_S
 
 EXAMPLES = 5
 """For each route."""
@@ -40,7 +42,7 @@ def operations(described_as: dict[str, Any]) -> dict[tuple[str, str], dict[str, 
 async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) -> None:
     """Every route stands in the document with its method and its tokens, and nothing else does."""
     settings = Settings(token="data", admin_token="admin")
-    app = make_app(bus.connect(nats_url, fleet=fleet), settings)
+    app = make_app(rollbus.connect(nats_url, fleet=fleet), settings)
     served = {
         (method, route.path.replace(":path}", "}"))
         for route in app.routes
@@ -60,20 +62,21 @@ async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) ->
 
 def test_every_route_says_what_it_takes() -> None:
     """What a POST decodes is in the document; nothing is said of routes that are not there."""
-    routes = described()
-    served = {*routes.open, *routes.data, *routes.admin}
+    served = {**OPEN, **DATA, **ADMIN}
 
-    assert [key for key in served if key[0] == "POST" and key not in routes.bodies] == []
-    assert {*routes.bodies, *routes.queries, *routes.answers} <= served
-    made = operations(document(routes, Settings()))
-    assert all(("requestBody" in made[key]) == (body is not None) for key, body in routes.bodies.items())
+    assert [key for key in {**DATA, **ADMIN} if key[0] == "POST" and served[key].body is None] == [
+        key for key in NOT_SERVED if key[0] == "POST"
+    ]
+    made = operations(document(OPEN, DATA, ADMIN, Settings()))
+    assert set(made) == {(method, path.replace(":path}", "}")) for method, path in served}
+    assert all(("requestBody" in made[key]) == (route.body is not None) for key, route in served.items())
     assert all(operation["summary"] for operation in made.values())
     assert len({operation["operationId"] for operation in made.values()}) == len(made)
 
 
 def test_schemas_are_valid() -> None:
     """All of them are JSON Schema of the dialect that OpenAPI 3.1 has, and every reference leads somewhere."""
-    made = document(described(), Settings())
+    made = document(OPEN, DATA, ADMIN, Settings())
     names = set(made["components"]["schemas"])
     for schema in made["components"]["schemas"].values():
         jsonschema_rs.meta.validate(schema)
@@ -104,7 +107,7 @@ def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *,
     )
     @hypothesis.given(case=operation.as_strategy())
     def run(case: schemathesis.Case[Any]) -> None:
-        response = case.call(base_url=http.url, timeout=30)
+        response = case.call(base_url=http.url, timeout=SOON_S)
         if is_admin:
             # Where no worker applied a command, the answer is 502 by design.
             assert response.status_code != 500

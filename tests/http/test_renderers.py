@@ -1,7 +1,6 @@
 """The published `renderers` package against a real engine: unchanged, over several turns, and many at a time."""
 
 import asyncio
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from renderers import (  # type: ignore[import-untyped]
 )
 from renderers.client import generate  # type: ignore[import-untyped]
 
-import bus
-from tests.http.support import http_before
+import rollbus
+from tests.http.support import http_before, rows_of
 from tests.support.real_fleet import prompt
 
 pytestmark = pytest.mark.vllm
@@ -32,11 +31,6 @@ def renderer(tiny_moe_float32: Path) -> Renderer:
     from transformers import AutoTokenizer
 
     return create_renderer(AutoTokenizer.from_pretrained(tiny_moe_float32), DefaultRendererConfig())
-
-
-def rows_of(routed: dict[str, Any]) -> np.ndarray:
-    """The rows of an answer, u1[rows, layers, top_k]."""
-    return np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"]).reshape(routed["shape"])
 
 
 async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: int) -> list[dict[str, Any]]:
@@ -91,11 +85,11 @@ async def test_rollouts_of_several_turns_64_at_a_time(nats_url: str, real_fleet:
         assert np.array_equal(rows, expected.routed_experts[: len(rows)])
 
 
-def whole_conversation(turns: list[dict[str, Any]]) -> bus.GenerateRequest:
+def whole_conversation(turns: list[dict[str, Any]]) -> rollbus.GenerateRequest:
     """All tokens of a rollout as one prompt."""
     last = turns[-1]
-    return bus.GenerateRequest(
-        prompt_token_ids=last["prompt_ids"] + last["completion_ids"], sampling=bus.SamplingParams(max_tokens=1)
+    return rollbus.GenerateRequest(
+        prompt_token_ids=last["prompt_ids"] + last["completion_ids"], sampling=rollbus.SamplingParams(max_tokens=1)
     )
 
 
@@ -111,7 +105,9 @@ async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: st
                 "/inference/v1/generate", json={"token_ids": ids, "sampling_params": params, "cache_salt": "http"}
             )
             expected = await http.rb.complete(
-                bus.GenerateRequest(prompt_token_ids=ids, sampling=bus.SamplingParams(**params), cache_salt="bus")
+                rollbus.GenerateRequest(
+                    prompt_token_ids=ids, sampling=rollbus.SamplingParams(**params), cache_salt="bus"
+                )
             )
             for choice, sample in zip(answer.json()["choices"], (expected, *expected.siblings), strict=True):
                 assert choice["token_ids"] == sample.token_ids.tolist()

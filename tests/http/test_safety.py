@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from frontend.http.app import BODIES
-from frontend.http.settings import Settings
+from rollbus.frontend.http.app import ADMIN, DATA
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
 from tests.http.test_metrics import parse, value
 from tests.support.fleet import is_idle, until_idle
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.waits import until_true
 
 LONG = 60_000
 """Tokens that nobody waits for: at the pace of these engines they take longer than a test may."""
@@ -38,8 +39,8 @@ async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[a
     host, port = http.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    writer.write(f"{head}\r\n\r\n".encode() + data)
     try:
         yield reader
     finally:
@@ -66,9 +67,10 @@ async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
             for _ in range(3):
                 yield b" " * 500
 
-        for method, path in (key for key, kind in BODIES.items() if kind is not None):
+        for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1001\r\n\r\n".encode())
+            head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1001"
+            writer.write(f"{head}\r\n\r\n".encode())
             assert (await reader.readline()).split()[1] == b"413", path
             writer.close()
             answer = await http.client.request(method, path, content=chunked())
@@ -109,8 +111,8 @@ async def test_a_client_that_leaves_is_not_worked_for(
         async with posted(http, path, body) as reader:
             if stream:
                 await reader.readuntil(b"data: ")
-            while is_idle(http.engine):  # noqa: ASYNC110 - the engine tells nobody
-                await asyncio.sleep(0.01)
+            engine = http.engine
+            await until_true(lambda: not is_idle(engine))
         await becomes(http, "rollbus_http_generations_total", 1, model="synthetic", outcome="left")
         await until_idle(http.engine, http.rb)
 

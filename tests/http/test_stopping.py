@@ -5,26 +5,29 @@ import asyncio
 import httpx
 import pytest
 
-import bus
-from frontend.http import server
-from schemas.presence import WorkerState
+from rollbus.frontend.http import server
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.control_support import in_flight
 from tests.http.support import Http, http_before
-from tests.support.fleet import synthetic_worker, until_idle
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.fleet import StartServed, until_idle
+from tests.support.patience import SOON_S
 
 SLOW = SyntheticConfig(step_s=0.005)
 LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
 
 
 async def test_what_clients_wait_for_is_ended_in_good_order(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nats_url: str,
+    fleet: str,
+    one_worker: StartServed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """503 for what has no answer yet, streams are cut, requests aborted; a command that was given stands."""
     monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
-    async with synthetic_worker(nats_url, fleet, config=SLOW) as (_, engine), bus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
-        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=60) as client:
+    async with one_worker(config=SLOW) as (rb, _, engine):
+        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=SOON_S) as client:
             async with http_before(nats_url, fleet) as http, in_flight(Http(http.url, http.client, rb, http.own)):
                 await http.own.fleet.wait_for_workers()
                 stream = await client.send(

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-import bus
-from frontend.http.app import ADMIN, BODIES
-from frontend.http.settings import Settings
+import rollbus
+from rollbus.frontend.http.app import ADMIN, DATA
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
 from tests.support.fleet import until_idle
-from workers.engines.synthetic import SyntheticConfig
 
 BASES: dict[str, dict[str, Any]] = {
     "GenerateBody": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
@@ -40,12 +40,13 @@ NO_JSON = (
     ),
     *(b'{"model": ' * 100_000, b"[" * 100_000, b'{"model": NaN}', b'{"model": Infinity}', b'{"model": -Infinity}'),
 )
+ROUTES = {**DATA, **ADMIN}
 NO_OBJECT = (b"[]", b"1", b'"x"', b"true", b"null", b"[{}]")
 
 
 def kind_of(route: tuple[str, str]) -> type[msgspec.Struct]:
     """What a route decodes."""
-    kind = BODIES[route]
+    kind = ROUTES[route].body
     assert isinstance(kind, type)
     assert issubclass(kind, msgspec.Struct)
     return kind
@@ -103,7 +104,9 @@ async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", sorted(key for key, kind in BODIES.items() if kind is not None), ids=lambda r: r[1])
+@pytest.mark.parametrize(
+    "route", sorted(key for key, route in ROUTES.items() if route.body is not None), ids=lambda r: r[1]
+)
 async def test_wrong_input_is_named(nats_url: str, fleet: str, tmp_path: Path, route: tuple[str, str]) -> None:
     """Of any type, out of bounds, missing, unknown, given twice, or no JSON at all."""
     kind, is_admin = kind_of(route), route in ADMIN
@@ -145,5 +148,5 @@ async def test_wrong_input_is_named(nats_url: str, fleet: str, tmp_path: Path, r
         assert http.engine is not None
         await until_idle(http.engine, http.rb)
         assert (await http.rb.fleet.state()).workers[0].in_flight == 0
-        request = bus.GenerateRequest(prompt_token_ids=[1], sampling=bus.SamplingParams(max_tokens=1))
+        request = rollbus.GenerateRequest(prompt_token_ids=[1], sampling=rollbus.SamplingParams(max_tokens=1))
         assert len((await http.rb.complete(request)).token_ids) == 1

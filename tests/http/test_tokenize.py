@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend.http.chat import SHORT_TEXT, Chat, encode_chat, encode_text
-from frontend.http.errors import HttpError
-from frontend.http.settings import Settings
-from frontend.tokenization import Tokenizer, load_tokenizer
-from schemas.errors import InvalidRequest
+from rollbus.frontend.http.chat import SHORT_TEXT, Chat, encode_chat, encode_text
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.tokenization import Tokenizer, load_tokenizer
+from rollbus.schemas.errors import InvalidRequest
 from tests.http.small_tokenizers import SPECIAL, byte_level, make_byte_level, save
 from tests.http.support import http_service
 

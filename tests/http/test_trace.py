@@ -7,14 +7,15 @@ import pytest
 from nats.aio.msg import Msg
 from starlette.datastructures import Headers
 
-import bus
-from bus.connection import Connection, close_connection, open_connection, subscribe
-from frontend.http.trace import traceparent_of
-from schemas.messages import KvHandover, decode_frame
+import rollbus
+from rollbus.bus.nats.connection import subscribe
+from rollbus.frontend.http.trace import traceparent_of
+from rollbus.schemas.messages import KvTransfer, decode_frame
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.worker import Worker
 from tests.http.support import http_before
+from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
-from workers.engines.synthetic import SyntheticConfig
-from workers.worker import Worker
 
 IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 
@@ -58,7 +59,7 @@ async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> 
         back.extend((chunk.attempt, chunk.traceparent) for chunk in decode_frame(message.data).chunks)
 
     async with (
-        connected(nats_url) as nats,
+        opened(nats_url) as nats,
         spied_worker(nats_url, fleet, "a", seen) as first,
         http_before(nats_url, fleet) as http,
     ):
@@ -92,19 +93,9 @@ async def spied_worker(nats_url: str, fleet: str, worker_id: str, seen: list[str
     async with synthetic_worker(nats_url, fleet, config=config, worker_id=worker_id) as (worker, engine):
         add = engine.add
 
-        async def spy(key: str, request: bus.GenerateRequest, kv: KvHandover | None = None) -> None:
+        async def spy(key: str, request: rollbus.GenerateRequest, kv: KvTransfer | None = None) -> None:
             seen.append(request.traceparent)
             await add(key, request, kv)
 
         engine.add = spy  # type: ignore[method-assign]
         yield worker
-
-
-@contextlib.asynccontextmanager
-async def connected(nats_url: str) -> AsyncIterator[Connection]:
-    """Somebody who listens."""
-    nats = await open_connection(nats_url, name="listener")
-    try:
-        yield nats
-    finally:
-        await close_connection(nats)

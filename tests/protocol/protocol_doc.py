@@ -10,34 +10,53 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bus.subjects
-from bus.protocol.prefill import Alone
-from bus.protocol.states import (
-    HELD,
-    REQUEST,
+import rollbus.bus.subjects
+from rollbus.bus.protocol.attempt.states import OPEN, OUT, REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
+from rollbus.bus.protocol.states import (
+    SPEAKING,
     WORKER,
-    HeldEvent,
-    HeldState,
-    Machine,
-    RequestEvent,
-    RequestState,
+    WORKER_REQUEST,
+    StateMachine,
     WorkerEvent,
+    WorkerRequestEvent,
+    WorkerRequestState,
 )
-from schemas.presence import ClientState, WorkerState
+from rollbus.schemas.presence import ClientState, WorkerState
 from tests.schemas.wire_tables import docstrings, markdown
 
-__all__ = ["DOC", "STATES", "meanings", "names_of_parts", "with_parts"]
+__all__ = ["DOC", "GROUPS", "STATES", "diagram", "meanings", "names_of_parts", "with_parts"]
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
 PART = re.compile(r"<!-- (\w+: \w+) -->\n.*?<!-- end -->", re.DOTALL)
 STATES: dict[str, type[enum.StrEnum]] = {
     "request": RequestState,
-    "held": HeldState,
+    "held": WorkerRequestState,
     "worker": WorkerState,
     "client": ClientState,
 }
-EVENTS: dict[str, type[enum.StrEnum]] = {"request": RequestEvent, "held": HeldEvent, "worker": WorkerEvent}
-MACHINES: dict[str, Machine[Any, Any]] = {"request": REQUEST, "held": HELD, "worker": WORKER}
+EVENTS: dict[str, type[enum.StrEnum]] = {"request": RequestEvent, "held": WorkerRequestEvent, "worker": WorkerEvent}
+MACHINES: dict[str, StateMachine[Any, Any]] = {"request": REQUEST, "held": WORKER_REQUEST, "worker": WORKER}
+
+
+_UNADMITTED = frozenset(
+    state
+    for (state, event), after in REQUEST.transitions.items()
+    if event is RequestEvent.ADMITTED and after is RequestState.RUNNING
+)
+GROUPS: dict[str, dict[str, frozenset[Any]]] = {
+    "request": {
+        "any state but ended": OPEN,
+        "any state in which a worker may have it": OUT,
+        "in the queue, or on the way": _UNADMITTED,
+    },
+    "worker": {
+        "any state that is not final": SPEAKING | {WorkerState.STARTING, WorkerState.FENCED},
+        "updating, and any state that it leads to": SPEAKING,
+        "any state that updating leads to": SPEAKING - {WorkerState.UPDATING},
+    },
+}
+"""States that a diagram draws as one, by machine and label, for each event that leads them all to one state."""
 
 
 def with_parts(text: str) -> str:
@@ -65,13 +84,29 @@ def _part(kind: str, name: str) -> str:
         case "events":
             return _meaning_table("event", EVENTS[name])
         case "diagram":
-            return f"```mermaid\n{MACHINES[name].diagram()}\n```\n"
+            return f"```mermaid\n{diagram(MACHINES[name])}\n```\n"
         case _:
-            return _subjects() if name == "subjects" else _meaning_table("reason", Alone)
+            return _subjects() if name == "subjects" else _meaning_table("reason", PrefillFallback)
+
+
+def diagram(machine: StateMachine[Any, Any]) -> str:
+    """Draw a table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {machine.initial}"]
+    undrawn = dict(machine.transitions)
+    for number, (label, states) in enumerate(GROUPS.get(machine.name, {}).items()):
+        lines.append(f'    state "{label}" as group{number}')
+        for event in dict.fromkeys(event for _, event in machine.transitions):
+            ends = {undrawn.get((state, event)) for state in states}
+            if len(ends) == 1 and None not in ends:
+                lines.append(f"    group{number} --> {ends.pop()}: {event}")
+                undrawn = {key: after for key, after in undrawn.items() if key[0] not in states or key[1] != event}
+    lines += [f"    {state} --> {after}: {event}" for (state, event), after in undrawn.items()]
+    lines += [f"    {state} --> [*]" for state in sorted(machine.final)]
+    return "\n".join(lines)
 
 
 def _subjects() -> str:
-    return "".join(f"{line}\n" for line in (bus.subjects.__doc__ or "").splitlines() if line.startswith("|"))
+    return "".join(f"{line}\n" for line in (rollbus.bus.subjects.__doc__ or "").splitlines() if line.startswith("|"))
 
 
 def _meaning_table(head: str, kind: type[enum.StrEnum]) -> str:

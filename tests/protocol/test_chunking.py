@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.protocol.assembly import Assembly
-from bus.protocol.chunking import ChunkWriter
-from bus.protocol.sizes import CHUNK_OVERHEAD_BYTES, chunk_bytes
-from bus.protocol.step import RequestStep
-from schemas.chunk import Chunk, ChunkError, FinishReason
-from schemas.errors import ErrorCode, LocalProtocolError
-from schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
-from schemas.presence import RoutedExpertsInfo
+from rollbus.bus.protocol.stream.chunk_sizes import CHUNK_OVERHEAD_BYTES, chunk_bytes
+from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
+from rollbus.schemas.errors import ErrorCode, LocalProtocolError
+from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.presence import RoutedExpertsInfo
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
@@ -32,21 +32,21 @@ def nothing(reason: FinishReason | None = None, error: str | None = None) -> Req
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_a_part_is_no_larger_than_allowed(scenario: Scenario, part_bytes: int, gather: int) -> None:
-    """The arrays of a chunk take at most `part_bytes`, unless one token or row is larger; the estimate is a bound."""
-    for chunk in scenario.chunks(part_bytes, gather):
+def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int, gather: int) -> None:
+    """The arrays of a chunk take at most `segment_bytes`, unless one token or row is larger; the estimate bounds it."""
+    for chunk in scenario.chunks(segment_bytes, gather):
         size = chunk_bytes(chunk)
         parts = max(chunk.num_tokens, num_rows(chunk), 0 if chunk.prompt_logprobs is None else 1)
-        assert size - CHUNK_OVERHEAD_BYTES - len("r") <= part_bytes or parts == 1
+        assert size - CHUNK_OVERHEAD_BYTES - len("r") <= segment_bytes or parts == 1
         assert len(encode(Frame(WIRE_VERSION, "i", 0, [], [chunk]))) <= size
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, part_bytes: int, gather: int) -> None:
+def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """Behind any chunk with tokens there are no more rows than belong to the tokens so far, and no mixed versions."""
     tokens = rows = 0
     lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
-    for chunk in scenario.chunks(part_bytes, gather):
+    for chunk in scenario.chunks(segment_bytes, gather):
         versions = scenario.arrays["weight_versions"]
         assert versions is not None
         assert set(versions[tokens : tokens + chunk.num_tokens]) <= {chunk.weight_version}
@@ -57,11 +57,11 @@ def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, part_bytes: int, ga
 
 
 @given(scenarios(), st.integers(1, 200), st.data())
-def test_the_next_size_is_known(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+def test_the_next_size_is_known(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
     """`next_bytes` bounds the next chunk, is 0 exactly when there is none, and a smaller limit gets nothing."""
-    writer = scenario.writer(part_bytes)
+    writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.take(step, version)
+        writer.add_step(step, version)
         while data.draw(st.booleans()) and writer.has_unsent:
             size = writer.next_bytes
             assert writer.next_chunk(size - 1) is None
@@ -76,13 +76,13 @@ def test_the_next_size_is_known(scenario: Scenario, part_bytes: int, data: st.Da
 
 
 @given(scenarios(), st.integers(1, 200), st.data())
-def test_a_failure_drops_what_is_unsent(scenario: Scenario, part_bytes: int, data: st.DataObject) -> None:
+def test_a_failure_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
     """At any point a failure's terminal chunk comes next and its totals are those of what has left."""
-    writer = scenario.writer(part_bytes)
-    assembly = Assembly(scenario.request)
+    writer = scenario.writer(segment_bytes)
+    assembly = ChunkVerifier(scenario.request)
     fails_after = data.draw(st.integers(0, len(scenario.steps)))
     for step, version in zip(scenario.steps[:fails_after], scenario.versions, strict=False):
-        writer.take(step, version)
+        writer.add_step(step, version)
         for _ in range(data.draw(st.integers(0, 3))):
             chunk = writer.next_chunk()
             if chunk is not None:
@@ -100,17 +100,17 @@ def test_a_failure_drops_what_is_unsent(scenario: Scenario, part_bytes: int, dat
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(0, 20))
-def test_a_stop_drops_what_is_unsent(scenario: Scenario, part_bytes: int, leave: int) -> None:
+def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, leave: int) -> None:
     """A request that is stopped ends with the next chunk as aborted, and its totals are those of what has left."""
-    writer = scenario.writer(part_bytes)
+    writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.take(step, version)
+        writer.add_step(step, version)
     chunks = [chunk for _ in range(leave) if (chunk := writer.next_chunk()) is not None]
     if writer.has_left:
         with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
-            writer.stop(1)
+            writer.abort(1)
         return
-    last = writer.stop(1)
+    last = writer.abort(1)
 
     assert last.chunk_index == len(chunks)
     assert last.end is not None
@@ -125,7 +125,7 @@ def test_what_waits_is_merged() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)
     writer = scenario.writer()
     for step, version in zip(scenario.steps, [1, 1, 1, 2, 2], strict=True):
-        writer.take(step, version)
+        writer.add_step(step, version)
     first, second = drain(writer)
 
     assert (first.weight_version, first.num_tokens, num_rows(first)) == (1, 5, 3 + 5 - 1)
@@ -134,9 +134,9 @@ def test_what_waits_is_merged() -> None:
 
 
 @given(scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
-def test_every_token_knows_its_adapter(scenario: Scenario, part_bytes: int, gather: int) -> None:
+def test_every_token_knows_its_adapter(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """However steps are merged and cut, no chunk mixes versions of the adapter, and the result has each token's."""
-    chunks = scenario.chunks(part_bytes, gather)
+    chunks = scenario.chunks(segment_bytes, gather)
     at = 0
     for chunk in chunks:
         versions = scenario.arrays["lora_versions"]
@@ -152,7 +152,7 @@ def test_a_swapped_adapter_begins_another_chunk() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 3, 4], routing=WIDE)
     writer = scenario.writer()
     for step, lora_version in zip(scenario.steps, [4, 5, 5, None], strict=True):
-        writer.take(step, 1, lora_version)
+        writer.add_step(step, 1, lora_version)
 
     assert [(chunk.lora_version, chunk.num_tokens) for chunk in drain(writer)] == [(4, 1), (5, 2), (None, 1)]
 
@@ -161,31 +161,31 @@ def test_the_end_bears_the_adapter_of_the_last_step() -> None:
     """A request with an adapter that is cut short still says which it had."""
     scenario = simple()
     writer = scenario.writer()
-    writer.take(scenario.steps[0], 1, 6)
+    writer.add_step(scenario.steps[0], 1, 6)
 
-    assert writer.stop(2).lora_version == 6
+    assert writer.abort(2).lora_version == 6
 
 
 def test_the_first_chunk_bears_the_trace() -> None:
     """Whether it has tokens or only the end, and no chunk after it; its size is known with that."""
     for is_ended in (False, True):
         writer = ChunkWriter(
-            RequestKey("r"), prompt_len=1, routing=None, start=0, part_bytes=1000, traceparent="t" * 55
+            RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=1000, traceparent="t" * 55
         )
         assert writer.next_bytes == 0
         if not is_ended:
-            writer.take(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
+            writer.add_step(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
             expected_bytes = writer.next_bytes
             chunk = writer.next_chunk()
             assert chunk is not None
             assert (chunk.traceparent, chunk_bytes(chunk)) == ("t" * 55, expected_bytes)
-        assert (writer.stop(1).traceparent is not None) is is_ended
+        assert (writer.abort(1).traceparent is not None) is is_ended
 
 
 def test_a_prompts_rows_go_ahead_in_parts() -> None:
     """Rows of a long prompt leave in parts before the first token, and the token brings what is left of them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)
-    chunks = scenario.chunks(part_bytes=1000)
+    chunks = scenario.chunks(segment_bytes=1000)
 
     assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(10, 0), (10, 0), (5, 1)]
     assert_complete(scenario, chunks)
@@ -194,9 +194,9 @@ def test_a_prompts_rows_go_ahead_in_parts() -> None:
 def test_merged_tokens_keep_their_rows() -> None:
     """A backlog larger than a part is cut so that each part has tokens and the rows due for them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=WIDE)
-    writer = scenario.writer(part_bytes=1080)
+    writer = scenario.writer(segment_bytes=1080)
     for step in scenario.steps:
-        writer.take(step, 1)
+        writer.add_step(step, 1)
 
     assert [(chunk.num_tokens, num_rows(chunk)) for chunk in drain(writer)] == [(10, 10)] * 3
 
@@ -207,7 +207,7 @@ def test_rows_that_come_last_follow_the_tokens() -> None:
     first, last = scenario.steps
     rows = scenario.arrays["routed_experts"]
     first.routed_experts, last.routed_experts, last.routed_experts_start = None, rows, 0
-    chunks = scenario.chunks(part_bytes=1000)
+    chunks = scenario.chunks(segment_bytes=1000)
 
     assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(0, 1), (10, 0), (10, 0), (1, 1)]
     assert_complete(scenario, chunks)
@@ -219,7 +219,7 @@ def test_the_end_waits_for_rows_without_tokens() -> None:
     first, last = scenario.steps
     first.routed_experts, first.finish_reason = None, None
     last.routed_experts, last.routed_experts_start = scenario.arrays["routed_experts"], 0
-    chunks = scenario.chunks(part_bytes=1000)
+    chunks = scenario.chunks(segment_bytes=1000)
 
     assert [(num_rows(chunk), chunk.num_tokens) for chunk in chunks] == [(0, 2), (10, 0), (10, 0), (1, 0)]
     assert_complete(scenario, chunks)
@@ -231,7 +231,7 @@ def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
     writer = scenario.writer()
     arrays = [np.array(array) for array in (scenario.arrays["token_ids"], scenario.arrays["routed_experts"])]
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.take(step, version)
+        writer.add_step(step, version)
         step.token_ids[:] = 0
         step.routed_experts[:] = 0  # type: ignore[index]
     chunks = drain(writer)
@@ -269,9 +269,9 @@ def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
     scenario = simple()
     writer = scenario.writer()
     scenario.steps[0].routed_experts = None
-    writer.take(scenario.steps[0], 1)
+    writer.add_step(scenario.steps[0], 1)
     drain(writer)
-    writer.take(nothing(FinishReason.ERROR, "out of numbers" * 100), 1)
+    writer.add_step(nothing(FinishReason.ERROR, "out of numbers" * 100), 1)
     size = writer.next_bytes
     (chunk,) = drain(writer)
 
@@ -284,7 +284,7 @@ def test_an_abort_before_the_first_token_has_no_rows() -> None:
     """Zero tokens are a valid result: their routing is an array of zero rows with the model's shape."""
     scenario = simple()
     writer, stream = scenario.writer(), scenario.stream()
-    writer.take(nothing(FinishReason.ABORT), 1)
+    writer.add_step(nothing(FinishReason.ABORT), 1)
     assert writer.unsent_bytes == 0
     (chunk,) = drain(writer)
     stream.add(chunk)
@@ -307,7 +307,7 @@ def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
 def test_a_step_without_anything_is_no_chunk() -> None:
     """Nothing to tell takes no chunk number."""
     writer = simple().writer()
-    writer.take(nothing(), 1)
+    writer.add_step(nothing(), 1)
 
     assert writer.next_chunk() is None
     assert not writer.has_unsent
@@ -333,12 +333,12 @@ def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
     """A step that is refused leaves no trace: the error that follows is the next chunk, with true totals."""
     scenario = simple()
     writer = scenario.writer()
-    assembly = Assembly(scenario.request)
-    writer.take(scenario.steps[0], 1)
+    assembly = ChunkVerifier(scenario.request)
+    writer.add_step(scenario.steps[0], 1)
     for chunk in drain(writer):
         assembly.add(chunk)
     with pytest.raises(LocalProtocolError):
-        writer.take(broken_steps()[name], 1)
+        writer.add_step(broken_steps()[name], 1)
     assert not writer.has_unsent
     assembly.add(writer.fail(ChunkError(ErrorCode.PROTOCOL_ERROR, name), 1))
 
@@ -352,9 +352,9 @@ def test_a_step_after_the_last_is_refused() -> None:
     scenario = simple()
     writer = scenario.writer()
     for step in scenario.steps:
-        writer.take(step, 1)
+        writer.add_step(step, 1)
     with pytest.raises(LocalProtocolError, match="after the request's last step"):
-        writer.take(nothing(), 1)
+        writer.add_step(nothing(), 1)
 
     assert len(drain(writer)) == 1
 
@@ -362,9 +362,9 @@ def test_a_step_after_the_last_is_refused() -> None:
 def test_a_request_without_routing_ignores_rows() -> None:
     """Routing that was declined is not sent, whatever the engine hands over."""
     scenario = simple()
-    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, part_bytes=1000)
+    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1000)
     for step in scenario.steps:
-        writer.take(step, 1)
+        writer.add_step(step, 1)
     (chunk,) = drain(writer)
 
     assert chunk.routed_experts is None

@@ -1,16 +1,16 @@
 """How often a link runs out of credit: what an operator sees of a client that does not keep up."""
 
-from bus.protocol.link_sender import LinkSender
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import RequestKey
-from tests.protocol.test_link_sender import PART_BYTES, long_prompt, make_keys, make_sender, seal_all, take_all, tell
+from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.messages import RequestKey
+from tests.protocol.test_link_sender import SEGMENT_BYTES, long_prompt, make_keys, make_sender, seal_all, take_all, tell
 from tests.support.scenarios import simple
 
 
 def begin(sender: LinkSender, key: RequestKey, num_kib: int) -> None:
     """Take a request on that has so much to send."""
     scenario = long_prompt(num_kib)
-    sender.open(key, scenario.writer(PART_BYTES, key))
+    sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     take_all(sender, key, scenario)
 
 
@@ -40,9 +40,9 @@ def test_what_needs_no_credit_is_no_stall() -> None:
     first, second, third = make_keys(3)
     begin(sender, first, INITIAL_CREDIT_BYTES // 1024 - 1)
     seal_all(sender)
-    sender.open(second, simple().writer(PART_BYTES, second))
+    sender.open(second, simple().writer(SEGMENT_BYTES, second))
     seal_all(sender)
-    sender.stop(second, 1)
+    sender.abort(second, 1)
     seal_all(sender)
     before = sender.credit_stalls
     begin(sender, third, 1)

@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.protocol.desired import (
+from rollbus.bus.protocol.fleet.desired import (
     cleared,
+    desired_loras,
     effective,
     may_come_back,
     next_lora_version,
     record,
     set_back,
     target_version,
-    wanted_loras,
 )
-from schemas import limits
-from schemas.control import (
+from rollbus.schemas import limits
+from rollbus.schemas.control import (
     AnyCommand,
     Drain,
     FinishWeightUpdate,
@@ -32,9 +32,9 @@ from schemas.control import (
     Wake,
     WeightSource,
 )
-from schemas.desired import DesiredState
-from schemas.errors import ControlCode, ControlError
-from schemas.messages import decode_desired, encode_json
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.messages import decode_desired, encode_json
 
 EMPTY = DesiredState(model="m")
 ONE = WeightSource(path="/ckpt/1")
@@ -327,5 +327,5 @@ def test_adapters_that_anyone_should_have_are_wanted() -> None:
     a, b, c = (LoadLora(name=name, source=ONE, version=1) for name in "abc")
     state = recorded(a, replace(b, workers=("w",)), c, UnloadLora(name="c"), UnloadLora(name="a", workers=("v",)))
 
-    assert wanted_loras(state) == {"a", "b"}
-    assert wanted_loras(None) == wanted_loras(EMPTY) == frozenset()
+    assert desired_loras(state) == {"a", "b"}
+    assert desired_loras(None) == desired_loras(EMPTY) == frozenset()

@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from bus.protocol.fleet_view import LEASE_MARGIN_S, FleetView
-from schemas.errors import InvalidRequest, NoWorkers
-from schemas.presence import WorkerState
+from rollbus.bus.protocol.fleet.presence_table import LEASE_MARGIN_S, MAX_NAMESAKES, LostWorker, PresenceTable, Survivor
+from rollbus.schemas.errors import InvalidRequest, NoWorkers
+from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.support.presences import capabilities, presence
 
 HERE = presence(worker="a", lease_s=5.0)
@@ -13,7 +13,7 @@ HERE = presence(worker="a", lease_s=5.0)
 
 def test_a_lease_has_a_margin() -> None:
     """A worker is gone when its lease and the margin are over: by then it has fenced itself."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(HERE, 100.0)
 
     assert view.expire(105.0 + LEASE_MARGIN_S - 0.01) == []
@@ -25,9 +25,9 @@ def test_a_lease_has_a_margin() -> None:
 
 def test_leases_start_anew_when_nobody_could_be_heard() -> None:
     """After an outage of one's own, every worker has a whole lease to speak again."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(HERE, 100.0)
-    view.renew_all(200.0)
+    view.restart_leases(200.0)
 
     assert view.expire(204.0) == []
     assert len(view.expire(206.0)) == 1
@@ -36,42 +36,103 @@ def test_leases_start_anew_when_nobody_could_be_heard() -> None:
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
 def test_a_worker_that_says_goodbye_is_gone(state: WorkerState) -> None:
     """Its last word ends it, whatever its incarnation."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(HERE, 0.0)
     gone = view.update(replace(HERE, state=state, incarnation="2"), 1.0)
 
-    assert gone is not None
+    assert isinstance(gone, LostWorker)
     assert gone.is_final
     assert view.workers() == ()
 
 
 def test_a_new_incarnation_ends_the_old_one() -> None:
     """The worker lives on; what its old life had is lost."""
-    view = FleetView()
+    view = PresenceTable()
     assert view.update(HERE, 0.0) is None
     assert view.update(HERE, 1.0) is None
     gone = view.update(replace(HERE, incarnation="2"), 2.0)
 
-    assert gone is not None
+    assert isinstance(gone, LostWorker)
     assert (gone.incarnation, gone.is_final) == ("1", False)
     assert view.update(replace(HERE, incarnation="2"), 3.0) is None
 
 
 def test_a_fenced_worker_has_given_up_what_it_had() -> None:
     """`fenced` ends the incarnation and keeps the worker, which does not serve until it comes back."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(HERE, 0.0)
     gone = view.update(replace(HERE, state=WorkerState.FENCED), 1.0)
 
-    assert gone is not None
+    assert isinstance(gone, LostWorker)
     assert (gone.incarnation, gone.is_final) == ("1", False)
     assert view.serving() == ()
     assert len(view.workers()) == 1
 
 
+def test_an_engine_that_died_is_told_from_a_worker_that_went() -> None:
+    """A silent end, `failed` and a restart under the same name are deaths; a goodbye and a fence are not."""
+    later = replace(HERE, incarnation="2")
+    cases = [
+        (replace(HERE, state=WorkerState.FAILED), True),
+        (replace(later, uptime_s=0.5), True),
+        (replace(HERE, state=WorkerState.STOPPED), False),
+        (replace(HERE, state=WorkerState.FENCED), False),
+        (replace(later, uptime_s=2.0), False),
+    ]
+    for heard, is_death in cases:
+        view = PresenceTable()
+        view.update(HERE, 0.0)
+        gone = view.update(heard, 1.0)
+        assert isinstance(gone, LostWorker)
+        assert gone.is_death is is_death
+
+    view = PresenceTable()
+    view.update(HERE, 0.0)
+    assert [gone.is_death for gone in view.expire(100.0)] == [True]
+
+
+def test_a_restart_after_a_fence_is_no_second_death() -> None:
+    """A worker that has fenced itself had given up all requests, so its restart ends none of them."""
+    view = PresenceTable()
+    view.update(HERE, 0.0)
+    view.update(replace(HERE, incarnation="2", state=WorkerState.FENCED), 1.0)
+    gone = view.update(replace(HERE, incarnation="3", uptime_s=0.5), 2.0)
+
+    assert isinstance(gone, LostWorker)
+    assert not gone.is_death
+
+
+@pytest.mark.parametrize(("uptime_s", "has_survived"), [(101.0, True), (90.0, False)])
+def test_a_process_that_is_older_than_its_silence_has_survived(uptime_s: float, has_survived: bool) -> None:
+    """A worker whose lease ran out and that began before it was last heard was not killed, only not heard."""
+    view = PresenceTable()
+    view.update(HERE, 5.0)
+    view.expire(100.0)
+    change = view.update(replace(HERE, incarnation="2", uptime_s=uptime_s), 100.0)
+
+    assert change == (Survivor("a", "1") if has_survived else None)
+    assert view.update(replace(HERE, incarnation="2", uptime_s=uptime_s + 1), 101.0) is None
+
+
+def test_requests_wait_for_a_worker_that_starts() -> None:
+    """A worker that starts is awaited for as long as it says, although it takes no requests yet."""
+    view = PresenceTable()
+    starting = replace(HERE, state=WorkerState.STARTING, start_left_s=5.0)
+    view.update(starting, 0.0)
+    assert view.is_awaited("m")
+    assert not view.is_awaited("other")
+    assert not view.snapshot.is_served("m")
+
+    for late in (replace(starting, start_left_s=0.0), replace(starting, start_left_s=None)):
+        view.update(late, 1.0)
+        assert not view.is_awaited("m")
+    view.update(HERE, 2.0)
+    assert view.is_awaited("m")
+
+
 def test_a_snapshot_stays_the_same_until_something_matters() -> None:
     """A heartbeat makes no new snapshot; a worker that comes, goes or changes its state does."""
-    view = FleetView()
+    view = PresenceTable()
     empty = view.snapshot
     view.update(HERE, 0.0)
     first = view.snapshot
@@ -88,7 +149,7 @@ def test_a_snapshot_stays_the_same_until_something_matters() -> None:
 
 def test_a_model_is_found() -> None:
     """The only model needs no name; of several one must be named; a wrong name hears the right ones."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(HERE, 0.0)
     assert view.snapshot.resolve_model(None) == view.snapshot.resolve_model("m") == "m"
     view.update(replace(HERE, worker="b", model="n"), 0.0)
@@ -101,7 +162,7 @@ def test_a_model_is_found() -> None:
 
 def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
     """A worker that is there but does not serve is named in the error."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(replace(HERE, state=WorkerState.STARTING), 0.0)
     view.update(replace(HERE, worker="b", model="n"), 0.0)
 
@@ -112,7 +173,7 @@ def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
 @pytest.mark.parametrize("state", [WorkerState.PAUSED, WorkerState.UPDATING])
 def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -> None:
     """Requests for its model may wait for it; it does not count as serving."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
     assert view.snapshot.resolve_model(None) == "m"
@@ -122,7 +183,7 @@ def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -
 @pytest.mark.parametrize("state", [s for s in WorkerState if s.value not in {"serving", "paused", "updating"}])
 def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
     """A worker that is drained, asleep, outdated, poisoned or the like is nobody to wait for."""
-    view = FleetView()
+    view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
     assert not view.snapshot.is_served("m")
@@ -130,7 +191,7 @@ def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
 
 def test_the_newest_target_counts() -> None:
     """The version that a model's workers should have is the newest that any of them has read."""
-    view = FleetView()
+    view = PresenceTable()
     assert view.target_version("m") is None
     view.update(HERE, 0.0)
     assert view.target_version("m") is None
@@ -141,9 +202,9 @@ def test_the_newest_target_counts() -> None:
     assert view.target_version("m") == 4
 
 
-def of_roles(**roles: str) -> FleetView:
+def of_roles(**roles: str) -> PresenceTable:
     """Serving workers by name, each with its role, and its connector behind a colon where that is not x."""
-    view = FleetView()
+    view = PresenceTable()
     for worker, given in roles.items():
         role, _, connector = given.partition(":")
         model = capabilities(role=role, kv_connector=connector or "x")
@@ -188,3 +249,64 @@ def test_a_paused_prefill_worker_gets_nothing() -> None:
         assert paused is not None
         view.update(replace(paused, state=WorkerState.PAUSED), 1.0)
         assert view.snapshot.prefillers == left
+
+
+OLD = presence(worker="a", incarnation="1", uptime_s=100.0, lease_s=5.0)
+NEW = presence(worker="a", incarnation="2", uptime_s=3.0, lease_s=5.0)
+
+
+def test_of_two_workers_of_one_id_the_older_is_kept_to() -> None:
+    """Once both have spoken again, the view does not change any more, and neither is gone."""
+    view = PresenceTable()
+    gone = [view.update(worker, now) for now, worker in enumerate([OLD, NEW, OLD, NEW, OLD, NEW])]
+    settled = view.snapshot
+    for now in range(6, 20):
+        view.update(NEW if now % 2 else OLD, now)
+
+    # What was taken for the death of the first is taken back.
+    assert [type(one) for one in gone if one is not None] == [LostWorker, Survivor]
+    assert view.snapshot is settled
+    assert [worker.incarnation for worker in settled.workers] == ["1"]
+    assert view.incarnations_of("a") == {"1", "2"}
+    assert view.incarnations() == {("a", "1"), ("a", "2")}
+
+
+@pytest.mark.parametrize(("ends", "stays"), [(OLD, NEW), (NEW, OLD)])
+@pytest.mark.parametrize("how", ["stopped", "silent"])
+def test_when_one_of_them_ends_the_other_stays(ends: WorkerPresence, stays: WorkerPresence, how: str) -> None:
+    """The worker is not gone, only this life of it."""
+    view = PresenceTable()
+    for worker in (OLD, NEW, OLD, NEW):
+        view.update(worker, 0.0)
+    if how == "stopped":
+        last = view.update(replace(ends, state=WorkerState.STOPPED), 1.0)
+        gone = [last] if isinstance(last, LostWorker) else []
+    else:
+        view.update(stays, 5.0)
+        gone = view.expire(5.0 + LEASE_MARGIN_S)
+
+    assert [(one.incarnation, one.is_final) for one in gone] == [(ends.incarnation, False)]
+    assert [worker.incarnation for worker in view.workers()] == [stays.incarnation]
+    assert view.incarnations_of("a") == {stays.incarnation}
+
+
+def test_a_worker_that_starts_again_replaces_its_last_life() -> None:
+    """The old one says nothing more, or that it has stopped, which ends the new one not."""
+    view = PresenceTable()
+    view.update(OLD, 0.0)
+    gone = view.update(NEW, 1.0)
+    late = view.update(replace(OLD, state=WorkerState.STOPPED), 1.1)
+
+    assert gone is not None
+    assert (gone.incarnation, late) == ("1", None)
+    assert [worker.incarnation for worker in view.workers()] == ["2"]
+
+
+def test_more_workers_of_one_id_are_not_followed_without_end() -> None:
+    """Beyond a bound they are not seen."""
+    view = PresenceTable()
+    for _ in range(3):
+        for number in range(40):
+            view.update(replace(OLD, incarnation=str(number), uptime_s=float(number)), 0.0)
+
+    assert len(view.incarnations_of("a")) <= 1 + MAX_NAMESAKES

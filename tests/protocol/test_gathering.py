@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.gathering import MAX_RUN_BYTES, MAX_RUN_TOKENS, Gathering
-from bus.protocol.step import RequestStep, TokenBatch
-from schemas.errors import LocalProtocolError
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from rollbus.bus.protocol.stream.token_batcher import MAX_RUN_BYTES, MAX_RUN_TOKENS, TokenBatcher
+from rollbus.schemas.errors import LocalProtocolError
 
 NAMES = [f"r{i}" for i in range(100)]
 ROW_SHAPE = (2, 3)
@@ -49,7 +49,7 @@ def check(run: RequestStep | None, key: str, steps: list[int], start: int | None
 )
 def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
     """Against lists: any requests share a step, and any are popped after it."""
-    gathering, expected = Gathering(), dict[str, list[int]]()
+    gathering, expected = TokenBatcher(), dict[str, list[int]]()
     made = dict.fromkeys(NAMES, 10)
     for step, (present, popped) in enumerate(script):
         keys = [NAMES[i] for i in present]
@@ -72,7 +72,7 @@ def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], 
 
 def test_a_run_has_a_bound() -> None:
     """It is said when a request has no room for another token, and the run is still a small chunk."""
-    gathering = Gathering()
+    gathering = TokenBatcher()
     full: list[str] = []
     for step in range(MAX_RUN_TOKENS):
         assert full == []
@@ -99,7 +99,7 @@ def test_a_run_has_a_bound() -> None:
 
 def test_what_differs_does_not_share() -> None:
     """Other weights, other routing, or logprobs on one side alone: what is here has to leave first."""
-    gathering = Gathering()
+    gathering = TokenBatcher()
     assert gathering.takes(batch_of(["r1"], 0), 3)
     gathering.add(batch_of(["r1"], 0), 3)
     assert gathering.takes(batch_of(["r2"], 0), 3)
@@ -114,7 +114,7 @@ def test_what_differs_does_not_share() -> None:
 
 def test_rows_that_do_not_follow_are_refused() -> None:
     """A row of another position, or arrays of other lengths: nothing of the batch is taken."""
-    gathering = Gathering()
+    gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
     with pytest.raises(LocalProtocolError, match="do not follow"):
         gathering.add(batch_of(["r1", "r2"], 1, {"r1": 7, "r2": 0}), 0)
@@ -129,7 +129,7 @@ def test_rows_that_do_not_follow_are_refused() -> None:
 
 def test_runs_are_copies() -> None:
     """What comes later in the same place changes no run that has left."""
-    gathering = Gathering()
+    gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0), 0)
     run = gathering.pop("r1")
     gathering.add(batch_of(["r2"], 1), 0)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bus.protocol import lease
-from bus.protocol.lease import DEFAULT_LEASE_S, MAX_LEASE_S, ClientLeases, Ended, OwnLease
-from schemas.presence import ClientPresence, ClientState
+from rollbus.bus.protocol.fleet import lease
+from rollbus.bus.protocol.fleet.lease import DEFAULT_LEASE_S, MAX_LEASE_S, ClientLeases, EndedIncarnation, WorkerLease
+from rollbus.schemas.presence import ClientPresence, ClientState
 
 
 def presence(
@@ -21,7 +21,7 @@ def closed(incarnation: str = "a") -> ClientPresence:
 
 def test_ones_own_lease_ends_a_margin_early() -> None:
     """A worker stops before others give it up; the lease counts from when the announcement was published."""
-    own = OwnLease(5.0, 1.0, now=100.0)
+    own = WorkerLease(5.0, 1.0, now=100.0)
     first = [own.is_held(104.0), own.is_held(104.1)]
     own.confirm(103.0)
     second = [own.is_held(107.0), own.is_held(107.1)]
@@ -32,7 +32,7 @@ def test_ones_own_lease_ends_a_margin_early() -> None:
 
 def test_an_older_confirmation_takes_nothing_back() -> None:
     """Confirmations may overtake each other: the latest announcement counts."""
-    own = OwnLease(5.0, 1.0, now=0.0)
+    own = WorkerLease(5.0, 1.0, now=0.0)
     own.confirm(10.0)
     own.confirm(9.0)
 
@@ -41,7 +41,7 @@ def test_an_older_confirmation_takes_nothing_back() -> None:
 
 def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
     """After an outage the next confirmed announcement begins another stretch."""
-    own = OwnLease(5.0, 1.0, now=0.0)
+    own = WorkerLease(5.0, 1.0, now=0.0)
     over = own.is_held(50.0)
     own.confirm(50.0)
 
@@ -52,7 +52,7 @@ def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
 def test_a_margin_fits_its_lease(margin_s: float) -> None:
     """A margin as long as the lease would leave no time to act."""
     with pytest.raises(ValueError, match="does not fit"):
-        OwnLease(5.0, margin_s, now=0.0)
+        WorkerLease(5.0, margin_s, now=0.0)
 
 
 def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
@@ -62,21 +62,21 @@ def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
     leases.renew(presence(), 3.0)
     ended = [leases.expire(8.9), leases.expire(9.0), leases.expire(99.0)]
 
-    assert ended == [[], [Ended("c", "a", "its lease expired", is_closed=False)], []]
+    assert ended == [[], [EndedIncarnation("c", "a", "its lease expired", is_closed=False)], []]
     assert leases.is_dead("c", "a")
 
 
 def test_an_expired_client_that_is_heard_again_is_alive() -> None:
     """A client that was away and returns is served again: its next requests are not dropped."""
     leases = ClientLeases(margin_s=1.0)
-    for sign in (lambda: leases.hear("c", "a", 100.0), lambda: leases.renew(presence(), 100.0)):
+    for sign in (lambda: leases.renew_lease("c", "a", 100.0), lambda: leases.renew(presence(), 100.0)):
         leases.renew(presence(), 0.0)
         leases.expire(50.0)
         was_dead = leases.is_dead("c", "a")
         sign()
         assert (was_dead, leases.is_dead("c", "a")) == (True, False)
         assert len(leases.expire(200.0)) == 1
-        leases.hear("c", "a", 0.0)
+        leases.renew_lease("c", "a", 0.0)
 
 
 def test_a_closed_client_ends_at_once_and_for_good() -> None:
@@ -84,9 +84,9 @@ def test_a_closed_client_ends_at_once_and_for_good() -> None:
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
     ended = leases.renew(closed(), 1.0)
-    leases.hear("c", "a", 2.0)
+    leases.renew_lease("c", "a", 2.0)
 
-    assert ended == [Ended("c", "a", "it was closed", is_closed=True)]
+    assert ended == [EndedIncarnation("c", "a", "it was closed", is_closed=True)]
     assert leases.renew(presence(), 2.0) == []
     assert leases.renew(closed(), 3.0) == []
     assert leases.is_dead("c", "a")
@@ -98,7 +98,7 @@ def test_an_expired_client_can_still_be_closed() -> None:
     leases.renew(presence(), 0.0)
     leases.expire(50.0)
 
-    assert leases.renew(closed(), 60.0) == [Ended("c", "a", "it was closed", is_closed=True)]
+    assert leases.renew(closed(), 60.0) == [EndedIncarnation("c", "a", "it was closed", is_closed=True)]
 
 
 def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
@@ -114,10 +114,10 @@ def test_a_later_life_ends_the_one_before() -> None:
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("a"), 0.0)
     leases.renew(presence("a", client="d"), 0.0)
-    leases.hear("c", "heard", 0.0)
+    leases.renew_lease("c", "heard", 0.0)
     ended = leases.renew(presence("b"), 1.0)
     late = leases.renew(presence("a"), 1.5)
-    leases.hear("c", "a", 2.0)
+    leases.renew_lease("c", "a", 2.0)
 
     assert [(end.incarnation, end.is_closed) for end in ended] == [("a", False), ("heard", False)]
     assert late == []
@@ -128,7 +128,7 @@ def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
     """A request may have waited long: only an announcement tells which life is the later one."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("b"), 0.0)
-    leases.hear("c", "a", 0.0)
+    leases.renew_lease("c", "a", 0.0)
     again = leases.renew(presence("b"), 5.0)
     ended = leases.expire(DEFAULT_LEASE_S + 1.0)
 
@@ -142,7 +142,7 @@ def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
     leases.renew(presence("a"), 0.0)
     leases.expire(50.0)
     leases.renew(presence("b"), 51.0)
-    leases.hear("c", "a", 52.0)
+    leases.renew_lease("c", "a", 52.0)
 
     assert leases.renew(presence("a"), 52.0) == []
     assert leases.is_dead("c", "a")
@@ -153,7 +153,7 @@ def test_messages_renew_the_announced_lease() -> None:
     """Whoever acknowledges frames is there, also when an announcement is late."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=10.0), 0.0)
-    leases.hear("c", "a", 8.0)
+    leases.renew_lease("c", "a", 8.0)
 
     assert leases.expire(18.9) == []
     assert len(leases.expire(19.0)) == 1
@@ -163,10 +163,10 @@ def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
     """However many requests a dead client left in the queue, its lease ends, and none of them brings it back."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
-    leases.meet("c", "a", 4.0)
-    leases.meet("c", "unheard", 4.0)
+    leases.start_lease("c", "a", 4.0)
+    leases.start_lease("c", "unheard", 4.0)
     ended = leases.expire(6.0)
-    leases.meet("c", "a", 7.0)
+    leases.start_lease("c", "a", 7.0)
 
     assert [end.incarnation for end in ended] == ["a"]
     assert leases.is_dead("c", "a")
@@ -177,7 +177,7 @@ def test_ones_own_outage_ends_nobody() -> None:
     """Every lease starts anew when the connection is back: until then nobody could be heard."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
-    leases.renew_all(100.0)
+    leases.restart_leases(100.0)
 
     assert leases.expire(105.9) == []
     assert len(leases.expire(106.0)) == 1

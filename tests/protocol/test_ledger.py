@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.protocol.fleet_view import Gone
-from bus.protocol.ledger import MAX_NAMED, CommandIncomplete, Roll
-from schemas.control import Ack, AckError, AckStatus
-from schemas.errors import ControlCode
-from schemas.presence import WorkerPresence
+from rollbus.bus.protocol.fleet.command_result import MAX_NAMED, AckTracker, CommandIncomplete
+from rollbus.bus.protocol.fleet.presence_table import LostWorker
+from rollbus.schemas.control import Ack, AckError, AckStatus
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.presence import WorkerPresence
 from tests.support import presences
 
 ID = "command-1"
@@ -35,20 +35,20 @@ def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object
     )
 
 
-def roll(*workers: str) -> Roll:
+def roll(*workers: str) -> AckTracker:
     """These must answer, from second 100 on."""
-    return Roll("pause", ID, [presence(worker) for worker in workers], 100.0)
+    return AckTracker("pause", ID, [presence(worker) for worker in workers], 100.0)
 
 
 def test_all_have_applied() -> None:
     """The ledger is complete when each that had to answer has applied the command; it says how long that took."""
     asked = roll("a", "b")
     for worker in ("a", "b"):
-        assert asked.take(ack(worker, AckStatus.ACCEPTED))
-        assert asked.take(ack(worker, AckStatus.APPLIED))
+        assert asked.add_ack(ack(worker, AckStatus.ACCEPTED))
+        assert asked.add_ack(ack(worker, AckStatus.APPLIED))
 
     assert asked.owing == ()
-    ledger = asked.ledger(100.5, {"m": 7})
+    ledger = asked.result(100.5, {"m": 7})
     assert ledger.is_complete
     assert (set(ledger.applied), ledger.epochs, ledger.seconds) == ({"a", "b"}, {"m": 7}, 0.5)
 
@@ -60,9 +60,9 @@ def test_all_have_applied() -> None:
 def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus, column: str) -> None:
     """Whatever else it answered finally stands in its own column."""
     asked = roll("a", "b")
-    asked.take(ack("a", AckStatus.APPLIED))
-    asked.take(ack("b", status))
-    ledger = asked.ledger(101.0)
+    asked.add_ack(ack("a", AckStatus.APPLIED))
+    asked.add_ack(ack("b", status))
+    ledger = asked.result(101.0)
 
     assert asked.owing == ()
     assert not ledger.is_complete
@@ -71,15 +71,15 @@ def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus
 
 def test_nobody_is_not_everybody() -> None:
     """A ledger without any worker is not complete."""
-    assert not roll().ledger(101.0).is_complete
+    assert not roll().result(101.0).is_complete
 
 
 def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -> None:
     """The late one's last word is kept; both still owe an answer, so that the command is repeated to them."""
     asked = roll("a", "b")
-    asked.take(ack("a", AckStatus.ACCEPTED))
-    asked.take(ack("a", AckStatus.PROGRESS, stage="loading"))
-    ledger = asked.ledger(160.0)
+    asked.add_ack(ack("a", AckStatus.ACCEPTED))
+    asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
+    ledger = asked.result(160.0)
 
     assert asked.owing == ("a", "b")
     assert ledger.late["a"].stage == "loading"
@@ -89,44 +89,44 @@ def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -
 def test_repeats_are_no_news() -> None:
     """The answer to a repeated command changes nothing, and no final answer is followed by another."""
     asked = roll("a", "b")
-    assert asked.take(ack("a", AckStatus.ACCEPTED))
-    assert not asked.take(ack("a", AckStatus.ACCEPTED))
-    assert asked.take(ack("a", AckStatus.PROGRESS, stage="loading"))
-    assert not asked.take(ack("a", AckStatus.PROGRESS, stage="loading"))
-    assert not asked.take(ack("a", AckStatus.ACCEPTED))
-    assert asked.take(ack("a", AckStatus.PROGRESS, stage="verifying"))
-    assert asked.take(ack("a", AckStatus.APPLIED))
+    assert asked.add_ack(ack("a", AckStatus.ACCEPTED))
+    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
+    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
+    assert not asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
+    assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
+    assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="verifying"))
+    assert asked.add_ack(ack("a", AckStatus.APPLIED))
     for status in (AckStatus.APPLIED, AckStatus.FAILED, AckStatus.PROGRESS):
-        assert not asked.take(ack("a", status))
+        assert not asked.add_ack(ack("a", status))
 
-    assert set(asked.ledger(101.0).applied) == {"a"}
+    assert set(asked.result(101.0).applied) == {"a"}
 
 
 def test_a_newer_workers_status_is_not_final() -> None:
     """What this side cannot read ends nothing."""
     asked = roll("a")
-    asked.take(ack("a", AckStatus.UNKNOWN))
+    asked.add_ack(ack("a", AckStatus.UNKNOWN))
 
     assert asked.owing == ("a",)
-    assert set(asked.ledger(101.0).late) == {"a"}
+    assert set(asked.result(101.0).late) == {"a"}
 
 
 def test_others_answers_do_not_count() -> None:
     """A worker that need not answer is in no column, and no answer to another command is taken."""
     asked = roll("a")
 
-    assert not asked.take(ack("b", AckStatus.APPLIED))
-    assert not asked.take(replace(ack("a", AckStatus.APPLIED), id="other"))
+    assert not asked.add_ack(ack("b", AckStatus.APPLIED))
+    assert not asked.add_ack(replace(ack("a", AckStatus.APPLIED), id="other"))
     assert asked.owing == ("a",)
-    assert set(asked.ledger(101.0).missing) == {"a"}
+    assert set(asked.result(101.0).missing) == {"a"}
 
 
 def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
     """A worker that knows the id from another command repeats that one's answer: what we asked for was not done."""
     asked = roll("a")
-    assert asked.take(replace(ack("a", AckStatus.APPLIED), command="resume"))
+    assert asked.add_ack(replace(ack("a", AckStatus.APPLIED), command="resume"))
 
-    ledger = asked.ledger(101.0)
+    ledger = asked.result(101.0)
     assert asked.is_settled
     error = ledger.failed["a"].error
     assert error is not None
@@ -137,53 +137,53 @@ def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
 def test_one_that_dies_owing_is_missing_at_once() -> None:
     """Nothing more is expected of it, and the ledger says why; it is not repeated to."""
     asked = roll("a", "b")
-    asked.take(ack("a", AckStatus.ACCEPTED))
-    asked.take(ack("b", AckStatus.APPLIED))
+    asked.add_ack(ack("a", AckStatus.ACCEPTED))
+    asked.add_ack(ack("b", AckStatus.APPLIED))
 
-    assert asked.lose(Gone("a", "1", "m", "its lease expired"))
-    assert not asked.lose(Gone("b", "1", "m", "its lease expired"))
+    assert asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
+    assert not asked.mark_lost(LostWorker("b", "1", "m", "its lease expired"))
     assert asked.owing == ()
-    ledger = asked.ledger(101.0)
+    ledger = asked.result(101.0)
     assert (ledger.missing, set(ledger.applied), ledger.late) == ({"a": "its lease expired"}, {"b"}, {})
 
 
 def test_one_that_comes_back_as_another_is_missing() -> None:
     """Whichever is noticed first, its presence or its answer; the new life's answer is not that of the old."""
     asked = roll("a", "b")
-    asked.lose(Gone("a", "1", "m", "it came back as a new incarnation", is_final=False))
-    asked.take(ack("b", AckStatus.APPLIED, incarnation="2"))
+    asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
+    asked.add_ack(ack("b", AckStatus.APPLIED, incarnation="2"))
 
-    assert asked.ledger(101.0).missing == dict.fromkeys("ab", "it came back as a new incarnation")
+    assert asked.result(101.0).missing == dict.fromkeys("ab", "it came back as a new incarnation")
 
 
 def test_the_end_of_an_earlier_life_does_not_matter() -> None:
     """News of a life that had ended before the command was given is no news of the one that owes."""
-    asked = Roll("pause", ID, [presence("a", "2")], 100.0)
+    asked = AckTracker("pause", ID, [presence("a", "2")], 100.0)
 
-    assert not asked.lose(Gone("a", "1", "m", "it came back as a new incarnation", is_final=False))
+    assert not asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
     assert asked.owing == ("a",)
 
 
 def test_a_last_word_counts_more_than_a_lost_lease() -> None:
     """A worker that was taken for dead and then answers in the same life has answered."""
     asked = roll("a")
-    asked.lose(Gone("a", "1", "m", "its lease expired"))
-    assert asked.take(ack("a", AckStatus.APPLIED))
+    asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
+    assert asked.add_ack(ack("a", AckStatus.APPLIED))
 
-    assert asked.ledger(101.0).is_complete
-    assert asked.gone == {}
+    assert asked.result(101.0).is_complete
+    assert asked.lost == {}
 
 
 def test_the_error_says_who_and_why() -> None:
     """One line with every kind of failure, and what else is known."""
     asked = roll("a", "b", "c", "d", "e")
     error = AckError(code=ControlCode.BAD_SOURCE, message="model.safetensors is truncated")
-    asked.take(ack("a", AckStatus.APPLIED))
-    asked.take(ack("b", AckStatus.FAILED, error=error))
-    asked.take(ack("c", AckStatus.PROGRESS, stage="loading"))
-    asked.lose(Gone("d", "1", "m", "its lease expired"))
-    asked.take(ack("e", AckStatus.STALE))
-    ledger = asked.ledger(101.0)
+    asked.add_ack(ack("a", AckStatus.APPLIED))
+    asked.add_ack(ack("b", AckStatus.FAILED, error=error))
+    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="loading"))
+    asked.mark_lost(LostWorker("d", "1", "m", "its lease expired"))
+    asked.add_ack(ack("e", AckStatus.STALE))
+    ledger = asked.result(101.0)
     problem = CommandIncomplete(ledger, "Nothing was changed.")
 
     assert problem.ledger is ledger
@@ -199,8 +199,8 @@ def test_the_error_of_a_large_fleet_stays_short() -> None:
     asked = roll(*names)
     error = AckError(code=ControlCode.ENGINE_ERROR, message="x" * 900)
     for name in names:
-        asked.take(ack(name, AckStatus.FAILED, error=error))
-    text = str(CommandIncomplete(asked.ledger(101.0)))
+        asked.add_ack(ack(name, AckStatus.FAILED, error=error))
+    text = str(CommandIncomplete(asked.result(101.0)))
 
     assert text.endswith(f"and {200 - MAX_NAMED} more")
     assert len(text) < 4000
@@ -222,11 +222,11 @@ def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bo
     final: dict[str, AckStatus] = {}
     for worker, what, incarnation in events:
         if isinstance(what, bool):
-            asked.lose(Gone(worker, incarnation, "m", "gone", is_final=what))
-        elif asked.take(ack(worker, what, incarnation)) and what.is_final:
+            asked.mark_lost(LostWorker(worker, incarnation, "m", "gone", is_final=what))
+        elif asked.add_ack(ack(worker, what, incarnation)) and what.is_final:
             assert worker not in final
             final[worker] = what
-    ledger = asked.ledger(101.0)
+    ledger = asked.result(101.0)
     answered = [ledger.applied, ledger.failed, ledger.unsupported, ledger.stale]
     ended = {worker: answer.status for column in answered for worker, answer in column.items()}
 

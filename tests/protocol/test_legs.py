@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.protocol.chunking import ChunkWriter
-from bus.protocol.step import split
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, FinishReason
-from schemas.errors import ErrorCode
-from schemas.messages import KvHandover, RequestKey
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import split
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import Chunk, FinishReason
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import KvTransfer, RequestKey
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from tests.protocol.test_resume import assert_same, requests
+from tests.support.requests import sized
 from tests.support.scenarios import drain
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def config(num_experts: int, role: str = "both") -> SyntheticConfig:
 
 
 async def leg_chunks(
-    request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvHandover | None, part_bytes: int
+    request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvTransfer | None, segment_bytes: int
 ) -> AsyncIterator[Chunk]:
     """The chunks that come of one message."""
     await engine.add("k", request, kv)
@@ -56,12 +57,12 @@ async def leg_chunks(
         prompt_len=request.prompt_len,
         routing=engine.capabilities.routed_experts,
         start=request.routed_experts_prompt_start,
-        part_bytes=part_bytes,
+        segment_bytes=segment_bytes,
     )
     async for steps in engine.steps():
         for step in split(steps):
             assert step.error is None
-            writer.take(step, 0)
+            writer.add_step(step, 0)
             for chunk in drain(writer):
                 yield chunk
             if step.finish_reason is not None:
@@ -74,10 +75,10 @@ async def serve(
     *,
     num_experts: int = WIDE,
     keep: bool = True,
-    part_bytes: int = 64,
-) -> tuple[Stream, list[Chunk]]:
+    segment_bytes: int = 64,
+) -> tuple[ResponseStream, list[Chunk]]:
     """Run a request to its end: by `attempts`, and then whole."""
-    stream = Stream(request, child=0, attempt=0, keep=keep)
+    stream = ResponseStream(request, child=0, attempt=0, keep=keep)
     delivered: list[Chunk] = []
     plans = iter(attempts)
     asked: GenerateRequest | Chunk = request
@@ -85,19 +86,19 @@ async def serve(
         plan = next(plans, Attempt())
         left = plan.lost_after
 
-        async def leg(asked: GenerateRequest, role: str, kv: KvHandover | None) -> None:
+        async def leg(asked: GenerateRequest, role: str, kv: KvTransfer | None) -> None:
             nonlocal left
             engine = SyntheticEngine(config(num_experts, role))
-            async for chunk in leg_chunks(asked, stream.attempt, engine, kv, part_bytes):
+            async for chunk in leg_chunks(asked, stream.attempt, engine, kv, segment_bytes):
                 if left == 0:
                     return
                 delivered.extend(stream.add(chunk))
                 left = None if left is None else left - 1
 
         if plan.is_cut:
-            await leg(stream.cut("synthetic"), "prefill", KvHandover() if plan.keeps_kv else None)
+            await leg(stream.cut_to_prefill("synthetic"), "prefill", KvTransfer() if plan.keeps_kv else None)
         if stream.is_prefilled:
-            await leg(stream.next_leg(), "decode", stream.handover)
+            await leg(stream.next_phase(), "decode", stream.handover)
         elif not plan.is_cut:
             await leg(asked, "both", None)
         if stream.end is None:
@@ -121,11 +122,11 @@ attempts = st.lists(
 @given(requests(continuable=True), attempts, st.sampled_from([WIDE, NARROW]), st.sampled_from([30, 64, 4096]))
 @settings(max_examples=300)
 def test_legs_and_losses_leave_no_trace(
-    request: GenerateRequest, plans: list[Attempt], num_experts: int, part_bytes: int
+    request: GenerateRequest, plans: list[Attempt], num_experts: int, segment_bytes: int
 ) -> None:
     """Tokens, logprobs, rows, prompt logprobs and the end equal those of one worker; chunks are one stream."""
     expected, _ = asyncio.run(serve(request, [], num_experts=num_experts))
-    stream, delivered = asyncio.run(serve(request, plans, num_experts=num_experts, part_bytes=part_bytes))
+    stream, delivered = asyncio.run(serve(request, plans, num_experts=num_experts, segment_bytes=segment_bytes))
 
     assert_same(stream, expected)
     assert stream.is_exact
@@ -139,15 +140,9 @@ def test_legs_and_losses_leave_no_trace(
     assert stream.num_attempts <= 1 + num_lost
 
 
-def greedy(prompt_len: int, max_tokens: int) -> GenerateRequest:
-    """A request that ends after exactly `max_tokens`."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=range(prompt_len), sampling=sampling)
-
-
 async def test_two_legs_are_one_attempt() -> None:
     """The first token comes without the prefill leg's end, and what was transferred counts as cached."""
-    stream, delivered = await serve(greedy(40, 5), [Attempt(is_cut=True)], part_bytes=4096)
+    stream, delivered = await serve(sized(40, 5), [Attempt(is_cut=True)], segment_bytes=4096)
 
     assert [(chunk.attempt, chunk.num_tokens, chunk.is_terminal) for chunk in delivered][:2] == [
         (0, 1, False),
@@ -160,11 +155,11 @@ async def test_two_legs_are_one_attempt() -> None:
 
 async def test_a_prefill_leg_may_be_all() -> None:
     """A stop token as the first one ends the whole, and nothing of the KV is told."""
-    first, _ = await serve(greedy(40, 1), [])
+    first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
     sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, stop_token_ids=[token])
     request = GenerateRequest(prompt_token_ids=range(40), sampling=sampling)
-    stream, delivered = await serve(request, [Attempt(is_cut=True)], part_bytes=4096)
+    stream, delivered = await serve(request, [Attempt(is_cut=True)], segment_bytes=4096)
 
     assert not stream.is_prefilled
     assert stream.end is not None
@@ -174,7 +169,7 @@ async def test_a_prefill_leg_may_be_all() -> None:
 
 async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None:
     """A stop token before `min_tokens` ends the leg, which has no more tokens to go, and not the whole."""
-    first, _ = await serve(greedy(40, 1), [])
+    first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
     sampling = SamplingParams(max_tokens=5, min_tokens=3, temperature=0, ignore_eos=True, stop_token_ids=[token])
     request = GenerateRequest(prompt_token_ids=range(40), sampling=sampling)
@@ -188,11 +183,11 @@ async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None
 async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
     """They come in a chunk of their own, of which the caller sees nothing."""
     engine = SyntheticEngine(config(WIDE, "prefill"))
-    chunks = [chunk async for chunk in leg_chunks(greedy(40, 1), 0, engine, KvHandover(), 30)]
+    chunks = [chunk async for chunk in leg_chunks(sized(40, 1), 0, engine, KvTransfer(), 30)]
     assert [(chunk.num_tokens, chunk.routed_experts, chunk.is_terminal) for chunk in chunks][-1] == (0, None, True)
 
-    stream, delivered = await serve(greedy(40, 3), [Attempt(is_cut=True)], part_bytes=30)
-    expected, _ = await serve(greedy(40, 3), [])
+    stream, delivered = await serve(sized(40, 3), [Attempt(is_cut=True)], segment_bytes=30)
+    expected, _ = await serve(sized(40, 3), [])
 
     assert_same(stream, expected)
     assert stream.handover is not None
@@ -201,22 +196,22 @@ async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
 
 async def test_a_withdrawn_leg_leaves_the_whole() -> None:
     """Nobody took the prefill leg: under the next number the request is whole again, and it was no attempt."""
-    request = greedy(40, 5)
-    stream = Stream(request, child=0, attempt=3, keep=True)
+    request = sized(40, 5)
+    stream = ResponseStream(request, child=0, attempt=3, keep=True)
 
-    assert stream.cut("synthetic").sampling.max_tokens == 1
+    assert stream.cut_to_prefill("synthetic").sampling.max_tokens == 1
     assert stream.withdraw() is request
     assert (stream.attempt, stream.num_attempts, stream.has_begun) == (4, 1, False)
 
 
 async def test_kv_of_other_weights_gives_other_tokens() -> None:
     """Were it used all the same, it would show: the tests of what keeps it from that can fail."""
-    request = greedy(40, 5)
+    request = sized(40, 5)
     prefill = SyntheticEngine(SyntheticConfig(role="prefill", seed=1))
-    stream = Stream(request, child=0, attempt=0, keep=True)
-    async for chunk in leg_chunks(stream.cut("synthetic"), 0, prefill, KvHandover(), 4096):
+    stream = ResponseStream(request, child=0, attempt=0, keep=True)
+    async for chunk in leg_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
         stream.add(chunk)
-    second = stream.next_leg()
+    second = stream.next_phase()
     tokens = []
     for kv in (stream.handover, None):
         decode = SyntheticEngine(SyntheticConfig(role="decode"))
@@ -229,18 +224,18 @@ async def test_kv_of_another_prompt_is_no_kv() -> None:
     """The engine says so, and ends the request alone."""
     decode = SyntheticEngine(SyntheticConfig(role="decode"))
     for params in (b"\xc1", b"\x83\xaanum_tokens\x02\xa7context\x03\xa7weights\x04"):
-        await decode.add("k", greedy(40, 5), KvHandover(params=params, connector="synthetic", weight_version=0))
+        await decode.add("k", sized(40, 5), KvTransfer(params=params, connector="synthetic", weight_version=0))
         [step] = split(await anext(aiter(decode.steps())))
         assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, ErrorCode.KV_TRANSFER_FAILED)
 
 
 async def test_stale_rows_would_show() -> None:
     """Rows of a prompt whose KV was fetched are not those of the prompt: only who asks from its end on is right."""
-    request = greedy(40, 2)
+    request = sized(40, 2)
     whole, _ = await serve(request, [])
-    stream = Stream(request, child=0, attempt=0, keep=True)
+    stream = ResponseStream(request, child=0, attempt=0, keep=True)
     prefill = SyntheticEngine(config(WIDE, "prefill"))
-    async for chunk in leg_chunks(stream.cut("synthetic"), 0, prefill, KvHandover(), 4096):
+    async for chunk in leg_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
         stream.add(chunk)
     decode = SyntheticEngine(config(WIDE, "decode"))
     await decode.add("k", request, stream.handover)

@@ -8,16 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.protocol.link_sender import LinkSender
-from bus.protocol.step import RequestStep
-from bus.protocol.stream import Stream
-from schemas.chunk import ChunkError, FinishReason
-from schemas.errors import ErrorCode
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import Frame, RequestKey, decode_frame, decode_link_message, encode
-from schemas.presence import RoutedExpertsInfo
-from schemas.rows import expected_rows
+from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.bus.protocol.link.worker_links import FollowedLinks
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import ChunkError, FinishReason
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.messages import Frame, RequestKey, decode_frame, decode_link_message, encode
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.rows import expected_rows
 from tests.support.scenarios import Scenario, make_scenario
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ class Request:
 
     scenario: Scenario
     link: tuple[str, int]
-    stream: Stream
+    stream: ResponseStream
     num_steps: int = 0
     num_tokens: int = 0
     num_rows: int = 0
@@ -90,6 +91,7 @@ class LinkMachine(RuleBasedStateMachine):
         self.requests: dict[RequestKey, Request] = {}
         self.to_client: list[bytes] = []
         self.to_worker: list[bytes] = []
+        self.links = FollowedLinks("c")
         self.receiver = LinkReceiver("c")
         self.has_forgotten = False
         self.followed: set[int] = set()
@@ -136,7 +138,9 @@ class LinkMachine(RuleBasedStateMachine):
         """Publish another request."""
         key = RequestKey(f"r{self.num_requests}")
         self.num_requests += 1
-        self.requests[key] = Request(scenario, self.link, Stream(scenario.request, child=0, attempt=0, keep=True))
+        self.requests[key] = Request(
+            scenario, self.link, ResponseStream(scenario.request, child=0, attempt=0, keep=True)
+        )
         return key
 
     # What the worker does.
@@ -168,14 +172,14 @@ class LinkMachine(RuleBasedStateMachine):
             if self.running:
                 key, request = self.pick(index)
                 step = request.next_step()
-                self.sender.take(key, step, request.version)
+                self.sender.add_step(key, step, request.version)
 
     @precondition(lambda self: self.running)
     @rule(index=st.integers(0, 20))
     def abort(self, index: int) -> None:
         """Let the engine stop a request, as after a client's abort."""
         key, request = self.pick(index)
-        self.sender.take(key, request.abort(), request.version)
+        self.sender.add_step(key, request.abort(), request.version)
 
     @precondition(lambda self: self.sender.keys)
     @rule(index=st.integers(0, 20))
@@ -262,6 +266,7 @@ class LinkMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         """Lose the client's place on the link."""
+        self.links = FollowedLinks("c")
         self.receiver = LinkReceiver("c")
         self.received = self.window = 0
         self.followed.clear()
@@ -278,14 +283,18 @@ class LinkMachine(RuleBasedStateMachine):
             return
         self.followed.add(life)
         before = self.receiver.incarnation, self.receiver.link
-        is_new = self.receiver.begins_anew(frame)
-        verdict = self.receiver.receive(frame, len(data), self.now)
+        receiver, ended = self.links.receiver_of(frame, {frame.incarnation})
+        if receiver is None:
+            assert life < max(self.followed)
+            return
+        self.receiver = receiver
+        verdict = receiver.receive(frame, len(data), self.now)
         after = self.receiver.incarnation, self.receiver.link
-        assert verdict is Verdict.STALE or life == max(self.followed)
-        assert is_new == (before not in ((None, None), after))
+        assert verdict is FrameVerdict.STALE or life == max(self.followed)
+        assert bool(ended) == (before not in ((None, None), after))
         if before != after:
             self.received = self.window = 0
-        if verdict is Verdict.TAKEN:
+        if verdict is FrameVerdict.ACCEPTED:
             self.received += len(data)
             self.client_takes(frame)
 
@@ -314,7 +323,7 @@ class LinkMachine(RuleBasedStateMachine):
             assert progress.resend == self.frames[self.acked :]
             self.to_client += progress.resend
         # Messages that overtook each other look like it too; between real peers none does.
-        if progress.is_forgotten and self.has_forgotten:
+        if progress.needs_new_link and self.has_forgotten:
             self.has_forgotten = False
             self.restart(is_new_life=False)
 
@@ -325,7 +334,7 @@ class LinkMachine(RuleBasedStateMachine):
         self.to_client.clear()
         self.to_worker.clear()
         for request in self.running:
-            self.sender.take(self.key_of(request), request.abort(), request.version)
+            self.sender.add_step(self.key_of(request), request.abort(), request.version)
         for _ in range(2000):
             self.now += 1
             before = -1

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, LinkReceiver, Verdict
-from bus.protocol.link_sender import LinkSender
-from schemas.messages import WIRE_VERSION, Frame, RequestKey, decode_frame
+from rollbus.bus.protocol.link.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, decode_frame
 from tests.support.scenarios import simple
 
 OFFER = [RequestKey("r")]
@@ -23,7 +23,7 @@ def heartbeat(number: int, *, incarnation: str = "w", link: int = 0) -> Frame:
     return Frame(WIRE_VERSION, incarnation, number, [], [], link, "c")
 
 
-def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[Verdict]:
+def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[FrameVerdict]:
     """What the receiver makes of frames of 100 bytes."""
     return [receiver.receive(item, 100, now) for item in frames]
 
@@ -34,13 +34,13 @@ def test_frames_are_taken_once_and_in_order() -> None:
     verdicts = receive(receiver, frame(0), frame(0), frame(2), frame(1), frame(1), frame(2), frame(3))
 
     assert verdicts == [
-        Verdict.TAKEN,
-        Verdict.DUPLICATE,
-        Verdict.GAP,
-        Verdict.TAKEN,
-        Verdict.DUPLICATE,
-        Verdict.TAKEN,
-        Verdict.TAKEN,
+        FrameVerdict.ACCEPTED,
+        FrameVerdict.DUPLICATE,
+        FrameVerdict.GAP,
+        FrameVerdict.ACCEPTED,
+        FrameVerdict.DUPLICATE,
+        FrameVerdict.ACCEPTED,
+        FrameVerdict.ACCEPTED,
     ]
     assert receiver.message(window=WINDOW, now=0).acked == 4
 
@@ -108,7 +108,7 @@ def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
     verdicts += receive(receiver, heartbeat(2))
     due.append(receiver.is_ack_due(WINDOW))
 
-    assert verdicts == [Verdict.TAKEN, Verdict.HEARTBEAT, Verdict.HEARTBEAT]
+    assert verdicts == [FrameVerdict.ACCEPTED, FrameVerdict.HEARTBEAT, FrameVerdict.HEARTBEAT]
     assert due == [False, True]
     assert receiver.message(window=WINDOW, now=0).resend
 
@@ -122,7 +122,7 @@ def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
     asked.append(receiver.message(window=WINDOW, now=9).resend)
     verdicts += receive(receiver, frame(2), now=0.1)
 
-    assert verdicts == [Verdict.TAKEN, Verdict.GAP, Verdict.HEARTBEAT, Verdict.GAP]
+    assert verdicts == [FrameVerdict.ACCEPTED, FrameVerdict.GAP, FrameVerdict.HEARTBEAT, FrameVerdict.GAP]
     assert asked == [True, False]
     assert receiver.is_ack_due(WINDOW)
 
@@ -144,36 +144,30 @@ def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames(
 
 
 def test_a_later_link_replaces_the_one_before() -> None:
-    """A later link, or another incarnation, begins anew from frame 0; what comes of the one before is stale."""
+    """A later link begins anew from frame 0; what comes of the one before, or of another incarnation, is stale."""
     receiver = LinkReceiver("c")
-    news = [receiver.begins_anew(frame(0))]
+    news = [receiver.is_new_link(frame(0))]
     receive(receiver, frame(0), frame(1))
-    news.append(receiver.begins_anew(frame(2)))
+    news.append(receiver.is_new_link(frame(2)))
     later = frame(0, link=2)
-    news.append(receiver.begins_anew(later))
-    verdicts = receive(receiver, later, frame(2), heartbeat(9), frame(0, link=1))
-    acked = [receiver.message(window=1000, now=0)]
-    other = heartbeat(0, incarnation="x")
-    news.append(receiver.begins_anew(other))
-    verdicts += receive(receiver, other, frame(1, link=2))
-    news.append(receiver.begins_anew(frame(5, link=7)))
-    acked.append(receiver.message(window=1000, now=0))
+    news.append(receiver.is_new_link(later))
+    other = frame(0, incarnation="x", link=3)
+    news.append(receiver.is_new_link(other))
+    verdicts = receive(receiver, later, frame(2), heartbeat(9), frame(0, link=1), other)
+    message = receiver.message(window=1000, now=0)
 
-    assert news == [False, False, True, True, False]
-    assert verdicts == [Verdict.TAKEN, *[Verdict.STALE] * 3, Verdict.HEARTBEAT, Verdict.STALE]
-    assert [(message.incarnation, message.link, message.acked, message.credit) for message in acked] == [
-        ("w", 2, 1, 1100),
-        ("x", 0, 0, 1000),
-    ]
+    assert news == [False, False, True, False]
+    assert verdicts == [FrameVerdict.ACCEPTED, *[FrameVerdict.STALE] * 4]
+    assert (message.incarnation, message.link, message.acked, message.credit) == ("w", 2, 1, 1100)
 
 
 def test_frames_for_another_life_of_the_client_are_stale() -> None:
     """What a worker still sends to an earlier life of this client's name opens no link."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0, client="b"), frame(0, client=""), frame(0))
-    is_new = receiver.begins_anew(frame(0, client="b", link=5))
+    is_new = receiver.is_new_link(frame(0, client="b", link=5))
 
-    assert verdicts == [Verdict.STALE, Verdict.STALE, Verdict.TAKEN]
+    assert verdicts == [FrameVerdict.STALE, FrameVerdict.STALE, FrameVerdict.ACCEPTED]
     assert not is_new
 
 
@@ -183,7 +177,7 @@ def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(number))
 
-    assert verdicts == [Verdict.TAKEN if number == 0 else Verdict.GAP]
+    assert verdicts == [FrameVerdict.ACCEPTED if number == 0 else FrameVerdict.GAP]
     assert receiver.message(window=WINDOW, now=0).resend == (number > 0)
 
 
@@ -201,7 +195,7 @@ def test_any_order_of_arrival_is_made_good(order: list[int]) -> None:
     for _ in range(2):
         for data in arrivals:
             item = decode_frame(data)
-            if receiver.receive(item, len(data), 0) is Verdict.TAKEN:
+            if receiver.receive(item, len(data), 0) is FrameVerdict.ACCEPTED:
                 taken += item.admitted
         arrivals = sender.receive(receiver.message(window=WINDOW, now=1)).resend
 

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from bus.protocol.chunking import ChunkWriter
-from bus.protocol.link_sender import SMALL_BYTES, LinkSender, Progress
-from bus.protocol.plain_sender import PlainSender
-from schemas.chunk import ChunkError, FinishReason
-from schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
-from schemas.presence import RoutedExpertsInfo
+from rollbus.bus.protocol.link.link_sender import SMALL_BYTES, LinkInstructions, LinkSender
+from rollbus.bus.protocol.link.plain_sender import PlainSender
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.schemas.chunk import ChunkError, FinishReason
+from rollbus.schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.presence import RoutedExpertsInfo
 from tests.support.scenarios import Scenario, assert_complete, make_scenario, simple
 
 MAX_FRAME_BYTES = 64 * 1024 - 4096
 """Of a server with a `max_payload` of 64 KiB."""
-PART_BYTES = 32 * 1024
+SEGMENT_BYTES = 32 * 1024
 ERROR = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
 WIDE = RoutedExpertsInfo(num_layers=64, top_k=16, num_experts=256, dtype="u1")
 """1 KiB a row."""
@@ -48,7 +48,7 @@ def seal_all(sender: LinkSender | PlainSender) -> list[Frame]:
     return frames
 
 
-def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> Progress:
+def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> LinkInstructions:
     """Let the client speak."""
     return sender.receive(LinkMessage(WIRE_VERSION, [], "c", "w", 3, acked, credit, resend))
 
@@ -56,7 +56,7 @@ def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = 
 def take_all(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
     """Let the engine make all of a request at once."""
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        sender.take(key, step, version)
+        sender.add_step(key, step, version)
 
 
 def long_prompt(num_kib: int) -> Scenario:
@@ -68,7 +68,7 @@ def use_up_credit(sender: LinkSender) -> int:
     """Send data until there is no more credit; returns how many frames that took."""
     (key,) = make_keys(1)
     scenario = long_prompt(2 * INITIAL_CREDIT_BYTES // 1024)
-    sender.open(key, scenario.writer(PART_BYTES, key))
+    sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     take_all(sender, key, scenario)
     return len(seal_all(sender))
 
@@ -80,7 +80,7 @@ def test_no_frame_is_larger_than_allowed() -> None:
     keys = make_keys(3000)
     scenario = long_prompt(40)
     for key in keys:
-        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     for key in keys[:5]:
         take_all(sender, key, scenario)
     sealed = []
@@ -101,15 +101,15 @@ def test_little_is_one_frame_and_nothing_is_none() -> None:
     scenario = simple()
     assert sender.seal() is None
     for key in make_keys(3):
-        sender.open(key, scenario.writer(PART_BYTES, key))
-        sender.take(key, scenario.steps[0], 1)
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
+        sender.add_step(key, scenario.steps[0], 1)
     (frame,) = seal_all(sender)
 
     assert (frame.incarnation, frame.link, frame.client_incarnation, frame.number) == ("w", 3, "c", 0)
     assert frame.admitted == make_keys(3)
     assert [chunk.chunk_index for chunk in frame.chunks] == [0, 0, 0]
     for key in make_keys(3):
-        sender.take(key, scenario.steps[1], 1)
+        sender.add_step(key, scenario.steps[1], 1)
     assert [chunk.is_terminal for frame in seal_all(sender) for chunk in frame.chunks] == [True] * 3
     assert not sender.keys
 
@@ -120,10 +120,10 @@ def test_without_credit_steps_gather_and_are_merged() -> None:
     num_frames = use_up_credit(sender)
     key = RequestKey("late")
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=simple().routing)
-    sender.open(key, scenario.writer(PART_BYTES, key))
+    sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     assert [frame.admitted for frame in seal_all(sender)] == [[key]]
     for step in scenario.steps:
-        sender.take(key, step, 1)
+        sender.add_step(key, step, 1)
     assert sender.seal() is None
     assert sender.unsent_bytes(key) == 30 * (4 + 4 + 1)
     tell(sender, acked=num_frames, credit=INITIAL_CREDIT_BYTES + 100 * 1024)
@@ -140,7 +140,7 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
     use_up_credit(sender)
     scenario = make_scenario(np.random.default_rng(0), prompt_len=8, cuts=[1], routing=WIDE)
     for key in make_keys(200)[1:]:
-        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
         take_all(sender, key, scenario)
     seal_all(sender)
     sizes = []
@@ -159,12 +159,12 @@ def test_what_needs_no_credit_is_sent_without() -> None:
     failed, empty, data, rejected = (RequestKey(name) for name in ("failed", "empty", "data", "rejected"))
     scenario = simple()
     for key in (failed, empty, data):
-        sender.open(key, scenario.writer(PART_BYTES, key))
-    sender.take(failed, scenario.steps[0], 1)
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
+    sender.add_step(failed, scenario.steps[0], 1)
     sender.fail(failed, ERROR, 1)
     ending = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]).steps[0]
     ending.token_ids, ending.logprobs = ending.token_ids[:0], None
-    sender.take(empty, ending, 1)
+    sender.add_step(empty, ending, 1)
     take_all(sender, data, scenario)
     sender.reject(rejected, ERROR, 1)
     (frame,) = seal_all(sender)
@@ -185,7 +185,7 @@ def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> N
     sent = num_frames - 1
     assert sender.unsent_bytes(key) > 0
     if error is None:
-        sender.stop(key, 1)
+        sender.abort(key, 1)
     else:
         sender.fail(key, error, 1)
     (frame,) = seal_all(sender)
@@ -205,7 +205,7 @@ def test_a_failed_request_does_not_keep_its_turn() -> None:
     first, second = RequestKey("first"), RequestKey("second")
     for key in (first, second):
         scenario = long_prompt(100)
-        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
         take_all(sender, key, scenario)
     sent = [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
     sent += [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
@@ -224,8 +224,8 @@ def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1], widths=(None, 0))
     (ending,) = scenario.steps
     ending.token_ids = ending.token_ids[:0]
-    sender.open(key, scenario.writer(PART_BYTES, key))
-    sender.take(key, ending, 1)
+    sender.open(key, scenario.writer(SEGMENT_BYTES, key))
+    sender.add_step(key, ending, 1)
     (frame,) = seal_all(sender)
 
     assert [(chunk.prompt_logprobs is None, chunk.is_terminal) for chunk in frame.chunks] == [
@@ -241,13 +241,13 @@ def test_large_parts_take_turns_behind_everything_small() -> None:
     first, second, small = (RequestKey(name) for name in ("first", "second", "small"))
     prompts = {first: long_prompt(100), second: long_prompt(70)}
     for key, scenario in prompts.items():
-        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
         take_all(sender, key, scenario)
     tokens = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 11))
-    sender.open(small, tokens.writer(PART_BYTES, small))
+    sender.open(small, tokens.writer(SEGMENT_BYTES, small))
     order = []
     for step in tokens.steps:
-        sender.take(small, step, 1)
+        sender.add_step(small, step, 1)
         order.append([chunk.request_id for chunk in decode_frame(seal(sender)).chunks])
 
     assert order[:3] == [["small", "first"], ["small", "second"], ["small", "first"]]
@@ -261,15 +261,15 @@ def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
     scenario = simple()
     sealed: list[bytes] = []
     for key in make_keys(4):
-        sender.open(key, scenario.writer(PART_BYTES, key))
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
         sealed.append(seal(sender))
     progress = tell(sender, acked=1, resend=True)
     take_all(sender, make_keys(1)[0], scenario)
     sealed.append(seal(sender))
 
-    assert progress == Progress(sealed[1:4], make_keys(1))
-    assert tell(sender, acked=2, resend=True) == Progress(sealed[2:], make_keys(2)[1:])
-    assert tell(sender, acked=2) == Progress()
+    assert progress == LinkInstructions(sealed[1:4], make_keys(1))
+    assert tell(sender, acked=2, resend=True) == LinkInstructions(sealed[2:], make_keys(2)[1:])
+    assert tell(sender, acked=2) == LinkInstructions()
     assert tell(sender, acked=5).confirmed == make_keys(4)[2:]
     assert sender.held_bytes == 0
 
@@ -278,7 +278,7 @@ def test_a_heartbeat_names_the_next_frame() -> None:
     """It is neither numbered nor kept nor counted against credit."""
     sender = make_sender()
     wants_at_first = sender.needs_heartbeat
-    sender.open(RequestKey("r"), simple().writer(PART_BYTES))
+    sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
     sender.seal()
     heartbeats = [decode_frame(sender.heartbeat()) for _ in range(2)]
 
@@ -291,7 +291,7 @@ def test_a_heartbeat_names_the_next_frame() -> None:
 def test_acknowledging_what_was_never_sent_is_refused() -> None:
     """A client that acknowledges frames beyond the last breaks the protocol, and nothing of its message counts."""
     sender = make_sender()
-    sender.open(RequestKey("r"), simple().writer(PART_BYTES))
+    sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
     sender.seal()
     with pytest.raises(RemoteProtocolError, match="up to 2 were acknowledged, 1 were sent"):
         tell(sender, acked=2, credit=2**40)
@@ -309,9 +309,9 @@ def test_outdated_messages_change_nothing() -> None:
     others = [("x", "w", 3), ("c", "x", 3), ("c", "w", 2), ("c", "", 3)]
     for client, incarnation, link in others:
         message = LinkMessage(WIRE_VERSION, [], client, incarnation, link, 5, 2**40, True)
-        assert sender.receive(message) == Progress()
+        assert sender.receive(message) == LinkInstructions()
 
-    assert tell(sender, acked=2, credit=0) == Progress()
+    assert tell(sender, acked=2, credit=0) == LinkInstructions()
     assert sender.held_bytes == held
     assert len(seal_all(sender)) > 1
 
@@ -322,8 +322,8 @@ def test_a_client_that_lost_its_place_is_noticed() -> None:
     use_up_credit(sender)
     tell(sender, acked=3)
 
-    assert tell(sender, acked=0, resend=True) == Progress(is_forgotten=True)
-    assert not tell(sender, acked=3, resend=True).is_forgotten
+    assert tell(sender, acked=0, resend=True) == LinkInstructions(needs_new_link=True)
+    assert not tell(sender, acked=3, resend=True).needs_new_link
 
 
 def test_requests_are_open_once() -> None:
@@ -331,16 +331,16 @@ def test_requests_are_open_once() -> None:
     sender = make_sender()
     key = RequestKey("r")
     with pytest.raises(KeyError):
-        sender.take(key, simple().steps[0], 1)
+        sender.add_step(key, simple().steps[0], 1)
     with pytest.raises(KeyError):
         sender.fail(key, ERROR, 1)
-    sender.open(key, simple().writer(PART_BYTES))
+    sender.open(key, simple().writer(SEGMENT_BYTES))
     with pytest.raises(ValueError, match="is open"):
-        sender.open(key, simple().writer(PART_BYTES))
+        sender.open(key, simple().writer(SEGMENT_BYTES))
     with pytest.raises(ValueError, match="is open"):
         sender.reject(key, ERROR, 1)
     sender.fail(key, ERROR, 1)
-    sender.open(key, simple().writer(PART_BYTES))
+    sender.open(key, simple().writer(SEGMENT_BYTES))
 
     assert list(sender.keys) == [key]
 
@@ -349,11 +349,11 @@ def test_a_broken_step_takes_nothing_along() -> None:
     """A step that makes no sense is refused, and what the sender holds stays as it was."""
     sender = make_sender()
     key, scenario = RequestKey("r"), simple()
-    sender.open(key, scenario.writer(PART_BYTES))
-    sender.take(key, scenario.steps[0], 1)
+    sender.open(key, scenario.writer(SEGMENT_BYTES))
+    sender.add_step(key, scenario.steps[0], 1)
     held = sender.held_bytes
     with pytest.raises(LocalProtocolError):
-        sender.take(key, scenario.steps[0], 1)
+        sender.add_step(key, scenario.steps[0], 1)
 
     assert sender.held_bytes == held
 
@@ -362,10 +362,10 @@ def test_a_plain_request_is_numbered_by_itself() -> None:
     """A program without a link gets frames from 0, the first of which admits the request, none above the limit."""
     scenario = long_prompt(100)
     key = RequestKey("r")
-    sender = PlainSender(key, scenario.writer(PART_BYTES), incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
+    sender = PlainSender(key, scenario.writer(SEGMENT_BYTES), incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
     (first,) = seal_all(sender)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        sender.take(step, version)
+        sender.add_step(key, step, version)
     had_left = sender.has_left
     sealed = sender.frames()
     frames = [first, *map(decode_frame, sealed)]
@@ -381,9 +381,9 @@ def test_a_plain_request_is_numbered_by_itself() -> None:
 
 def test_a_plain_request_that_fails_first_is_rejected() -> None:
     """An error before the first frame is a rejection: nothing is admitted. Later it ends the request."""
-    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, part_bytes=PART_BYTES)
+    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=SEGMENT_BYTES)
     sender = PlainSender(RequestKey("r"), writer, incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
-    sender.fail(ERROR, 1)
+    sender.fail(RequestKey("r"), ERROR, 1)
     had_left = sender.has_left
     (frame,) = seal_all(sender)
 
@@ -391,4 +391,4 @@ def test_a_plain_request_that_fails_first_is_rejected() -> None:
     assert [chunk.error for chunk in frame.chunks] == [ERROR]
     assert (had_left, sender.has_left) == (False, True)
     with pytest.raises(LocalProtocolError):
-        sender.fail(ERROR, 1)
+        sender.fail(RequestKey("r"), ERROR, 1)

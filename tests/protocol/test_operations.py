@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.operations import BUFFER_BYTES, OWN_BUFFER_BYTES, Delivery, OperationReader
-from schemas.errors import RemoteProtocolError
+from rollbus.bus.nats.operations import BUFFER_BYTES, OWN_BUFFER_BYTES, OperationReader, SubscriptionMessage
+from rollbus.schemas.errors import RemoteProtocolError
 
 
-def written(operation: Delivery | bytes) -> bytes:
+def written(operation: SubscriptionMessage | bytes) -> bytes:
     """As the server sends it."""
     if isinstance(operation, bytes):
         return operation
@@ -20,9 +20,9 @@ def written(operation: Delivery | bytes) -> bytes:
     return b" ".join(words) + b"\r\n" + (headers or b"") + bytes(payload) + b"\r\n"
 
 
-def read(stream: bytes, sizes: list[int]) -> list[Delivery | bytes]:
+def read(stream: bytes, sizes: list[int]) -> list[SubscriptionMessage | bytes]:
     """What comes of `stream`, received in pieces of at most these sizes, again and again."""
-    found: list[Delivery | bytes] = []
+    found: list[SubscriptionMessage | bytes] = []
     reader, at, turn = OperationReader(), 0, 0
     while at < len(stream):
         buffer = reader.buffer()
@@ -32,7 +32,7 @@ def read(stream: bytes, sizes: list[int]) -> list[Delivery | bytes]:
         reader.received(len(piece))
         assert len(piece)
         at, turn = at + len(piece), turn + 1
-        found += reader.take()
+        found += reader.pop_operations()
         assert reader.unread_bytes == 0
     return found
 
@@ -55,17 +55,18 @@ LINES = st.sampled_from([b"PING\r\n", b"PONG\r\n", b"+OK\r\n", b"-ERR 'no'\r\n",
 def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int]) -> None:
     """All of them, in order, wherever the stream is cut."""
     operations = [
-        one if isinstance(one, bytes) else Delivery(*one[:4], one[5] * (one[4] // len(one[5]))) for one in drawn
+        one if isinstance(one, bytes) else SubscriptionMessage(*one[:4], one[5] * (one[4] // len(one[5])))
+        for one in drawn
     ]
     assert read(b"".join(map(written, operations)), sizes) == operations
 
 
 def test_byte_by_byte() -> None:
     """The smallest pieces."""
-    operations: list[Delivery | bytes] = [
+    operations: list[SubscriptionMessage | bytes] = [
         b"PING\r\n",
-        Delivery(1, b"a", b"", None, b"x\r\n"),
-        Delivery(2, b"b", b"r", b"NATS/1.0\r\n\r\n", b""),
+        SubscriptionMessage(1, b"a", b"", None, b"x\r\n"),
+        SubscriptionMessage(2, b"b", b"r", b"NATS/1.0\r\n\r\n", b""),
     ]
     assert read(b"".join(written(operation) for operation in operations), [1]) == operations
 
@@ -81,8 +82,8 @@ def test_a_large_message_is_received_in_place() -> None:
     buffer[:] = b"x" * 1_000_000
     reader.received(len(buffer))
     del buffer
-    (found,) = reader.take()
-    assert isinstance(found, Delivery)
+    (found,) = reader.pop_operations()
+    assert isinstance(found, SubscriptionMessage)
     assert found.payload == b"x" * 1_000_000
     assert len(reader.buffer()) == BUFFER_BYTES
 
@@ -90,13 +91,13 @@ def test_a_large_message_is_received_in_place() -> None:
 def test_what_is_whole_is_counted() -> None:
     """Until it is taken: whoever reads may be held up."""
     reader = OperationReader()
-    stream = written(Delivery(1, b"a", b"", None, b"x" * 100)) + b"PING\r\nPON"
+    stream = written(SubscriptionMessage(1, b"a", b"", None, b"x" * 100)) + b"PING\r\nPON"
     reader.buffer()[: len(stream)] = stream
     reader.received(len(stream))
     assert 106 < reader.unread_bytes < 1000
-    assert len(list(reader.take())) == 2
+    assert len(list(reader.pop_operations())) == 2
     assert reader.unread_bytes == 0
-    assert list(reader.take()) == []
+    assert list(reader.pop_operations()) == []
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bus.protocol.prefill import FULL_S, SILENT_S, Alone, Decision, PrefillLine, Seat, Wish
+from rollbus.bus.protocol.queue.prefill_queue import (
+    FULL_S,
+    SILENT_S,
+    Decision,
+    PrefillFallback,
+    PrefillQueue,
+    PrefillRequirements,
+    PrefillWorkerInfo,
+)
 
 
-def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[str, ...] = ()) -> Seat:
+def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[str, ...] = ()) -> PrefillWorkerInfo:
     """A prefill worker."""
-    return Seat(worker, num_slots, 1000, weight_version, frozenset(loras))
+    return PrefillWorkerInfo(worker, num_slots, 1000, weight_version, frozenset(loras))
 
 
-def wish(affinity: str = "r", **fields: Any) -> Wish:
+def wish(affinity: str = "r", **fields: Any) -> PrefillRequirements:
     """What a request needs."""
-    return Wish(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})
+    return PrefillRequirements(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})
 
 
-def line_of(*keys: str, until: float = 2.0) -> PrefillLine[str]:
+def line_of(*keys: str, until: float = 2.0) -> PrefillQueue[str]:
     """A line of requests that came in this order at 0."""
-    line = PrefillLine[str]()
+    line = PrefillQueue[str]()
     for key in keys:
         line.add(key, wish(key), until=until)
     return line
@@ -41,7 +49,7 @@ def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
 
 def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
     """In order of priority, then of arrival."""
-    line = PrefillLine[str]()
+    line = PrefillQueue[str]()
     for key, priority in (("x", 0), ("low", 1), ("y", 0), ("high", -1)):
         line.add(key, wish(priority=priority), until=2)
     order = []
@@ -55,7 +63,7 @@ def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
 
 def test_a_session_stays_with_its_worker_while_that_has_room() -> None:
     """Its legs go to one worker, however many that has; where it is full, to another."""
-    line = PrefillLine[int]()
+    line = PrefillQueue[int]()
     for turn in range(5):
         line.add(turn, wish("s", is_session=True), until=2)
     workers = [decision.worker for decision in line.decide([seat("a", 4), seat("b", 4)], 0)]
@@ -71,9 +79,9 @@ def test_what_waited_for_long_enough_goes_alone() -> None:
     line.add("c", wish(), until=3)
 
     assert line.decide([seat("w", 1)], 1.9) == []
-    assert line.next_look() == 2.0
-    assert line.decide([seat("w", 1)], 2.0) == [Decision("b", None, Alone.BUSY)]
-    assert line.next_look() == 3.0
+    assert line.next_decision_at() == 2.0
+    assert line.decide([seat("w", 1)], 2.0) == [Decision("b", None, PrefillFallback.BUSY)]
+    assert line.next_decision_at() == 3.0
 
 
 def test_without_a_worker_nobody_waits() -> None:
@@ -81,7 +89,7 @@ def test_without_a_worker_nobody_waits() -> None:
     line = line_of("a", "b")
     line.decide([seat("w", 1)], 0)
 
-    assert line.decide([], 0.1) == [Decision("b", None, Alone.NO_WORKER)]
+    assert line.decide([], 0.1) == [Decision("b", None, PrefillFallback.NO_WORKER)]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +102,10 @@ def test_without_a_worker_nobody_waits() -> None:
 def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitting: dict[str, Any]) -> None:
     """Where none has the weights or the adapter, it goes alone at once; where one has, to that one."""
     for seats, expected in (
-        ([seat("a")], Decision("r", None, Alone.UNSUITABLE)),
+        ([seat("a")], Decision("r", None, PrefillFallback.UNSUITABLE)),
         ([seat("a"), seat("b", **fitting)], Decision("r", "b", None)),
     ):
-        line = PrefillLine[str]()
+        line = PrefillQueue[str]()
         line.add("r", wish(**needed), until=2)
         assert line.decide(seats, 0) == [expected]
 
@@ -105,7 +113,7 @@ def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitti
 @pytest.mark.parametrize(("prompt_len", "worker"), [(998, "a"), (999, None)])
 def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: int, worker: str | None) -> None:
     """The whole ends with its first token there, which a prefill leg cannot tell from its own end."""
-    line = PrefillLine[str]()
+    line = PrefillQueue[str]()
     line.add("r", wish(prompt_len=prompt_len), until=2)
 
     assert line.decide([seat("a")], 0)[0].worker == worker
@@ -116,11 +124,11 @@ def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
     for is_full, pause_s in ((True, FULL_S), (False, SILENT_S)):
         line = line_of("r", until=100)
         line.decide([seat("a")], 0)
-        line.refused("r", 0, is_full=is_full)
+        line.reject("r", 0, is_full=is_full)
         line.add("r", wish(), until=100)
 
         assert line.decide([seat("a")], pause_s - 0.01) == []
-        assert line.next_look() == pause_s
+        assert line.next_decision_at() == pause_s
         assert line.decide([seat("a")], pause_s) == [Decision("r", "a", None)]
 
 
@@ -128,7 +136,7 @@ def test_another_worker_takes_what_one_refused() -> None:
     """At once."""
     line = line_of("r")
     [first] = line.decide([seat("a"), seat("b")], 0)
-    line.refused("r", 0, is_full=False)
+    line.reject("r", 0, is_full=False)
     line.add("r", wish(), until=2)
     [second] = line.decide([seat("a"), seat("b")], 0)
 
@@ -140,7 +148,7 @@ class Lines(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = PrefillLine[int]()
+        self.line = PrefillQueue[int]()
         self.now = 0.0
         self.serial = 0
         self.waiting: dict[int, float] = {}
@@ -166,7 +174,7 @@ class Lines(RuleBasedStateMachine):
     def refuse(self, at: int, is_full: bool) -> None:
         """A worker does not take one."""
         if self.legs.pop(at, None) is not None:
-            self.line.refused(at, self.now, is_full=is_full)
+            self.line.reject(at, self.now, is_full=is_full)
 
     @rule(seconds=st.floats(0, 1))
     def pass_time(self, seconds: float) -> None:
@@ -180,8 +188,8 @@ class Lines(RuleBasedStateMachine):
         for key, worker, reason in self.line.decide(seats, self.now):
             until = self.waiting.pop(key)
             assert (worker is None) == (reason is not None)
-            assert reason is not Alone.BUSY or until <= self.now
-            assert (reason is Alone.NO_WORKER) == (not seats and worker is None)
+            assert reason is not PrefillFallback.BUSY or until <= self.now
+            assert (reason is PrefillFallback.NO_WORKER) == (not seats and worker is None)
             if worker is not None:
                 self.legs[key] = worker
         assert all(until > self.now for until in self.waiting.values())
@@ -191,12 +199,13 @@ class Lines(RuleBasedStateMachine):
     def no_worker_has_too_many(self) -> None:
         """Nor does the line count other than what was decided."""
         assert all(count <= self.slots[worker] for worker, count in Counter(self.legs.values()).items())
-        assert (len(self.line), self.line.num_legs) == (len(self.waiting), len(self.legs))
+        assert repr(self.line) == f"<PrefillQueue waiting={len(self.waiting)} prefills={len(self.legs)}>"
+        assert len(self.line) == len(self.waiting)
 
     @invariant()
     def it_looks_again_in_time(self) -> None:
         """As long as something waits it says when to decide again, and by then nothing is overdue."""
-        look = self.line.next_look()
+        look = self.line.next_decision_at()
         assert (look is None) == (not self.waiting)
         assert look is None or look <= min(self.waiting.values())
 

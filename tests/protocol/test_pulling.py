@@ -10,15 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.protocol.pulling import LOST_S, MAX_BATCH, MAX_OVER, RETRY_S, STANDING_S, Answer, Pull, PullPlan, read_status
-from schemas.request import Lane
+from rollbus.bus.protocol.queue.pull_plan import (
+    LOST_S,
+    MAX_BATCH,
+    MAX_OVER,
+    RETRY_S,
+    STANDING_S,
+    Pull,
+    PullPlan,
+    PullStatus,
+    decode_status,
+)
+from rollbus.schemas.request import Lane
 
 LANES: tuple[Lane, ...] = ("resume", "high", "normal", "low")
 
 
 class Request(NamedTuple):
     lane: Lane
-    has_more: bool
+    waiting: int
 
 
 class Ended(NamedTuple):
@@ -48,13 +58,13 @@ class World:
         """Do what the plan says, and check that it does not ask for too much."""
         pulls = self.plan.next_pulls(self.room, self.now)
         for pull in pulls:
-            assert pull.batch > 0
-            for _ in range(count := min(pull.batch, self.waiting[pull.lane])):
+            assert pull.num_pulls > 0
+            for _ in range(sent := min(pull.num_pulls, self.waiting[pull.lane])):
                 self.send(pull.lane)
-            if count < pull.batch and pull.is_standing:
+            if sent < pull.num_pulls and pull.is_standing:
                 self.standing[pull.number] = (pull.lane, self.now + STANDING_S)
-            elif count < pull.batch:
-                self.messages.append(Ended(pull.number))
+            elif sent < pull.num_pulls:
+                self.messages.extend([Ended(pull.number)] * (pull.num_pulls - sent))
         assert not pulls or self.may_come <= self.plan.claimed <= self.room + MAX_OVER
         return pulls
 
@@ -68,16 +78,16 @@ class World:
 
     def send(self, lane: Lane) -> None:
         self.waiting[lane] -= 1
-        self.messages.append(Request(lane, self.waiting[lane] > 0))
+        self.messages.append(Request(lane, self.waiting[lane]))
 
     def receive(self) -> None:
         """The worker sees the next message, if one is on its way."""
         if self.messages:
             message = self.messages.popleft()
             if isinstance(message, Ended):
-                self.plan.answer(message.number, Answer.EMPTY, self.now)
+                self.plan.end_pull(message.number, PullStatus.EMPTY, self.now)
             else:
-                self.plan.deliver(message.lane, has_more=message.has_more)
+                self.plan.count_message(message.lane, waiting=message.waiting)
                 self.taken.append(message.lane)
                 self.room -= 1
 
@@ -109,7 +119,7 @@ class World:
     def reconnect(self) -> None:
         """The connection broke, and is back."""
         self.lose()
-        self.plan.forget()
+        self.plan.reset()
 
     def set_room(self, room: int) -> None:
         """Requests end, or come from elsewhere."""
@@ -195,15 +205,24 @@ def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_fo
     """Where more wait behind the first, the rest is taken at once, up to the largest batch."""
     world = World(room=4)
     world.settle()
-    world.plan.deliver("low", has_more=True)
+    world.plan.count_message("low", waiting=10)
     (pull,) = world.pull()
 
     assert pull == Pull("low", pull.number, 4, False)
 
     world = World(room=10_000)
+    world.settle()
+    world.plan.count_message("low", waiting=9_000)
     (pull,) = world.pull()
 
-    assert pull.batch == MAX_BATCH
+    assert pull.num_pulls == MAX_BATCH
+
+
+def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
+    """However much room there is: pulls that find nothing cost the server as much as those that bring a message."""
+    (pull,) = World(room=10_000).pull()
+
+    assert pull.num_pulls == 1
 
 
 @pytest.mark.parametrize("room", [0, -1, -1000])
@@ -219,14 +238,14 @@ def test_nothing_is_pulled_while_more_is_on_its_way_than_there_is_room_for() -> 
     """A worker whose room went otherwise waits for what it has pulled, before the first lane too."""
     world = World(room=6)
     world.settle()
-    world.plan.deliver("normal", has_more=True)
+    world.plan.count_message("normal", waiting=10)
     world.pull()
-    world.plan.deliver("resume", has_more=True)
+    world.plan.count_message("resume", waiting=10)
 
-    for room, batches in [(1, []), (5, []), (7, [2])]:
+    for room, counts in [(1, []), (5, []), (7, [2])]:
         world.room = room
 
-        assert [pull.batch for pull in world.pull()] == batches
+        assert [pull.num_pulls for pull in world.pull()] == counts
 
     assert world.plan.claimed == 10
 
@@ -250,7 +269,7 @@ def test_a_refused_lane_waits_and_the_others_do_not() -> None:
     world = World()
     (refused,) = world.pull()
     world.messages.clear()
-    world.plan.answer(refused.number, Answer.REFUSED, world.now)
+    world.plan.end_pull(refused.number, PullStatus.REFUSED, world.now)
 
     assert [pull.lane for pull in world.pull()] == ["high"]
     assert world.plan.next_at(world.now) == RETRY_S
@@ -261,20 +280,31 @@ def test_a_refused_lane_waits_and_the_others_do_not() -> None:
     assert world.pull()[0].lane == "resume"
 
 
-def test_a_pull_that_brought_all_it_may_is_followed_by_another() -> None:
-    """Where a pull ends for its size, the next one follows at once; a little later if it brought nothing at all."""
-    world = World(room=10)
-    (first,) = world.pull()
-    world.plan.deliver("resume", has_more=True)
-    world.plan.answer(first.number, Answer.MORE, world.now)
-    (second,) = world.pull()
+def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
+    """The lane is known to be empty, and the next one asked, only after the last message or status."""
+    world = World(room=3)
+    world.pull()
+    world.plan.count_message("resume", waiting=10)
+    (probe,) = world.pull()
+    world.plan.count_message("resume", waiting=0)
+    world.plan.end_pull(probe.number, PullStatus.EMPTY, world.now)
 
-    assert (second.lane, second.is_standing) == ("resume", False)
+    assert probe.num_pulls == 3
+    assert world.pull() == []
 
-    world.plan.answer(second.number, Answer.MORE, world.now)
+    world.plan.end_pull(probe.number, PullStatus.EMPTY, world.now)
 
-    assert [pull.lane for pull in world.pull()] == ["high"]
-    assert world.plan.next_at(world.now) == RETRY_S
+    assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", True), ("high", False)]
+
+
+def test_no_more_is_on_its_way_than_a_connection_bears() -> None:
+    """Where requests may be large, a probe asks for fewer of them."""
+    world = World(PullPlan(LANES, max_batch=4), room=1000)
+    world.pull()
+    world.plan.count_message("resume", waiting=1000)
+    (pull,) = world.pull()
+
+    assert pull.num_pulls == 4
 
 
 def test_a_lost_pull_is_repeated() -> None:
@@ -291,7 +321,7 @@ def test_a_lost_pull_is_repeated() -> None:
 
     assert (again.lane, again.number != lost.number) == ("resume", True)
 
-    world.plan.answer(lost.number, Answer.EMPTY, world.now)
+    world.plan.end_pull(lost.number, PullStatus.EMPTY, world.now)
 
     assert world.plan.claimed == 1
 
@@ -299,17 +329,15 @@ def test_a_lost_pull_is_repeated() -> None:
 @pytest.mark.parametrize(
     ("code", "description", "answer"),
     [
-        ("404", "No Messages", Answer.EMPTY),
-        ("408", "Request Timeout", Answer.EMPTY),
-        ("503", "", Answer.MISSING),
-        ("409", "Consumer Deleted", Answer.MISSING),
-        ("409", "Message Size Exceeds MaxBytes", Answer.MORE),
-        ("409", "Batch Completed", Answer.MORE),
-        ("409", "Server Shutdown", Answer.REFUSED),
-        ("409", "Exceeded MaxWaiting", Answer.REFUSED),
-        ("", "", Answer.REFUSED),
+        ("404", "No Messages", PullStatus.EMPTY),
+        ("408", "Request Timeout", PullStatus.EMPTY),
+        ("503", "", PullStatus.MISSING),
+        ("409", "Consumer Deleted", PullStatus.MISSING),
+        ("409", "Server Shutdown", PullStatus.REFUSED),
+        ("409", "Exceeded MaxWaiting", PullStatus.REFUSED),
+        ("", "", PullStatus.REFUSED),
     ],
 )
-def test_statuses_are_told_apart(code: str, description: str, answer: Answer) -> None:
+def test_statuses_are_told_apart(code: str, description: str, answer: PullStatus) -> None:
     """Each status of the server means that the lane is empty or may not be, that the queue is gone, or to try again."""
-    assert read_status(code, description) is answer
+    assert decode_status(code, description) is answer

@@ -8,22 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.protocol.chunking import ChunkWriter
-from bus.protocol.step import split
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, FinishReason
-from schemas.messages import RequestKey
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import split
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import Chunk, FinishReason
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from tests.support.scenarios import drain
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
 
 
-async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int, gather: int) -> AsyncIterator[Chunk]:
+async def attempt_chunks(
+    request: GenerateRequest, attempt: int, segment_bytes: int, gather: int
+) -> AsyncIterator[Chunk]:
     """The chunks of one attempt on an engine of its own, where each `gather` steps are taken before any leaves."""
     engine = SyntheticEngine(CONFIG)
     await engine.add("k", request)
@@ -32,12 +34,12 @@ async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int
         prompt_len=request.prompt_len,
         routing=engine.capabilities.routed_experts,
         start=request.routed_experts_prompt_start,
-        part_bytes=part_bytes,
+        segment_bytes=segment_bytes,
     )
     count = 0
     async for steps in engine.steps():
         for step in split(steps):
-            writer.take(step, attempt)
+            writer.add_step(step, attempt)
             count += 1
             if count % gather and step.finish_reason is None:
                 continue
@@ -48,17 +50,17 @@ async def attempt_chunks(request: GenerateRequest, attempt: int, part_bytes: int
 
 
 async def run(
-    request: GenerateRequest, losses: list[int], *, keep: bool, part_bytes: int = 64, gather: int = 1
-) -> tuple[Stream, list[Chunk]]:
+    request: GenerateRequest, losses: list[int], *, keep: bool, segment_bytes: int = 64, gather: int = 1
+) -> tuple[ResponseStream, list[Chunk]]:
     """Run a request to its end, losing the i-th attempt after `losses[i]` chunks."""
-    stream = Stream(request, child=0, attempt=0, keep=keep)
+    stream = ResponseStream(request, child=0, attempt=0, keep=keep)
     delivered: list[Chunk] = []
     remaining = [*losses]
     current: GenerateRequest | Chunk = request
     while stream.end is None and isinstance(current, GenerateRequest):
         limit = remaining.pop(0) if remaining else None
         count = 0
-        async for chunk in attempt_chunks(current, stream.attempt, part_bytes, gather):
+        async for chunk in attempt_chunks(current, stream.attempt, segment_bytes, gather):
             if count == limit:
                 break
             delivered += stream.add(chunk)
@@ -97,7 +99,7 @@ losses = st.lists(st.integers(0, 14), max_size=5)
 gathers = st.integers(1, 4)
 
 
-def assert_same(stream: Stream, expected: Stream) -> None:
+def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
     """All arrays and the end are equal, byte for byte."""
     assert stream.end is not None
     assert expected.end is not None
@@ -165,7 +167,7 @@ def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
 def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
     """Where the tokens delivered are all there will be, no engine is asked again."""
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1, temperature=0))
-    stream = Stream(request, child=0, attempt=0, keep=True)
+    stream = ResponseStream(request, child=0, attempt=0, keep=True)
     token = Chunk(
         request_id=request.request_id,
         attempt=0,
@@ -188,7 +190,7 @@ def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
 async def test_rows_that_came_ahead_of_their_tokens_are_not_delivered_without_them(lost_after: int) -> None:
     """A prompt's rows in several parts: given up among them, the attempt leaves nothing behind."""
     request = GenerateRequest(prompt_token_ids=range(20), sampling=SamplingParams(max_tokens=2, temperature=0))
-    stream, delivered = await run(request, [lost_after], keep=False, part_bytes=50)
+    stream, delivered = await run(request, [lost_after], keep=False, segment_bytes=50)
     expected, _ = await run(request, [], keep=True)
 
     rows = [chunk.routed_experts.numpy() for chunk in delivered if chunk.routed_experts is not None]

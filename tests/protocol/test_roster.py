@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from bus.protocol.roster import Roster, muster
-from schemas.control import (
+from rollbus.bus.protocol.fleet.roster import Roster, workers_that_must_ack
+from rollbus.schemas.control import (
     AnyCommand,
     FinishWeightUpdate,
     LoadLora,
@@ -14,8 +14,8 @@ from schemas.control import (
     UpdateWeights,
     WeightSource,
 )
-from schemas.errors import InvalidRequest, NoWorkers
-from schemas.presence import WorkerState
+from rollbus.schemas.errors import InvalidRequest, NoWorkers
+from rollbus.schemas.presence import WorkerState
 from tests.protocol.test_ledger import presence
 
 SOURCE = WeightSource(path="/ckpt")
@@ -31,14 +31,14 @@ def ids(roster: Roster) -> dict[str, list[str]]:
 
 def test_all_of_a_model_or_of_all_models() -> None:
     """Without a model the workers of every model; with one those of it."""
-    assert ids(muster([B, OTHER, A], Pause())) == {"m": ["a", "b"], "n": ["c"]}
-    assert ids(muster([B, OTHER, A], Pause(model="m"))) == {"m": ["a", "b"]}
+    assert ids(workers_that_must_ack([B, OTHER, A], Pause())) == {"m": ["a", "b"], "n": ["c"]}
+    assert ids(workers_that_must_ack([B, OTHER, A], Pause(model="m"))) == {"m": ["a", "b"]}
 
 
 @pytest.mark.parametrize("state", list(WorkerState))
 def test_who_can_speak_must_answer(state: WorkerState) -> None:
     """Paused, outdated, poisoned ones too; but not those that start, are fenced, or are ending."""
-    roster = muster([A, replace(B, state=state)], Pause())
+    roster = workers_that_must_ack([A, replace(B, state=state)], Pause())
 
     assert ids(roster) == {"m": ["a"] if state in SILENT else ["a", "b"]}
 
@@ -46,26 +46,26 @@ def test_who_can_speak_must_answer(state: WorkerState) -> None:
 def test_nobody_is_an_error() -> None:
     """No worker at all, or none that could answer; the message says what they are doing."""
     with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
-        muster([], Pause())
+        workers_that_must_ack([], Pause())
     with pytest.raises(NoWorkers, match=r"no live worker of m can answer \(a is starting\)"):
-        muster([replace(A, state=WorkerState.STARTING), OTHER], Pause(model="m"))
+        workers_that_must_ack([replace(A, state=WorkerState.STARTING), OTHER], Pause(model="m"))
 
 
 def test_an_unknown_model_is_an_error() -> None:
     """The message names those that there are."""
     with pytest.raises(InvalidRequest, match="model is 'x'; allowed: one of m, n"):
-        muster([A, OTHER], Pause(model="x"))
+        workers_that_must_ack([A, OTHER], Pause(model="x"))
 
 
 def test_named_workers_must_all_be_there() -> None:
     """Those that are not are named; also where they are of another model, or cannot answer."""
-    assert ids(muster([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
+    assert ids(workers_that_must_ack([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
     with pytest.raises(InvalidRequest, match="workers names x, y, which cannot answer"):
-        muster([A, B], Pause(workers=("x", "a", "y")))
+        workers_that_must_ack([A, B], Pause(workers=("x", "a", "y")))
     with pytest.raises(InvalidRequest, match="workers names c, which cannot answer"):
-        muster([A, OTHER], Pause(model="m", workers=("c",)))
+        workers_that_must_ack([A, OTHER], Pause(model="m", workers=("c",)))
     with pytest.raises(InvalidRequest, match=r"workers names b, which cannot answer \(b is fenced\)"):
-        muster([A, replace(B, state=WorkerState.FENCED)], Pause(workers=("b",)))
+        workers_that_must_ack([A, replace(B, state=WorkerState.FENCED)], Pause(workers=("b",)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_named_workers_must_all_be_there() -> None:
 def test_weights_are_of_one_model(command: AnyCommand) -> None:
     """Of several models one must be named; naming workers of one does as well."""
     with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
-        muster([A, OTHER], command)
-    assert set(muster([A, OTHER], replace(command, model="n"))) == {"n"}
-    assert set(muster([A, OTHER], replace(command, workers=("a",)))) == {"m"}
-    assert set(muster([A, OTHER], State())) == {"m", "n"}
+        workers_that_must_ack([A, OTHER], command)
+    assert set(workers_that_must_ack([A, OTHER], replace(command, model="n"))) == {"n"}
+    assert set(workers_that_must_ack([A, OTHER], replace(command, workers=("a",)))) == {"m"}
+    assert set(workers_that_must_ack([A, OTHER], State())) == {"m", "n"}

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.row_run import KEPT_BYTES, RowRun
-from schemas.rows import Rows
+from rollbus.bus.protocol.stream.row_buffer import KEPT_BYTES, RowBuffer
+from rollbus.schemas.rows import Rows
 
 ROW = (4, 2)
 ROW_BYTES = 8
@@ -24,7 +24,7 @@ def rows_of(count: int, first: int = 0) -> Rows:
 )
 def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
     """However steps are sized and chunks are cut."""
-    run, expected = RowRun(), b""
+    run, expected = RowBuffer(), b""
     for i, size in enumerate(sizes):
         rows = rows_of(size, i)
         run.add(rows)
@@ -39,21 +39,21 @@ def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
 
 def test_a_prompt_s_rows_are_not_copied() -> None:
     """A chunk of them is a view of the engine's array."""
-    rows, run = rows_of(NUM_LARGE), RowRun()
+    rows, run = rows_of(NUM_LARGE), RowBuffer()
     run.add(rows)
     assert np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
 
 
 def test_a_small_part_of_a_large_array_is_copied() -> None:
     """A client that takes nothing keeps no more than what is meant for it."""
-    rows, run = rows_of(4 * NUM_LARGE), RowRun()
+    rows, run = rows_of(4 * NUM_LARGE), RowBuffer()
     run.add(rows[:NUM_LARGE])
     assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
 
 
 def test_what_is_dropped_is_gone() -> None:
     """Nothing is left in front of what comes after."""
-    run = RowRun()
+    run = RowBuffer()
     run.add(rows_of(3))
     run.clear()
     run.add(rows_of(1, 7))

@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.assembly import Assembly
-from bus.protocol.chunking import ChunkWriter
-from schemas.errors import RemoteProtocolError
-from schemas.messages import RequestKey
-from schemas.presence import RoutedExpertsInfo
+from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.schemas.errors import RemoteProtocolError
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import RoutedExpertsInfo
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, part_bytes: int, gather: int) -> None:
+def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """Any split into steps, any merging and any parts give back all arrays and versions, in order and complete."""
-    assert_complete(scenario, scenario.chunks(part_bytes, gather))
+    assert_complete(scenario, scenario.chunks(segment_bytes, gather))
 
 
 def test_results_are_the_callers_own() -> None:
@@ -43,7 +43,7 @@ def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObjec
         broken = [*chunks[: at + 1], chunks[at], *chunks[at + 1 :]]
     else:
         broken = [*chunks[:at], *chunks[at:][::-1]]
-    assembly = Assembly(scenario.request)
+    assembly = ChunkVerifier(scenario.request)
     try:
         for chunk in broken:
             assembly.add(chunk)
@@ -57,7 +57,7 @@ def test_missing_logprobs_are_loud() -> None:
     """Tokens without the logprobs that were asked for are refused, never filled in."""
     scenario = simple()
     scenario.steps[0].logprobs = None
-    assembly = Assembly(scenario.request)
+    assembly = ChunkVerifier(scenario.request)
     with pytest.raises(RemoteProtocolError, match="logprobs=0 was asked for"):
         assembly.add(scenario.chunks()[0])
 
@@ -89,16 +89,16 @@ def test_changed_routing_is_refused() -> None:
     """A stream whose layers, top-k, dtype or position change midway is refused."""
     scenario = simple()
     chunks = scenario.chunks()
-    assembly = Assembly(scenario.request)
+    assembly = ChunkVerifier(scenario.request)
     assembly.add(chunks[0])
     wide = RoutedExpertsInfo(num_layers=2, top_k=1, num_experts=4, dtype="u1")
-    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=wide, start=0, part_bytes=1000)
+    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=wide, start=0, segment_bytes=1000)
     first, second = scenario.steps
     first.routed_experts = np.zeros((2, 2, 1), np.uint8)
     second.routed_experts = np.zeros((1, 2, 1), np.uint8)
-    writer.take(first, 1)
+    writer.add_step(first, 1)
     drain(writer)
-    writer.take(second, 1)
+    writer.add_step(second, 1)
     (wrong,) = drain(writer)
     with pytest.raises(RemoteProtocolError, match="routing changed"):
         assembly.add(wrong)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, End, FinishReason, RoutedExperts
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 
 
 def request() -> GenerateRequest:
@@ -35,7 +35,7 @@ def chunk(index: int, *tokens: int, rows: tuple[int, int] | None = None, attempt
 
 def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
     """Its terminal chunk counts the tokens and rows that left, not rows that wait for their tokens."""
-    stream = Stream(request(), child=0, attempt=0, keep=True)
+    stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.add(chunk(0, 7, rows=(0, 2)))
     assert stream.add(chunk(1, rows=(2, 1))) == []
     last = stream.abort()
@@ -51,7 +51,7 @@ def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
 
 def test_a_stream_can_be_aborted_before_anything_came() -> None:
     """The terminal chunk is then the only one."""
-    stream = Stream(request(), child=0, attempt=3, keep=False)
+    stream = ResponseStream(request(), child=0, attempt=3, keep=False)
     last = stream.abort()
 
     assert last.end is not None
@@ -60,7 +60,7 @@ def test_a_stream_can_be_aborted_before_anything_came() -> None:
 
 def test_an_attempt_that_nobody_took_does_not_count() -> None:
     """Withdrawn, an attempt has another number on the wire; the stream and its count of attempts know nothing of it."""
-    stream = Stream(request(), child=0, attempt=0, keep=True)
+    stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.withdraw()
     assert (stream.attempt, stream.num_attempts) == (1, 1)
     delivered = stream.add(chunk(0, 7, 8, 9, rows=(0, 4), attempt=1, end=True))
@@ -71,7 +71,7 @@ def test_an_attempt_that_nobody_took_does_not_count() -> None:
 
 def test_losses_count_beside_withdrawn_attempts() -> None:
     """A lost attempt counts, before or after one that was withdrawn."""
-    stream = Stream(request(), child=0, attempt=4, keep=True)
+    stream = ResponseStream(request(), child=0, attempt=4, keep=True)
     stream.next_attempt()
     stream.withdraw()
     stream.next_attempt()

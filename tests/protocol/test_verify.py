@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from bus.protocol.verify import dissenters
-from schemas.control import Ack, AckStatus, Canary
+from rollbus.bus.protocol.fleet.verify import dissenters
+from rollbus.schemas.control import Ack, AckStatus, Canary
 from tests.protocol.test_ledger import ack
 
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from schemas import limits
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas import limits
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**5000

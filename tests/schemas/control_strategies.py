@@ -4,11 +4,11 @@ import string
 
 from hypothesis import strategies as st
 
-from schemas import control, limits
-from schemas.control import Ack, AckError, AckStatus, Command
-from schemas.desired import DesiredState, Recorded, Seen
-from schemas.errors import ControlCode
-from schemas.weights import Canary, WeightSource
+from rollbus.schemas import control, limits
+from rollbus.schemas.control import Ack, AckError, AckStatus, Command
+from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.weights import Canary, Verified, WeightSource
 from tests.schemas.strategies import VERSION, json_values, maybe, names, request_ids, subject_tokens, texts
 
 __all__ = ["acks", "commands", "desired_states"]
@@ -88,6 +88,16 @@ acks = st.builds(
     frames=maybe(st.dictionaries(names, st.integers(0, 2**53), max_size=3)),
     request_ids=maybe(st.lists(request_ids, max_size=3).map(tuple)),
     state=json_values,
+    verified=maybe(
+        st.builds(
+            Verified,
+            probed=st.integers(0, 2**31),
+            equal=st.integers(0, 2**31),
+            compared=st.integers(0, 2**31),
+            unprobed=st.lists(names, max_size=3).map(tuple),
+            num_unprobed=st.integers(0, 2**31),
+        )
+    ),
 )
 
 registers = st.dictionaries(
@@ -101,5 +111,5 @@ desired_states = st.builds(
     epoch=EPOCH,
     registers=registers,
     workers=st.dictionaries(subject_tokens, registers, max_size=2),
-    seen=st.lists(st.builds(Seen, request_ids, EPOCH), max_size=limits.MAX_SEEN_COMMANDS).map(tuple),
+    seen=st.lists(st.builds(SeenCommand, request_ids, EPOCH), max_size=limits.MAX_SEEN_COMMANDS).map(tuple),
 )

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from schemas import limits
-from schemas.chunk import (
+from rollbus.schemas import limits
+from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
     End,
@@ -17,11 +17,10 @@ from schemas.chunk import (
     PromptLogprobs,
     RoutedExperts,
     TopLogprobs,
-    little_endian,
 )
-from schemas.errors import ErrorCode
-from schemas.messages import Frame, KvHandover, LinkMessage, RequestKey, RequestMessage, encode
-from schemas.presence import (
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode
+from rollbus.schemas.presence import (
     Capabilities,
     ClientPresence,
     ClientState,
@@ -31,9 +30,10 @@ from schemas.presence import (
     WorkerPresence,
     WorkerState,
 )
-from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, RowDtype
-from schemas.sampling import SamplingParams
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import DTYPES, RowDtype
+from rollbus.schemas.sampling import SamplingParams
+from tests.support.arrays import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
 TOKEN_ID = st.integers(0, limits.MAX_TOKEN_ID)
@@ -120,7 +120,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
 
 
 handovers = st.builds(
-    KvHandover,
+    KvTransfer,
     params=st.binary(max_size=8),
     connector=maybe(names),
     weight_version=maybe(VERSION),
@@ -218,6 +218,7 @@ def chunks(draw: st.DrawFn) -> Chunk:
         lora_version=draw(maybe(VERSION)),
         worker_id=draw(maybe(names)),
         traceparent=draw(maybe(names)),
+        kv_recomputed=draw(maybe(st.booleans())),
     )
 
 
@@ -271,6 +272,7 @@ capabilities = st.builds(
     max_loras=st.integers(0, 2**31),
     sleep=st.booleans(),
     data_parallel_size=st.integers(1, 2**31),
+    max_lora_rank=st.none() | st.integers(1, 2**31),
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
 )

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas import limits
-from schemas.errors import ErrorCode, InvalidRequest
-from schemas.messages import decode_request, request_from_json
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas import limits
+from rollbus.schemas.errors import ErrorCode, InvalidRequest
+from rollbus.schemas.messages import decode_request, request_from_json
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from tests.schemas.bad_fields import ALL, NULLABLE, Bad
 
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas.chunk import (
+from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
     End,
@@ -16,9 +16,9 @@ from schemas.chunk import (
     RoutedExperts,
     TopLogprobs,
     json_logprobs,
-    little_endian,
 )
-from schemas.errors import ErrorCode, LocalProtocolError
+from rollbus.schemas.errors import ErrorCode, LocalProtocolError
+from tests.support.arrays import little_endian
 
 
 def test_arrays_are_read_only_views_of_the_bytes() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.chunk import Chunk, ChunkError, End, PromptLogprobs, RoutedExperts, TopLogprobs
-from schemas.errors import InvalidRequest, RemoteProtocolError
-from schemas.messages import (
+from rollbus.schemas.chunk import Chunk, ChunkError, End, PromptLogprobs, RoutedExperts, TopLogprobs
+from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestKey,
@@ -31,7 +31,7 @@ from schemas.messages import (
     request_from_json,
     request_id_of,
 )
-from schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest
 from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.errors import (
+from rollbus.schemas.errors import (
     ERRORS,
     ErrorCode,
     InvalidRequest,

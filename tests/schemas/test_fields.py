@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.errors import InvalidRequest
-from schemas.messages import request_from_json
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.messages import request_from_json
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.support.patience import SOON_S
 
 
 class Color(enum.IntEnum):
@@ -120,11 +121,11 @@ def test_checks_hold_without_assertions() -> None:
     """Under `python -O` the checks are the same: none of them is an assertion."""
     program = """
 import msgspec
-from schemas.chunk import RoutedExperts
-from schemas.errors import InvalidRequest, RemoteProtocolError
-from schemas.messages import decode_frame, decode_request, request_from_json
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.chunk import RoutedExperts
+from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import decode_frame, decode_request, request_from_json
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 if __debug__:
     raise SystemExit("assertions are on")
 bad = {"prompt_token_ids": [1], "sampling": {"top_p": 0}}
@@ -142,7 +143,7 @@ for make in (
         print(exc)
 """
     result = subprocess.run(
-        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True, timeout=SOON_S
     )
 
     assert result.stdout.splitlines() == [

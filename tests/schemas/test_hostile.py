@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from schemas import limits
-from schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
-from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
-from schemas.messages import (
+from rollbus.schemas import limits
+from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
+from rollbus.schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
     RequestMessage,
@@ -25,9 +25,10 @@ from schemas.messages import (
     request_from_json,
     request_id_of,
 )
-from schemas.presence import WorkerPresence, WorkerState
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.support.presences import presence
 
 pack = msgspec.msgpack.encode
 PROMPT = b"\x01\x00\x00\x00"
@@ -198,11 +199,7 @@ def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], t
 )
 def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) -> None:
     """A worker's names and numbers are checked before anything is sent to it."""
-    presence = WorkerPresence(
-        worker="w", incarnation="i", model="m", state=WorkerState.SERVING, weight_version=0, in_flight=0,
-        free_slots=1, uptime_s=1.0, lease_s=5.0,
-    )  # fmt: skip
-    fields = msgspec.json.decode(encode_json(presence)) | dict([field])
+    fields = msgspec.json.decode(encode_json(presence())) | dict([field])
     with pytest.raises(RemoteProtocolError, match="presence"):
         decode_presence(msgspec.json.encode(fields))
 

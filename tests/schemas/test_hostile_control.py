@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import limits
-from schemas.control import AckStatus, Pause, Resume, UpdateWeights
-from schemas.desired import DesiredState
-from schemas.errors import ControlCode, InvalidRequest, RemoteProtocolError
-from schemas.messages import command_id_of, decode_ack, decode_command, decode_desired, encode_json
-from schemas.weights import WeightSource
+from rollbus.schemas import limits
+from rollbus.schemas.control import AckStatus, Pause, Resume, UpdateWeights
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import ControlCode, InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import command_id_of, decode_ack, decode_command, decode_desired, encode_json
+from rollbus.schemas.weights import WeightSource
 
 DEEP = 100_000
 ACK = {"id": "x", "command": "pause", "worker": "w", "incarnation": "i", "model": "m", "status": "applied"}

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import InvalidRequest
-from schemas.model_limits import check_model_limits
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.schemas.model_limits import check_model_limits
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import capabilities
 
 MODEL = capabilities(max_model_len=10, extra=("known",))

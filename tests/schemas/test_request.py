@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from schemas import limits
-from schemas.request import GenerateRequest, expand_children, lane_of
-from schemas.sampling import SamplingParams
+from rollbus.schemas import limits
+from rollbus.schemas.request import GenerateRequest, expand_children, lane_of
+from rollbus.schemas.sampling import SamplingParams
 from tests.schemas import strategies as wire
 
 

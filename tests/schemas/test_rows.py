@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import limits
-from schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, rows_as_wire
+from rollbus.schemas import limits
+from rollbus.schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, rows_as_wire
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(1, "u1"), (256, "u1"), (257, "<u2"), (limits.MAX_EXPERTS, "<u2")])

@@ -15,10 +15,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect as wire_types
 
-from schemas import chunk, control, desired, limits, messages, presence, weights
-from schemas.errors import ERRORS, ControlCode, InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.schemas import chunk, control, desired, limits, messages, presence, weights
+from rollbus.schemas.errors import ERRORS, ControlCode, InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 
 __all__ = ["DOC", "with_tables"]
 
@@ -30,12 +30,12 @@ CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
 COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
-    *(messages.RequestMessage, messages.KvHandover, messages.Frame, messages.RequestKey, messages.LinkMessage),
+    *(messages.RequestMessage, messages.KvTransfer, messages.Frame, messages.RequestKey, messages.LinkMessage),
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
     presence.WorkerCounters,
-    *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary),
-    *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.Seen),
+    *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
+    *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
 )
 STRUCTS = {kind.__name__: kind for kind in _STRUCTS}

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-import bus
-from bus.client.generation import Generation
-from bus.embedded import EmbeddedServer
-from schemas.errors import RollbusError
-from schemas.request import GenerateRequest
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.errors import RollbusError
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
@@ -25,7 +26,6 @@ from tests.soak.meter import Meter, Trend
 from tests.support.invariants import assert_equal
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
-from workers.engines.synthetic import SyntheticConfig
 
 __all__ = ["Settings", "Summary", "run"]
 
@@ -104,7 +104,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
         tcp_proxy(server.url) as network,
         victims(server, network, start_worker, num_workers) as suffering,
     ):
-        async with bus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb:
+        async with rollbus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb:
             await rb.fleet.wait_for_workers(num_workers)
             # The first worker is the one that suffers.
             steady = {f"worker w{index}": pid for index, pid in enumerate(suffering.pids) if index}
@@ -113,7 +113,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
         await suffering.revive()
         assert suffering.pids[1:] == list(steady.values())
         # One that was started just now would not understand that it is to stop. Another client counts the living alone.
-        async with bus.connect(server.url, fleet=FLEET) as rb:
+        async with rollbus.connect(server.url, fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers(num_workers)
         return course.summary(suffering)
 
@@ -121,7 +121,7 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
 class _Course:
     """One soak under way."""
 
-    def __init__(self, settings: Settings, rb: bus.Client, meter: Meter) -> None:
+    def __init__(self, settings: Settings, rb: rollbus.Client, meter: Meter) -> None:
         self._settings = settings
         self._rb = rb
         self._meter = meter

@@ -1,6 +1,7 @@
 """Certificates for servers of tests."""
 
 import ipaddress
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,25 +13,39 @@ from cryptography.x509.oid import NameOID
 __all__ = ["certificate"]
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
+def certificate(
+    folder: Path, *, names: Sequence[str] = ("127.0.0.1",), file: str = "cert", days: float = 1
+) -> tuple[Path, Path]:
+    """A certificate of these hosts and addresses that signs itself, and its key.
+
+    Args:
+        file: the name of the file and of the certificate.
+        days: until it expires.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])
     now = datetime.now(UTC)
     signed = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=10))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectAlternativeName([_general_name(one) for one in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path, key_path = folder / f"{file}.pem", folder / f"{file}.key.pem"
     cert_path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     private = serialization.PrivateFormat.PKCS8
     key_path.write_bytes(key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
     return cert_path, key_path
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

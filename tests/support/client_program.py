@@ -10,27 +10,28 @@ import json
 import sys
 from unittest.mock import patch
 
-import bus
-from bus.client import dispatch, prefill, traffic
-from tests.support.load import greedy
+import rollbus
+from rollbus.bus.client import dispatch, runtime
+from rollbus.bus.protocol.attempt import machine
+from tests.support.patience import SOON_S
+from tests.support.requests import greedy
 
 __all__ = ["main"]
 
-PATIENCE_S = 60.0
-"""On a busy machine some requests would be served without a prefill worker."""
 TIMES = (
     # Shorter than usual: tests wait until the lease has run out, and for what has left the queue since.
-    (traffic, "LEASE_S", 1.5),
+    (runtime, "LEASE_S", 1.5),
     (dispatch, "ORPHAN_AGE_S", 1.0),
-    (dispatch, "DIRECT_WAIT_S", PATIENCE_S),
-    (prefill, "PREFILL_WAIT_S", PATIENCE_S),
+    # Longer: on a busy machine some requests would be served without a prefill worker.
+    (machine, "HAND_OVER_S", SOON_S),
+    (machine, "PREFILL_WAIT_S", SOON_S),
 )
 
 
 async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
     """Complete all of them."""
     requests = [greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)]
-    async with bus.connect(url, fleet=fleet, client="program", prefill_min_tokens=2) as rb:
+    async with rollbus.connect(url, fleet=fleet, client="program", prefill_min_tokens=2) as rb:
         await rb.fleet.wait_for_workers()
         endless = rb.generate(greedy(num_requests, 1_000_000))
         await anext(endless)

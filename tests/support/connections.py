@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from bus.connection import Connection, close_connection, open_connection
+from rollbus.bus.nats.connection import Connection, open_connection
+from tests.support.patience import SOON_S
 
 
 @contextlib.asynccontextmanager
@@ -13,16 +14,16 @@ async def opened(
     *,
     on_disconnect: Callable[[], Awaitable[None]] | None = None,
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
-    on_error: Callable[[Exception], None] | None = None,
+    on_error: Callable[[Exception], None] = lambda _: None,
 ) -> AsyncIterator[Connection]:
     """Open a connection that is closed on leaving."""
     connection = await open_connection(
-        url, name="test", on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
+        url, name="test", timeout_s=SOON_S, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
     )
     try:
         yield connection
     finally:
-        await close_connection(connection, timeout_s=0.1)
+        await connection.shut(timeout_s=0.1)
 
 
 def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from bus.protocol.desired import effective
-from schemas.control import Ack, AckStatus
-from schemas.desired import DesiredState
-from schemas.errors import InvalidRequest, RemoteProtocolError
-from schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
+from rollbus.bus.protocol.fleet.desired import effective
+from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
 
 __all__ = ["ControlHistory"]
 

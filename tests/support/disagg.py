@@ -7,17 +7,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-import bus
-from bus import Generation
-from schemas.messages import KvHandover
-from schemas.presence import Role, WorkerState
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from tests.support.fleet import synthetic_worker
+import rollbus
+from rollbus import Generation
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.presence import Role, WorkerState
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import Observer, observing
 from tests.support.tcp_proxy import tcp_proxy
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
 
 __all__ = [
     "SHAPES",
@@ -44,11 +44,11 @@ SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}
 class Disaggregated:
     """The parts of such a fleet, and a client of it."""
 
-    rb: bus.Client
+    rb: rollbus.Client
     observer: Observer
     workers: dict[str, Worker] = field(default_factory=dict)
     engines: dict[str, SyntheticEngine] = field(default_factory=dict)
-    given: dict[str, list[tuple[GenerateRequest, KvHandover | None]]] = field(default_factory=dict)
+    given: dict[str, list[tuple[GenerateRequest, KvTransfer | None]]] = field(default_factory=dict)
     """What each engine was given, by worker."""
 
     def fallbacks(self) -> dict[str, int]:
@@ -60,16 +60,16 @@ class Disaggregated:
         engine, given = self.engines[worker], self.given.setdefault(worker, [])
         add = engine.add
 
-        async def noting(key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+        async def noting(key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
             given.append((request, kv))
             await add(key, request, kv)
 
         engine.add = noting  # type: ignore[method-assign]
 
 
-async def until_paired(rb: bus.Client, *workers: str) -> None:
+async def until_paired(rb: rollbus.Client, *workers: str) -> None:
     """Wait until all of these are known to serve; the test's own time limit ends the wait."""
-    while {worker.worker for worker in rb.fleet.workers if worker.state is WorkerState.SERVING} < set(workers):
+    while not {worker.worker for worker in rb.fleet.workers if worker.state is WorkerState.SERVING} >= set(workers):
         await rb.fleet.state()
 
 
@@ -93,7 +93,7 @@ async def disaggregated(
     async with (
         observing(nats_url, fleet) as observer,
         contextlib.AsyncExitStack() as stack,
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         found = Disaggregated(rb, observer)
         for name in workers:
@@ -134,6 +134,10 @@ class Shaped:
     workers: dict[str, Worker] = field(default_factory=dict)
     engines: dict[str, SyntheticEngine] = field(default_factory=dict)
 
+    def are_idle(self) -> bool:
+        """No engine holds a request."""
+        return all(map(is_idle, self.engines.values()))
+
 
 @contextlib.asynccontextmanager
 async def shaped(
@@ -156,7 +160,7 @@ async def shaped(
 @contextlib.asynccontextmanager
 async def filtered(
     nats_url: str, fleet: str, shape: str, config: SyntheticConfig, *, client: MakeFilter, workers: MakeFilter
-) -> AsyncIterator[tuple[Shaped, bus.Client]]:
+) -> AsyncIterator[tuple[Shaped, rollbus.Client]]:
     """Run the workers of one of `SHAPES` and a client; what the server sends them goes through filters.
 
     Args:
@@ -166,7 +170,7 @@ async def filtered(
         before_client.make_filter, before_workers.make_filter = client, workers
         async with (
             shaped(before_workers.url, fleet, shape, config) as running,
-            bus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
+            rollbus.connect(before_client.url, fleet=fleet, prefill_min_tokens=2) as rb,
         ):
             await until_paired(rb, *running.workers)
             yield running, rb

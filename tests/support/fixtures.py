@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.support.fleet import StartServed
     from tests.support.real_fleet import RealWorkers
 
 
@@ -33,8 +35,16 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
         asyncio.run(_delete_queues(request.getfixturevalue("nats_url"), name))
 
 
+@pytest.fixture
+def one_worker(nats_url: str, fleet: str) -> "StartServed":
+    """Starts a worker and a client of it: `async with ... as (rb, worker, engine)`."""
+    from tests.support.fleet import served
+
+    return functools.partial(served, nats_url, fleet)
+
+
 async def _delete_queues(url: str, fleet: str) -> None:
-    from bus.jetstream import ApiError, ask
+    from rollbus.bus.nats.jetstream import ApiError, ask
     from tests.support.connections import opened
 
     async with opened(url) as connection:
@@ -46,10 +56,37 @@ async def _delete_queues(url: str, fleet: str) -> None:
             await ask(connection, f"STREAM.DELETE.OBJ_rollbus-{fleet}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_pings() -> Iterator[None]:
+    """Clients of this process wait for workers' answers to a ping as patiently as tests wait for anything."""
+    from rollbus.bus.client import presence_watcher
+    from tests.support.patience import patient
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(presence_watcher, "PING_WAIT_S", patient(presence_watcher.PING_WAIT_S))
+        yield
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of this process wait for prefill workers and direct workers until these answer, and have a long lease.
+
+    On a busy machine that takes longer than a client should wait, and another worker does the work. A server that does
+    not get to its disk for seconds hears of no client meanwhile.
+    """
+    from rollbus.bus.client import runtime
+    from rollbus.bus.protocol.attempt import machine
+    from tests.support.patience import SOON_S, UNHURRIED_LEASE_S
+
+    monkeypatch.setattr(runtime, "LEASE_S", UNHURRIED_LEASE_S)
+    monkeypatch.setattr(machine, "HAND_OVER_S", SOON_S)
+    monkeypatch.setattr(machine, "PREFILL_WAIT_S", SOON_S)
+
+
 @pytest.fixture(scope="session")
 def tiny_moes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Make two tiny MoEs in float32, in which different kernels agree to 1e-4, with different weights."""
-    from workers.engines.vllm.tiny_moe import make_tiny_moe
+    from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
     folder = tmp_path_factory.mktemp("models")
     first, second = (make_tiny_moe(folder / f"tiny-moe-{seed}", dtype="float32", seed=seed) for seed in (0, 1))
@@ -63,16 +100,22 @@ def tiny_moe_float32(tiny_moes: tuple[Path, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_fleet(nats_url: str, tiny_moe_float32: Path) -> Iterator[str]:
-    """One vLLM worker process for all tests that only send it requests; gives its fleet."""
+def real_worker(nats_url: str, tiny_moe_float32: Path) -> Iterator["RealWorkers"]:
+    """One vLLM worker process for all tests that only send it requests."""
     from tests.support.real_fleet import RealWorkers
 
     workers = RealWorkers(nats_url, tiny_moe_float32)
     try:
-        asyncio.run(workers.have(1))
-        yield workers.fleet
+        yield workers
     finally:
         workers.stop()
+
+
+@pytest.fixture
+def real_fleet(real_worker: "RealWorkers") -> str:
+    """The fleet of that worker, which serves: another one if it has died."""
+    asyncio.run(real_worker.have(1))
+    return real_worker.fleet
 
 
 @pytest.fixture(scope="session")

@@ -2,19 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-import bus
-from bus.client.generation import Generation
-from schemas.request import GenerateRequest
-from schemas.rows import expected_rows
-from schemas.sampling import SamplingParams
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import expected_rows
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.support.patience import UNHURRIED_LEASE_S
 
 
 @contextlib.asynccontextmanager
@@ -24,10 +26,13 @@ async def synthetic_worker(
     """Run a worker until the block ends; afterwards its engine holds no request (I7).
 
     Args:
-        fields: of its configuration; with `model_path` the engine has the weights of that checkpoint.
+        fields: of its configuration; with `model_path` the engine has the weights of that checkpoint. Without `lease_s`
+            its lease is one that no test outlasts. Nor does it
+            listen for another worker of its id, which takes a lease.
     """
     folder = fields.get("model_path")
     engine = SyntheticEngine(config, None if folder is None else Path(str(folder)))
+    fields = {"lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, **fields}
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model=model, **fields), engine)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(), name="worker")
@@ -39,12 +44,42 @@ async def synthetic_worker(
     assert is_idle(engine)
 
 
+class Served(NamedTuple):
+    """A client that has heard that the one worker of its fleet serves."""
+
+    rb: rollbus.Client
+    worker: Worker
+    engine: SyntheticEngine
+
+
+StartServed = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
+"""Takes what `served` takes behind the fleet."""
+
+
+@contextlib.asynccontextmanager
+async def served(
+    nats_url: str,
+    fleet: str,
+    *,
+    config: SyntheticConfig | None = None,
+    options: Mapping[str, Any] | None = None,
+    **fields: object,
+) -> AsyncIterator[Served]:
+    """Run a worker, and a client with these options; `fields` are of the worker's configuration."""
+    async with (
+        synthetic_worker(nats_url, fleet, config=config, **fields) as (worker, engine),  # type: ignore[arg-type]
+        rollbus.connect(nats_url, fleet=fleet, **(options or {})) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        yield Served(rb, worker, engine)
+
+
 def is_idle(engine: SyntheticEngine) -> bool:
     """The engine holds no request."""
     return "running=0 waiting=0" in repr(engine)
 
 
-async def until_idle(engine: SyntheticEngine, rb: bus.Client) -> None:
+async def until_idle(engine: SyntheticEngine, rb: rollbus.Client) -> None:
     """Wait until the engine holds no request; each answer of its worker comes after one more of its steps."""
     while not is_idle(engine):
         await rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1)))

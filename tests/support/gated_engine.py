@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from bus.protocol.step import RequestStep, TokenBatch
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
-from workers.config import WorkerConfig
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.worker import Worker
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.support.patience import UNHURRIED_LEASE_S
 
 __all__ = ["GatedEngine", "running"]
 
@@ -39,7 +40,7 @@ class GatedEngine(SyntheticEngine):
         async for steps in super().steps():
             yield steps
 
-    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Wait, then take on."""
         await self._pass("add")
         await super().add(key, request, kv)
@@ -55,7 +56,7 @@ async def running(
     nats_url: str, fleet: str, engine: SyntheticEngine, **fields: object
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """Run a worker `w` on `engine`; it is cancelled when the block ends and it has not."""
-    fields = {"worker_id": "w", "model": "synthetic", **fields}
+    fields = {"worker_id": "w", "model": "synthetic", "lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, **fields}
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, **fields), engine)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(worker.run(), name="worker")

@@ -6,16 +6,19 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish, subscribe
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.queue.streams import ensure_queue
-from bus.subjects import Subjects
-from schemas.chunk import Chunk
-from schemas.messages import (
+from rollbus.bus.nats.connection import Connection, publish, subscribe
+from rollbus.bus.protocol.fleet import lease
+from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.link.worker_links import FollowedLinks
+from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.messages import (
     WIRE_VERSION,
     Frame,
     LinkMessage,
@@ -26,9 +29,10 @@ from schemas.messages import (
     encode,
     encode_json,
 )
-from schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
-from schemas.request import GenerateRequest, Lane
+from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
+from rollbus.schemas.request import GenerateRequest, Lane
 from tests.support.connections import opened
+from tests.support.patience import UNHURRIED_LEASE_S
 
 __all__ = ["HandClient", "hand_client"]
 
@@ -50,6 +54,8 @@ class HandClient:
         self.incarnation = incarnation
         self.answers = answers
         self.receivers: dict[str, LinkReceiver] = {}
+        """Of the incarnation of each worker that was heard last."""
+        self._links: dict[str, FollowedLinks] = {}
         self.frames: list[tuple[str, Frame]] = []
         """Every frame that came, taken or not, with its worker."""
         self.sizes: list[int] = []
@@ -74,14 +80,18 @@ class HandClient:
         frame = decode_frame(message.data)
         self.frames.append((worker, frame))
         self.sizes.append(len(message.data))
-        receiver = self.receivers.setdefault(worker, LinkReceiver(self.incarnation))
-        if receiver.receive(frame, len(message.data), time.monotonic()) is Verdict.TAKEN:
+        links = self._links.setdefault(worker, FollowedLinks(self.incarnation))
+        receiver, _ended = links.receiver_of(frame, {frame.incarnation})
+        self._changed.set()
+        if receiver is None:
+            return
+        self.receivers[worker] = receiver
+        if receiver.receive(frame, len(message.data), time.monotonic()) is FrameVerdict.ACCEPTED:
             self.offers += [(worker, key) for key in frame.admitted]
             for chunk in frame.chunks:
                 self.chunks[chunk.request_id].append(chunk)
         if self.answers:
             await self.answer(worker)
-        self._changed.set()
 
     async def _take_presence(self, message: Msg) -> None:
         presence = decode_presence(message.data)
@@ -101,6 +111,20 @@ class HandClient:
                 worker in self.presences and self.presences[worker].state is WorkerState.SERVING for worker in workers
             )
         )
+
+    async def until_state(self, worker: str, state: WorkerState) -> None:
+        """Wait until a worker announces this state."""
+        await self.until(lambda: worker in self.presences and self.presences[worker].state is state)
+
+    async def left_in_queue(self) -> int:
+        """Requests that no worker has acked."""
+        depths = await queue_depths(self.nats, self.subjects, (MODEL,))
+        return sum(depth.waiting + depth.in_hand for depth in depths)
+
+    async def until_left(self, count: int) -> None:
+        """Wait until so many requests are left in the queue; each look is a round trip."""
+        while await self.left_in_queue() != count:
+            pass
 
     async def until_ended(self, *request_ids: str) -> None:
         """Wait for the terminal chunks of these."""
@@ -152,8 +176,12 @@ class HandClient:
 async def hand_client(
     url: str, fleet: str, *, name: str = "hand", incarnation: str = "h1", answers: bool = True
 ) -> AsyncIterator[HandClient]:
-    """Provide a client of the model `synthetic` that listens; nothing of it stays."""
+    """Provide a client of the model `synthetic` that listens; nothing of it stays.
+
+    Until it announces itself, workers of this process wait for its word for longer than any test takes.
+    """
     async with opened(url) as nats:
         client = HandClient(nats, fleet, name=name, incarnation=incarnation, answers=answers)
         await client.open()
-        yield client
+        with patch.object(lease, "DEFAULT_LEASE_S", UNHURRIED_LEASE_S):
+            yield client

@@ -2,22 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from nats.aio.msg import Msg
 
-import bus
-from bus.connection import Connection, publish, subscribe
-from bus.control.store import DesiredStore
-from bus.subjects import Subjects
-from schemas.control import Abort, Ack, AckError, AckStatus, AnyCommand
-from schemas.errors import ControlCode
-from schemas.messages import decode_command, encode_json
-from schemas.presence import Capabilities, WorkerPresence, WorkerState
+import rollbus
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.nats.connection import Connection, publish, subscribe
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import Abort, Ack, AckError, AckStatus, AnyCommand
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.messages import decode_command, encode_json
+from rollbus.schemas.presence import WorkerState
 from tests.support.connections import opened
+from tests.support.patience import SOON_S
+from tests.support.presences import capabilities, presence
 
 __all__ = [
     "ACCEPTED",
@@ -26,7 +27,6 @@ __all__ = [
     "Reply",
     "controlled",
     "failed",
-    "incomplete",
     "obedient",
     "silent",
     "unless",
@@ -59,13 +59,6 @@ def unless(kind: type[AnyCommand], *answers: dict[str, Any]) -> Reply:
     return lambda command: answers if isinstance(command, kind) else obedient(command)
 
 
-async def incomplete(command: Awaitable[bus.Ledger]) -> bus.CommandIncomplete:
-    """The error that a command ends with."""
-    with pytest.raises(bus.CommandIncomplete) as caught:
-        await command
-    return caught.value
-
-
 @dataclass
 class ControlledWorker:
     """A worker that has nothing but answers."""
@@ -88,28 +81,18 @@ class ControlledWorker:
     async def announce(self, state: WorkerState | None = None, *, lease_s: float = 60.0, **fields: Any) -> None:
         """Say that this worker lives."""
         self.state = state or self.state
-        presence = WorkerPresence(
+        said = presence(
             worker=self.name,
             incarnation=self.incarnation,
             model=self.model,
             state=self.state,
             weight_version=self.weight_version,
-            in_flight=0,
-            free_slots=1,
-            uptime_s=0,
+            uptime_s=0.0,
             lease_s=lease_s,
-            capabilities=Capabilities(
-                engine="hand",
-                engine_version="1",
-                max_model_len=10,
-                vocab_size=10,
-                max_num_seqs=1,
-                max_logprobs=0,
-                dtype="float32",
-            ),
+            capabilities=capabilities(engine="hand"),
             **fields,
         )
-        await publish(self.nats, self.subjects.presence(self.name), encode_json(presence))
+        await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
     async def ack(self, command: AnyCommand, **fields: Any) -> None:
         """Answer `command`."""
@@ -138,7 +121,7 @@ class ControlledWorker:
 class Controls:
     """Workers by hand, and who gives them commands."""
 
-    rb: bus.Client
+    rb: rollbus.Client
     workers: dict[str, ControlledWorker]
     store: DesiredStore
     nats: Connection
@@ -158,11 +141,11 @@ async def controlled(
 ) -> AsyncIterator[Controls]:
     """Run workers by hand that serve `m`, or what `models` says, and the client `me`, which may go another way."""
     subjects = Subjects(fleet)
-    async with opened(nats_url) as nats, asyncio.timeout(60):
+    async with opened(nats_url) as nats, asyncio.timeout(SOON_S):
         workers = {name: ControlledWorker(nats, subjects, name, model=(models or {}).get(name, "m")) for name in names}
         for worker in workers.values():
             await subscribe(nats, subjects.controls, worker.take)
             await subscribe(nats, subjects.ping, worker.answer_ping)
         await nats.flush()
-        async with bus.connect(client_url or nats_url, fleet=fleet, client="me") as rb:
+        async with rollbus.connect(client_url or nats_url, fleet=fleet, client="me") as rb:
             yield Controls(rb, workers, DesiredStore(nats, subjects), nats)

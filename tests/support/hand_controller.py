@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 
 from nats.aio.msg import Msg
 
-from bus.connection import Connection, publish, subscribe
-from bus.control.store import DesiredStore
-from bus.subjects import Subjects
-from schemas.control import Ack, AckStatus
-from schemas.desired import DesiredState
-from schemas.messages import Frame, decode_ack, decode_command, decode_frame
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.nats.connection import Connection, publish, subscribe
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_frame
 from tests.support.connections import opened
 
 __all__ = ["MODEL", "HandController", "hand_controller"]

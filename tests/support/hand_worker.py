@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from nats.aio.msg import Msg
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from bus.connection import Connection, close_connection, open_connection, publish, subscribe
-from bus.queue.puller import QueuedRequest, QueuePuller
-from bus.queue.streams import ensure_queue
-from bus.subjects import Subjects
-from schemas.chunk import Chunk, ChunkError, End, FinishReason
-from schemas.errors import ErrorCode
-from schemas.messages import (
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
+from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
+from rollbus.bus.queue.streams import ensure_queue
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import (
     WIRE_VERSION,
     Frame,
     LinkMessage,
@@ -30,7 +30,9 @@ from schemas.messages import (
     encode_json,
     request_id_of,
 )
-from schemas.presence import ClientPresence, WorkerPresence, WorkerState
+from rollbus.schemas.presence import ClientPresence, WorkerState
+from tests.support.patience import SOON_S
+from tests.support.presences import presence
 
 __all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "worker_by_hand"]
 
@@ -66,6 +68,8 @@ class HandWorker:
     incarnation: str = "life-1"
     link: int = 0
     free_slots: int = 1
+    weight_version: int = 0
+    start_left_s: float | None = None
     client: str = "me"
     state: WorkerState = WorkerState.SERVING
     """As last announced; a worker that has stopped answers no ping."""
@@ -78,18 +82,18 @@ class HandWorker:
     async def announce(self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0) -> None:
         """Say that this worker lives."""
         self.state = state
-        presence = WorkerPresence(
+        said = presence(
             worker=self.name,
             incarnation=self.incarnation,
             model=MODEL,
             state=state,
-            weight_version=0,
-            in_flight=0,
+            weight_version=self.weight_version,
             free_slots=self.free_slots,
-            uptime_s=0,
+            uptime_s=0.0,
             lease_s=lease_s,
+            start_left_s=self.start_left_s,
         )
-        await publish(self.nats, self.subjects.presence(self.name), encode_json(presence))
+        await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
     async def frame(self, number: int, *chunks: Chunk, admitted: tuple[RequestKey, ...] = ()) -> None:
         """Send a frame of the current link; without content it is a heartbeat."""
@@ -165,7 +169,7 @@ async def worker_by_hand(
     nats_url: str, fleet: str, name: str = "hand", *, pulls: bool = True, acks: bool = True
 ) -> AsyncIterator[HandWorker]:
     """A worker by hand that answers pings, and pulls from its queue unless told otherwise."""
-    nats = await open_connection(nats_url, name=name)
+    nats = await open_connection(nats_url, name=name, timeout_s=SOON_S)
     worker = HandWorker(nats, Subjects(fleet), name=name)
     acking: asyncio.Queue[QueuedRequest] = asyncio.Queue(10_000)
 
@@ -196,16 +200,16 @@ async def worker_by_hand(
             for task in background:
                 task.cancel()
     finally:
-        await close_connection(nats)
+        await nats.shut()
 
 
 @contextlib.asynccontextmanager
-async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, bus.Client]]:
+async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, rollbus.Client]]:
     """A worker by hand, announced, and the client `me`."""
     async with (
         worker_by_hand(nats_url, fleet) as worker,
-        bus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.timeout(30),
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.timeout(SOON_S),
     ):
         await rb.fleet.wait_for_workers()
         yield worker, rb

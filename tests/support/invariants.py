@@ -15,29 +15,28 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from nats.aio.msg import Msg
 
-from bus.client.generation import Generation
-from bus.connection import Connection, publish, subscribe
-from bus.subjects import Subjects
-from schemas.chunk import Chunk
-from schemas.messages import decode_presence
-from schemas.presence import WorkerPresence
-from schemas.request import GenerateRequest
-from schemas.rows import expected_rows
+from rollbus.bus.client.generation import Generation
+from rollbus.bus.nats.connection import Connection, publish, subscribe
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.messages import decode_presence
+from rollbus.schemas.presence import WorkerPresence
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import expected_rows
 from tests.support.connections import opened
 from tests.support.control_history import ControlHistory
 from tests.support.fleet import check_generation
+from tests.support.patience import SOON_S
+from tests.support.waits import until
 
-__all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing", "until"]
+__all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing"]
 
-SETTLES_WITHIN_S = 20.0
-"""For what takes milliseconds, or a lease at most: only a failing test waits as long."""
-LOOK_AGAIN_S = 0.02
 ARRAYS = (
     "token_ids",
     "logprobs",
@@ -109,18 +108,6 @@ def _check_child(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
     assert (end.num_tokens, end.num_rows) == (num_tokens, position - start)
 
 
-async def until(look: Callable[[], Awaitable[object]], expected: object) -> None:
-    """Poll until `look` returns `expected`: for what other processes do, of which nobody tells."""
-    seen: object = None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SETTLES_WITHIN_S):
-            while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(LOOK_AGAIN_S)
-
-    # Said here, since pytest explains only what stands in a test.
-    assert seen == expected, f"{look.__qualname__} is {seen} and not {expected}"
-
-
 @contextlib.asynccontextmanager
 async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
     """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8).
@@ -173,7 +160,7 @@ class Observer:
         for kind in ("control.*", "ack.*.*"):
             await subscribe(self._nats, f"{self._root}{kind}", self._hear_frames)
         await subscribe(self._nats, f"$KV.rollbus.{self._subjects.fleet}.*", self._hear_frames)
-        assert await self._nats.confirm(timeout_s=SETTLES_WITHIN_S)
+        assert await self._nats.confirm(timeout_s=SOON_S)
 
     async def _hear_frames(self, _message: Msg) -> None:
         if not self._hears_frames:
@@ -235,7 +222,7 @@ class Observer:
         subscription = await subscribe(self._nats, self._subjects.presences, take)
         try:
             await publish(self._nats, self._subjects.ping, b"")
-            async with asyncio.timeout(SETTLES_WITHIN_S):
+            async with asyncio.timeout(SOON_S):
                 while await self.workers() - set(found):
                     await changed.wait()
                     changed.clear()
@@ -276,7 +263,7 @@ class Observer:
 
     async def _ask(self, subject: str, question: object = None) -> dict[str, Any]:
         payload = b"" if question is None else json.dumps(question).encode()
-        answer = await self._nats.request(subject, payload, timeout=SETTLES_WITHIN_S)
+        answer = await self._nats.request(subject, payload, timeout=SOON_S)
         found: dict[str, Any] = json.loads(answer.data)
         assert "error" not in found, found["error"]
         return found

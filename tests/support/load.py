@@ -2,23 +2,16 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import bus
-from bus.client.generation import Generation
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, check_results
-from workers.engines.synthetic import SyntheticConfig
 
-__all__ = ["VOCAB_SIZE", "Load", "greedy"]
+__all__ = ["VOCAB_SIZE", "Load"]
 
 Strike = Callable[[], Awaitable[object]]
-
-
-def greedy(prompt: int, max_tokens: int, **fields: object) -> GenerateRequest:
-    """A greedy request of exactly `max_tokens`."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[prompt, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 class Load:
@@ -40,7 +33,7 @@ class Load:
 
     async def run(
         self,
-        rb: bus.Client,
+        rb: rollbus.Client,
         *,
         strikes: Mapping[int, Strike] | None = None,
         max_in_flight: int = 512,

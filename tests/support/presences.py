@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas.presence import Capabilities, WorkerPresence, WorkerState
+from rollbus.schemas.presence import Capabilities, WorkerPresence, WorkerState
 
 __all__ = ["capabilities", "presence"]
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.patience import SOON_S
+
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 20.0
-"""For what takes milliseconds: only a failing test waits as long."""
 
 
 @contextlib.contextmanager
@@ -64,8 +64,8 @@ def parent_of(pid: int) -> int:
 
 
 def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Poll `condition`, for what cannot be waited for, such as other processes' children; False after 20 s."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    """Poll `condition`, for what cannot be waited for, such as other processes' children; False after a minute."""
+    deadline_s = time.monotonic() + SOON_S
     while not condition():
         if time.monotonic() > deadline_s:
             return False

@@ -5,12 +5,13 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 
-from bus.connection import Connection
-from bus.queue.publisher import PublishResult, QueuePublisher
-from bus.queue.puller import QueuedRequest, QueuePuller
-from bus.queue.streams import QueueLimits
-from bus.subjects import Subjects
-from schemas.request import Lane
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.publisher import PublishResult, QueuePublisher
+from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
+from rollbus.bus.queue.streams import stored_in
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.request import Lane
 from tests.support.connections import opened
 
 __all__ = ["MODEL", "Publishing", "Pulling", "publishing", "pulling"]
@@ -21,9 +22,10 @@ MODEL = "Qwen/Qwen3-30B"
 class Publishing:
     """A client that publishes requests; made by `publishing`."""
 
-    def __init__(self, nats: Connection, fleet: str) -> None:
+    def __init__(self, nats: Connection, fleet: str, name: str) -> None:
         self.nats = nats
-        self.publisher = QueuePublisher(nats, Subjects(fleet), "alice", self._take_result)
+        self.fleet, self.name = fleet, name
+        self.publisher = QueuePublisher(nats, Subjects(fleet), name, self._take_result)
         self.results: dict[str, list[PublishResult]] = {}
         self._numbers = itertools.count()
         self._arrived = asyncio.Event()
@@ -44,7 +46,7 @@ class Publishing:
         """Publish without waiting; returns the token."""
         token = f"token-{next(self._numbers)}"
         await self.publisher.publish(
-            token=token, model=model, lane=lane, data=data, msg_id=msg_id or f"alice.{token}", ttl_s=ttl_s
+            token=token, model=model, lane=lane, data=data, msg_id=msg_id or f"{self.name}.{token}", ttl_s=ttl_s
         )
         return token
 
@@ -68,8 +70,8 @@ class Publishing:
         return await self.result(await self.send(data, lane=lane, model=model, msg_id=msg_id, ttl_s=ttl_s))
 
     async def may_be_stored(self, seq: int, lane: Lane = "normal") -> bool:
-        """Whether the queue may hold the request with this number."""
-        return (await self.publisher.stored(MODEL, lane)).may_hold(seq)
+        """Whether the queue may hold the request with this number, stored just now."""
+        return (await stored_in(self.nats, Subjects(self.fleet), MODEL, lane)).may_hold(seq, 0.0)
 
     async def publish_all(self, *requests: bytes, lane: Lane = "normal") -> None:
         """Publish several, which must all be stored."""
@@ -119,10 +121,10 @@ class Pulling:
 
 
 @contextlib.asynccontextmanager
-async def publishing(url: str, fleet: str) -> AsyncIterator[Publishing]:
+async def publishing(url: str, fleet: str, name: str = "alice") -> AsyncIterator[Publishing]:
     """Publish from a connection of its own."""
     async with opened(url) as nats, asyncio.TaskGroup() as tasks:
-        client = Publishing(nats, fleet)
+        client = Publishing(nats, fleet, name)
         await client.publisher.start()
         running = tasks.create_task(client.publisher.run())
         try:

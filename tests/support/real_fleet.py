@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-import bus
-from bus import GenerateRequest, SamplingParams
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.schemas.errors import NoWorkers
+from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
 
 __all__ = ["WEIGHT_VERSION", "RealWorkers", "greedy", "prompt"]
 
@@ -20,8 +22,7 @@ ENGINE_ARGS = {
     # Room for 131,072 tokens; it is written with zeros when an engine starts.
     "kv_cache_memory_bytes": 1 << 28,
 }
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = SOON_S
 WEIGHT_VERSION = 5
 
 
@@ -30,14 +31,18 @@ class RealWorkers:
 
     Args:
         version: that the weights of `model` have.
+
+    Attributes:
+        fleet: its name, of which `have` takes another one where a test has left workers that do not serve.
     """
 
     def __init__(self, nats_url: str, model: Path, *, version: int = WEIGHT_VERSION) -> None:
-        self.fleet = f"real-{uuid.uuid4().hex[:8]}"
+        self.fleet = _new_name()
         self._nats_url = nats_url
         self._model = model
         self._version = version
         self._processes: dict[str, psutil.Popen] = {}
+        self._served: set[str] = set()
 
     @property
     def living(self) -> dict[str, psutil.Popen]:
@@ -46,21 +51,41 @@ class RealWorkers:
 
     async def have(self, count: int) -> dict[str, psutil.Popen]:
         """Start or stop workers until exactly so many serve; a start takes long, several hardly longer."""
+        if not await self._serve_still():
+            self._kill()
+            self.fleet = _new_name()
         self._stop(*list(self.living)[count:])
         while len(self.living) < count:
             self._start()
-        async with bus.connect(self._nats_url, fleet=self.fleet) as rb:
-            await rb.fleet.wait_for_workers(count, timeout_s=START_TIMEOUT_S)
+        await self._wait(len(self.living), ENGINE_STARTS_S)
+        self._served = {*self.living}
         return self.living
+
+    async def _serve_still(self) -> bool:
+        """Workers that served and are alive do so yet, or soon: no test has left them paused, or without weights."""
+        try:
+            await self._wait(len(self._served & self.living.keys()), SOON_S)
+        except NoWorkers:
+            return False
+        return True
+
+    async def _wait(self, count: int, timeout_s: float) -> None:
+        if count == 0:
+            return
+        async with rollbus.connect(self._nats_url, fleet=self.fleet) as rb:
+            await rb.fleet.wait_for_workers(count, timeout_s=timeout_s)
 
     def stop(self) -> None:
         """End all of them as an operator would."""
         try:
             self._stop(*self.living)
         finally:
-            for process in self.living.values():
-                process.kill()
-                process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self.living.values():
+            process.kill()
+            process.wait()
 
     def _start(self) -> None:
         name = f"w{len(self._processes)}"
@@ -68,12 +93,18 @@ class RealWorkers:
         # All checkpoints that tests update to lie beside the first.
         model = ["--model", str(self._model), "--weight-root", str(self._model.parent)]
         options = ["--weight-version", str(self._version), "--engine-args", json.dumps(ENGINE_ARGS)]
-        self._processes[name] = psutil.Popen([sys.executable, "-m", "workers", *arguments, *model, *options])
+        # Killed workers are lost after their lease: as long as it may be without a core, and no longer.
+        options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0"]
+        self._processes[name] = psutil.Popen([sys.executable, "-m", "rollbus.workers", *arguments, *model, *options])
 
     def _stop(self, *names: str) -> None:
         for name in names:
             self._processes[name].terminate()
         assert [self._processes[name].wait(STOP_TIMEOUT_S) for name in names] == [0] * len(names)
+
+
+def _new_name() -> str:
+    return f"real-{uuid.uuid4().hex[:8]}"
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

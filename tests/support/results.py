@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bus import Generation
+from rollbus import Generation
 
 __all__ = ["TOLERANCE", "assert_same", "expert_sets"]
 

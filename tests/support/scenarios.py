@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from bus.protocol.chunking import ChunkWriter
-from bus.protocol.step import RequestStep
-from bus.protocol.stream import Stream
-from schemas.chunk import Chunk, FinishReason, PromptLogprobs, TopLogprobs
-from schemas.messages import RequestKey
-from schemas.presence import RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, Rows, dtype_for
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.schemas.chunk import Chunk, FinishReason, PromptLogprobs, TopLogprobs
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import DTYPES, Rows, dtype_for
+from rollbus.schemas.sampling import SamplingParams
 
 __all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple"]
 
@@ -38,27 +38,27 @@ class Scenario:
     lora_versions: list[int] | None = None
     """Of the adapter, for each step; None: the request uses none."""
 
-    def writer(self, part_bytes: int = 2**20, key: RequestKey | None = None) -> ChunkWriter:
+    def writer(self, segment_bytes: int = 2**20, key: RequestKey | None = None) -> ChunkWriter:
         """A writer as a worker makes it."""
         return ChunkWriter(
             RequestKey("r") if key is None else key,
             prompt_len=self.request.prompt_len,
             routing=self.routing,
             start=self.request.routed_experts_prompt_start,
-            part_bytes=part_bytes,
+            segment_bytes=segment_bytes,
         )
 
-    def stream(self) -> Stream:
+    def stream(self) -> ResponseStream:
         """A stream as a client makes it for `complete`."""
-        return Stream(self.request, child=0, attempt=0, keep=True)
+        return ResponseStream(self.request, child=0, attempt=0, keep=True)
 
-    def chunks(self, part_bytes: int = 2**20, gather: int = 1) -> list[Chunk]:
+    def chunks(self, segment_bytes: int = 2**20, gather: int = 1) -> list[Chunk]:
         """All chunks, where each `gather` steps are taken before any chunk leaves."""
-        writer = self.writer(part_bytes)
+        writer = self.writer(segment_bytes)
         chunks: list[Chunk] = []
         lora_versions: Sequence[int | None] = self.lora_versions or [None] * len(self.steps)
         for index, (step, version, lora) in enumerate(zip(self.steps, self.versions, lora_versions, strict=True), 1):
-            writer.take(step, version, lora)
+            writer.add_step(step, version, lora)
             if index % gather == 0 or index == len(self.steps):
                 chunks += drain(writer)
         return chunks

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from bus.protocol.desired import record
-from bus.subjects import Subjects
-from schemas.chunk import Chunk
-from schemas.control import Ack, AckStatus, Command, Pause, Resume, UpdateWeights
-from schemas.desired import DesiredState
-from schemas.messages import Frame, encode, encode_json
-from schemas.weights import WeightSource
+from rollbus.bus.protocol.fleet.desired import record
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.control import Ack, AckStatus, Command, Pause, Resume, UpdateWeights
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.messages import Frame, encode, encode_json
+from rollbus.schemas.weights import WeightSource
 from tests.support.control_history import ControlHistory
 
 SUBJECTS = Subjects("f")

@@ -4,9 +4,10 @@ import asyncio
 
 from nats.aio.msg import Msg
 
-from bus.connection import publish, subscribe
+from rollbus.bus.nats.connection import publish, subscribe
 from tests.support.connections import opened
 from tests.support.nats_noise import NatsNoise
+from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 
 
@@ -29,7 +30,7 @@ async def test_messages_are_lost_doubled_and_delayed(nats_url: str, fleet: str) 
             for number in range(200):
                 for subject in received:
                     await publish(connection, f"{fleet}.{subject}", b"%05d" % number + b"MSG a 1 2\r\n" * 500)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(SOON_S):
                 await has_all.wait()
     noisy = received["noisy"]
 

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.connections import count_tasks
+from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
-
-SOON_S = 20.0
-"""For what takes milliseconds: only a failing test waits as long."""
 
 
 @contextlib.asynccontextmanager

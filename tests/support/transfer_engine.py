@@ -3,6 +3,7 @@
 Only engines whose `worker_extension_cls` says so import this.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tests.support.one_name import misnamed
 
 __all__ = ["FromFile", "UserExtension"]
 
@@ -69,3 +72,7 @@ class UserExtension:
         """Return where this worker process thinks its weights come from."""
         worker: Any = self
         return str(worker.model_runner.model_config.model)
+
+    def modules_of_ours(self) -> tuple[list[str], list[str]]:
+        """Return the modules of rollbus that this process has imported, and those it has under another name."""
+        return sorted(name for name in sys.modules if name.startswith("rollbus.")), misnamed()

@@ -1,23 +1,41 @@
-"""Real vLLM engines for tests: started once, on an event loop of their own, used by one test after the other."""
+"""Real vLLM engines for tests: started once, on an event loop of their own, used by one test after the other.
+
+Before each test its engine is asked the same thing. One that a test has broken does not answer as it did at first, and
+is replaced: no other test fails because of it.
+"""
 
 import asyncio
 import contextlib
 import multiprocessing
-import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from bus.protocol.step import RequestStep, split
-from schemas.request import GenerateRequest
-from schemas.rows import Rows
-from workers.engines.vllm import VllmEngine
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.errors import EngineDead
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import Rows
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm import VllmEngine
+from tests.support.patience import HANGS_AFTER_S, SOON_S, patient
+from tests.support.results import TOLERANCE
+from tests.support.routing_here import no_routing_here
 
-__all__ = ["Result", "RunningEngine", "running_engines"]
+__all__ = ["Engines", "Result", "RunningEngine", "running_engines"]
+
+QUESTION = GenerateRequest(
+    prompt_token_ids=[11, 12, 13],
+    sampling=SamplingParams(max_tokens=2, temperature=0.0, logprobs=0, ignore_eos=True),
+    cache_salt="sound",
+)
+"""Too short for a block of the prefix cache."""
+ANSWERS_WITHIN_S = patient(30.0)
+"""An engine that takes longer is replaced, which costs no more than time."""
 
 T = TypeVar("T")
 
@@ -45,13 +63,15 @@ class Result:
 
     @property
     def rows(self) -> Rows:
-        """The routing, checked to be contiguous; u1|u2[num_rows, num_layers, top_k]."""
+        """The routing, checked to be contiguous; u1|u2[num_rows, num_layers, top_k]. No row where vLLM returns none."""
         parts = [step.routed_experts for step in self.steps if step.routed_experts is not None]
         position = self.steps[0].routed_experts_start
         for step in self.steps:
             if step.routed_experts is not None:
                 assert step.routed_experts_start == position
                 position += len(step.routed_experts)
+        if not parts and no_routing_here() is not None:
+            return np.empty((0, 0, 0), np.uint8)
         rows: Rows = np.concatenate(parts)
         return rows
 
@@ -64,8 +84,10 @@ class RunningEngine:
         self._steps = engine.steps()
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
+        self._open: set[str] = set()
+        self._first: Result | None = None
 
-    def call(self, scenario: Coroutine[Any, Any, T], *, timeout_s: float = 100.0) -> T:
+    def call(self, scenario: Coroutine[Any, Any, T], *, timeout_s: float = HANGS_AFTER_S) -> T:
         """Run `scenario` on the engine's event loop, from the test's own thread."""
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(scenario, timeout_s), self._loop).result()
 
@@ -83,11 +105,18 @@ class RunningEngine:
         key = f"test-{self._num_requests}"
         self._num_requests += 1
         await self.engine.add(key, request)
+        self._open.add(key)
         return key
 
     async def next(self) -> Sequence[RequestStep]:
         """What the next engine step produced."""
-        return split(await anext(self._steps))
+        steps = split(await anext(self._steps))
+        for step in steps:
+            if step.finish_reason is None:
+                self._open.add(step.key)
+            else:
+                self._open.discard(step.key)
+        return steps
 
     async def finish(self, *keys: str) -> dict[str, Result]:
         """Read steps until each of `keys` has ended."""
@@ -103,51 +132,102 @@ class RunningEngine:
                     open_keys.remove(step.key)
         return results
 
+    def is_sound(self) -> bool:
+        """Say whether the engine answers as it did at first; requests that a failed test has left are ended before."""
+        try:
+            return self.call(self.check(), timeout_s=ANSWERS_WITHIN_S)
+        except (EngineDead, LookupError, RuntimeError, StopAsyncIteration, TimeoutError):
+            # Dead, its steps were lost with a reader that was cancelled, or it waits for something.
+            return False
+
+    async def check(self) -> bool:
+        """See `is_sound`. The first answer is what later ones are compared with."""
+        await self.engine.resume()
+        if left := sorted(self._open):
+            await self.engine.abort(left)
+            await self.finish(*left)
+        [answer] = await self._generate([QUESTION])
+        first = self._first = self._first or answer
+        has_same_weights = bool(np.abs(answer.logprobs - first.logprobs).max() < TOLERANCE)
+        return has_same_weights and answer.token_ids == first.token_ids and not self.engine.loras
+
+
+class Engines:
+    """Engines by their names, for one test after the other; made by `running_engines`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, makers: Mapping[str, Callable[[], VllmEngine]]) -> None:
+        self._loop = loop
+        self._makers = makers
+        self._engines: dict[str, VllmEngine] = {}
+        self._running: dict[str, RunningEngine] = {}
+
+    def get(self, name: str) -> RunningEngine:
+        """Return the engine of this name: the one that is there if it is sound, else a new one."""
+        running = self._running[name]
+        if running.is_sound():
+            return running
+        self._call(running.engine.close())
+        self._call(self._start(name))
+        return self._running[name]
+
+    def start(self) -> None:
+        """Start all of them, at the same time."""
+        self._call(self._start(*self._makers))
+
+    def close(self) -> None:
+        """End all of them."""
+        self._call(self._close())
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _start(self, *names: str) -> None:
+        async def start(name: str) -> None:
+            engine = self._engines[name] = self._makers[name]()
+            await engine.start()
+            running = self._running[name] = RunningEngine(engine)
+            await running.check()
+
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(start(name))
+
+    async def _close(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for engine in self._engines.values():
+                group.create_task(engine.close())
+
 
 @contextlib.contextmanager
-def running_engines(make: Callable[[], Sequence[VllmEngine]]) -> Iterator[list[RunningEngine]]:
+def running_engines(makers: Mapping[str, Callable[[], VllmEngine]]) -> Iterator[Engines]:
     """Start engines side by side on an event loop in a thread, and close them: no task and no process is left."""
-    loop_started = threading.Event()
-    state: dict[str, Any] = {}
+    # Of engines that other fixtures keep.
+    others = multiprocessing.active_children()
+    loop_started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def serve() -> None:
-        state["loop"] = asyncio.get_running_loop()
-        state["main"] = asyncio.current_task()
-        state["stop"] = asyncio.Event()
-        loop_started.set()
-        await state["stop"].wait()
+    async def serve() -> list[str]:
+        stop = asyncio.Event()
+        loop_started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+        return [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
 
-    def run() -> None:
-        with asyncio.Runner() as runner:
-            runner.run(serve())
-
-    async def start() -> list[RunningEngine]:
-        engines = make()
-        state["engines"] = engines
-        async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                group.create_task(engine.start())
-        return [RunningEngine(engine) for engine in engines]
-
-    async def close() -> list[str]:
-        async with asyncio.TaskGroup() as group:
-            for engine in state.get("engines", ()):
-                group.create_task(engine.close())
-        return [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task(), state["main"]}]
-
-    thread = threading.Thread(target=run, name="engines")
-    thread.start()
-    loop_started.wait()
-    loop = state["loop"]
-    try:
-        with warnings.catch_warnings():
-            # Of other people's code while it is imported.
-            warnings.simplefilter("ignore")
-            running = asyncio.run_coroutine_threadsafe(start(), loop).result()
-        yield running
-    finally:
-        tasks_left = asyncio.run_coroutine_threadsafe(close(), loop).result()
-        loop.call_soon_threadsafe(state["stop"].set)
-        thread.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="engines") as thread:
+        served = thread.submit(asyncio.run, serve())
+        loop, stop = loop_started.result()
+        engines = Engines(loop, makers)
+        try:
+            with warnings.catch_warnings():
+                # Of other people's code while it is imported.
+                warnings.simplefilter("ignore")
+                engines.start()
+            yield engines
+        finally:
+            engines.close()
+            loop.call_soon_threadsafe(stop.set)
+        tasks_left = served.result()
     assert tasks_left == []
-    assert [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")] == []
+    left = [child for child in multiprocessing.active_children() if child not in others]
+    cores = [child for child in left if child.name.startswith("EngineCore")]
+    for core in cores:
+        core.join(SOON_S)  # vLLM has killed it, and does not wait until the kernel has ended it
+    assert [core for core in cores if core.is_alive()] == []

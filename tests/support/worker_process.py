@@ -1,4 +1,4 @@
-"""Worker processes for tests: `python -m workers`, killed at the latest when the test ends."""
+"""Worker processes for tests: `python -m rollbus.workers`, killed at the latest when the test ends."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,12 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping
 
-__all__ = ["worker_process"]
+from tests.support.patience import UNHURRIED_LEASE_S
+
+__all__ = ["LASTING", "worker_process"]
+
+LASTING = ("--lease-s", f"{UNHURRIED_LEASE_S:g}")
+"""For a worker that nothing happens to: it keeps its lease on a busy machine, too."""
 
 
 @contextlib.asynccontextmanager
@@ -22,8 +27,10 @@ async def worker_process(
     engine = () if "--model" in options else ("--engine", "synthetic")
     arguments = json.dumps(engine_args or {})
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
+        *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
         *engine,
+        # Unless told otherwise, it does not listen for another worker of its id, which takes a lease.
+        *("--listen-s", "0"),
         *options,
         stderr=stderr,
     )

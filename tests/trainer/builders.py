@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from schemas.rows import Rows
-from trainer import Sample
+from rollbus.schemas.rows import Rows
+from rollbus.trainer import Sample
 
 NUM_EXPERTS = {"u1": 256, "u2": 1000}
 
@@ -38,7 +38,7 @@ def sample_of(size: int, *, start: int = 0, first: int = 1, routed: str | None =
 
 @dataclass
 class FakeTurn:
-    """What `trainer.Turn` asks for."""
+    """What `rollbus.trainer.Turn` asks for."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32] | None

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollbus.trainer import PackError, importance_weights, pack, sampler_kl, segment_indices
 from tests.trainer.builders import sample_of
-from trainer import PackError, importance_weights, pack, sampler_kl, segment_indices
 
 TRAINER = torch.tensor([[-1.0, -0.5, -2.0, math.nan, -3.0]])
 SAMPLER = torch.tensor([[-1.0, -2.5, -1.0, -1.0, -3.5]])

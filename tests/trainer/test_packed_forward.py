@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollbus.trainer import MicroBatch, PackError, Sample, attention_mask, check_packing, pack
 from tests.trainer.builders import sample_of
 from tests.trainer.replay_models import FAMILIES, RECURRENT, build
-from trainer import MicroBatch, PackError, Sample, attention_mask, check_packing, pack
 
 SIZES = (6, 2, 9, 2, 2, 5)
 """Samples of one prediction stand between others, where only a restart of positions shows that they begin."""

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbus.trainer import NO_EXPERT, MicroBatch, PackError, Sample, pack
 from tests.trainer.builders import rows_of, sample_of, samples
-from trainer import NO_EXPERT, MicroBatch, PackError, Sample, pack
 
 
 def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[list[Sample], dict[str, Any], str]] = {
     "fraction": ([], {"max_tokens": 10.0}, "max_tokens is of type float; allowed: an integer, 1 and above"),
     "max_samples": ([], {"max_samples": 0}, "max_samples is 0; allowed: an integer, 1 and above"),
     "no multiple": ([], {"pad_to_multiple_of": 64}, "max_tokens is 10; allowed: multiples of pad_to_multiple_of, 64"),
-    "a number": ([sample_of(5), 3], {}, "sample 1 is int; allowed: trainer.Sample"),  # type: ignore[list-item]
+    "a number": ([sample_of(5), 3], {}, "sample 1 is int; allowed: rollbus.trainer.Sample"),  # type: ignore[list-item]
     "not in a list": (sample_of(5), {}, "samples is Sample; allowed: a list, or"),  # type: ignore[dict-item]
     "multiple": ([], {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; allowed: an integer, 1 and above"),
     "too_long": ([], {"too_long": "drop"}, "too_long is 'drop'; allowed: refuse, truncate"),

@@ -8,9 +8,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from rollbus.trainer.errors import ReplayError
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, random_rows, run, tokens
-from trainer.errors import ReplayError
-from trainer.replay import replay
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed
 
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run
-from trainer.replay import replay
 
 pytestmark = pytest.mark.slow
 ROWS = random_rows(11, 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollbus.trainer.replay import SUPPORTED, replay
 from tests.trainer.replay_models import (
     FAMILIES,
     NUM_EXPERTS,
@@ -22,7 +23,6 @@ from tests.trainer.replay_models import (
     seen,
     tokens,
 )
-from trainer.replay import SUPPORTED, replay
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rollbus.trainer.errors import ReplayError
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, tokens
-from trainer.errors import ReplayError
-from trainer.replay import replay
 
 pytestmark = pytest.mark.slow
 ROWS = random_rows(11, 2)

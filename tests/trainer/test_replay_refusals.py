@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from rollbus.trainer.errors import ReplayError
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, seen, tokens
-from trainer.errors import ReplayError
-from trainer.replay import replay
 
 pytestmark = pytest.mark.slow
 
@@ -141,7 +141,7 @@ def test_models_without_known_routers() -> None:
     class StrangeRouter(nn.Module):
         pass
 
-    with pytest.raises(ReplayError, match=r"Linear has no router .* allowed: .* trainer\.replay\.SUPPORTED"):
+    with pytest.raises(ReplayError, match=r"Linear has no router .* allowed: .* rollbus\.trainer\.replay\.SUPPORTED"):
         replay(nn.Linear(2, 2), random_rows(5, 2)).__enter__()
     model = build(num_layers=2)
     model.model.layers[1].mlp.gate = StrangeRouter()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.rows import Rows
+from rollbus.schemas.rows import Rows
+from rollbus.trainer import StitchError, stitch_rows
+from rollbus.trainer.row_run import Overlap, RowStitcher
 from tests.trainer.builders import rows_of
-from trainer import StitchError, stitch_rows
-from trainer.row_run import Overlap, RowRun
 
 
 @st.composite
@@ -66,7 +66,7 @@ def test_a_piece_costs_the_same_however_many_there_are(
 def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
     """With `last`, one row that is left of a long piece is copied, and the others' memory is free."""
     rows = rows_of(4000, layers=24, top_k=8)
-    run = RowRun("last")
+    run = RowStitcher("last")
     tracemalloc.start()
     try:
         for at in range(0, 400, 10):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollbus.trainer import PackError
 from tests.trainer.builders import rows_of, sample_of
-from trainer import PackError
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"token_ids": [1, 2, 3]}, "token_ids is list; allowed: a numpy array of int32"),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rollbus.trainer import PackError, Sample, drop_stale, mask_stale, pack
 from tests.trainer.builders import sample_of
-from trainer import PackError, Sample, drop_stale, mask_stale, pack
 
 
 def versioned(*versions: int) -> Sample:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import Generation
-from schemas.chunk import FinishReason
+from rollbus import Generation
+from rollbus.schemas.chunk import FinishReason
+from rollbus.trainer import PackError, Sample, Stitcher, StitchError, pack
 from tests.trainer.builders import FakeTurn, assert_same, rows_of, sample_of, spoken, turn_of
-from trainer import PackError, Sample, Stitcher, StitchError, pack
 
 
 @st.composite

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from bus import Generation
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode, request_error
+from rollbus import Generation
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode, request_error
+from rollbus.trainer import PackError, Stitcher, StitchError
 from tests.trainer.builders import assert_same, rows_of, spoken
-from trainer import PackError, Stitcher, StitchError
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "gap": (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import ErrorCode, request_error
+from rollbus.schemas.errors import ErrorCode, request_error
 from tests.trainer.builders import FakeTurn, rows_of
 from tests.trainer.replay_models import build
 

@@ -6,25 +6,25 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from bus.queue.puller import QueuePuller
-from schemas.chunk import Chunk
-from schemas.control import Canary, LoadLora, UpdateWeights, WeightSource
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.queue.puller import QueuePuller
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.control import Canary, LoadLora, UpdateWeights, WeightSource
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.control.loras import Loras
+from rollbus.workers.control.transfer import Transfer
+from rollbus.workers.control.weights import WeightManager
+from rollbus.workers.engines.engine import RequestStep, TokenBatch
+from rollbus.workers.engines.engine_runner import EngineRunner
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.requests.in_flight import InFlightRequests
+from rollbus.workers.requests.intake import RequestIntake
+from rollbus.workers.requests.links import WorkerLinks
+from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.sources import Sources
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear
-from workers.config import WorkerConfig
-from workers.control.flow import Flow
-from workers.control.loras import Loras
-from workers.control.transfer import Transfer
-from workers.control.weights import Weights
-from workers.engine import RequestStep, TokenBatch
-from workers.engine_runner import EngineRunner
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.held import Instructions
-from workers.intake import Intake
-from workers.links import Links
-from workers.sources import Sources
 
 __all__ = ["PROMPT", "Rig", "Token", "load_lora", "rig", "source", "update"]
 
@@ -52,7 +52,7 @@ class Door:
         """Take more."""
         self.is_open = True
 
-    def give_back(self) -> None:
+    def nak_incoming(self) -> None:
         """Nothing waits here."""
 
 
@@ -72,20 +72,20 @@ class Rig:
             prove_reload=prove_reload,
         )
         self.runner = EngineRunner(self.engine, timeout_s=60.0)
-        self.links = Links(worker, "w1", max_payload=MAX_PAYLOAD)
+        self.links = WorkerLinks(worker, "w1", max_payload=MAX_PAYLOAD)
         self.door = Door()
-        self.flow = Flow(
+        self.flow = InFlightRequests(
             self.runner,
             self.links,
-            cast(Intake, self.door),
+            cast(RequestIntake, self.door),
             cast(QueuePuller, self.door),
-            carry_out=self._carry_out,
+            execute=self._carry_out,
         )
         sources = Sources(roots=[root], own=self.own, cache=root / "cache", objects=None)
         versions = self.links.versions
-        self.loras = Loras(self.runner, self.flow, sources, versions)
-        self.weights = Weights(worker, self.runner, self.flow, sources, self.loras, versions)
-        self.transfer = Transfer(self.runner, self.flow, self.weights)
+        self.loras = Loras(self.flow, sources, versions)
+        self.weights = WeightManager(worker, self.flow, sources, self.loras, versions)
+        self.transfer = Transfer(self.flow, self.weights)
         self.stages: list[str] = []
         self._ear = Ear(self.links)
         self._heard = asyncio.Event()
@@ -97,7 +97,7 @@ class Rig:
 
     def on_steps(self, steps: Sequence[RequestStep | TokenBatch]) -> None:
         """As a worker does."""
-        self.flow.take(steps)
+        self.flow.add_steps(steps)
         self._heard.set()
 
     def report(self, stage: str) -> None:
@@ -141,7 +141,7 @@ class Rig:
 
     def stop(self) -> None:
         """End all requests with ABORT."""
-        self.flow.abort(self.links.names)
+        self.flow.abort(self.links.requests.names)
 
     async def until_tokens(self, request_id: str, count: int) -> None:
         """Wait until the client has heard so many tokens."""
@@ -193,8 +193,8 @@ async def rig(
             tasks.create_task(made.runner.run_aborts(), name="aborts"),
         ]
         try:
-            await made.weights.prove()
-            await made.flow.go()
+            await made.weights.verify_reload()
+            await made.flow.resume()
             yield made
         finally:
             for task in running:

@@ -8,18 +8,19 @@ import numpy as np
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.connection import Connection
-from bus.protocol.link_receiver import LinkReceiver, Verdict
-from bus.queue.puller import QueuedRequest
-from schemas.chunk import Chunk, FinishReason
-from schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
-from schemas.presence import Capabilities, ClientPresence, ClientState, RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.config import WorkerConfig
-from workers.engine import RequestStep
-from workers.held import Origin
-from workers.links import Links
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.queue.puller import QueuedRequest
+from rollbus.schemas.chunk import Chunk, FinishReason
+from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.presence import Capabilities, ClientPresence, ClientState, RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.engine import RequestStep
+from rollbus.workers.requests.links import WorkerLinks
+from rollbus.workers.requests.worker_requests import RequestOrigin
+from tests.support import presences
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 ROUTING = RoutedExpertsInfo(num_layers=4, top_k=8, num_experts=64, dtype="u1")
@@ -31,22 +32,14 @@ LATE = NOW + 7.0
 
 def capabilities(*, routing: bool = True) -> Capabilities:
     """Of an engine whose rows take `ROW_BYTES`."""
-    return Capabilities(
-        engine="none",
-        engine_version="1",
-        max_model_len=1_000_000,
-        vocab_size=1000,
-        max_num_seqs=8,
-        max_logprobs=20,
-        dtype="none",
-        routed_experts=ROUTING if routing else None,
-    )
+    limits = {"max_model_len": 1_000_000, "vocab_size": 1000, "max_num_seqs": 8, "max_logprobs": 20}
+    return presences.capabilities(routed_experts=ROUTING if routing else None, **limits)
 
 
-def make_links(**fields: object) -> Links:
+def make_links(**fields: object) -> WorkerLinks:
     """Links of a worker `w` in its incarnation `w1`."""
     config = WorkerConfig(nats_url="", model="m", worker_id="w", **fields)  # type: ignore[arg-type]
-    return Links(config, "w1", max_payload=MAX_PAYLOAD)
+    return WorkerLinks(config, "w1", max_payload=MAX_PAYLOAD)
 
 
 def queued(*, client: str = "alice", num_delivered: int = 1, nats: Connection | None = None) -> QueuedRequest:
@@ -81,7 +74,7 @@ def step(name: str, num_tokens: int = 1, *, rows: tuple[int, int] | None = None,
 class Ear:
     """One life of a client as a worker's links see it: it takes frames, and says what it is told to say."""
 
-    def __init__(self, links: Links, *, client: str = "alice", incarnation: str = "a1") -> None:
+    def __init__(self, links: WorkerLinks, *, client: str = "alice", incarnation: str = "a1") -> None:
         self.links = links
         self.client = client
         self.incarnation = incarnation
@@ -89,9 +82,9 @@ class Ear:
         self.frames: list[Frame] = []
         """Those taken, without heartbeats."""
 
-    def origin(self, request_id: str, message: QueuedRequest | None = None) -> Origin:
+    def origin(self, request_id: str, message: QueuedRequest | None = None) -> RequestOrigin:
         """As of a request of this client."""
-        return Origin(self.client, self.incarnation, RequestKey(request_id), message)
+        return RequestOrigin(self.client, self.incarnation, RequestKey(request_id), message)
 
     def offer(
         self, request_id: str, *, prompt_len: int = 2, routing: bool = False, gathers: bool = False
@@ -105,7 +98,7 @@ class Ear:
     def hear(self) -> list[Frame]:
         """Take all that can be published now; returns the new frames."""
         before = len(self.frames)
-        while routes := self.links.routes.sendable():
+        while routes := self.links.outbound.sendable():
             for route in routes:
                 outgoing = self.links.next_frame(route)
                 if outgoing is not None:
@@ -115,7 +108,7 @@ class Ear:
     def take(self, data: bytes) -> Frame:
         """Take one frame."""
         frame = decode_frame(data)
-        if self.receiver.receive(frame, len(data), time.monotonic()) is Verdict.TAKEN:
+        if self.receiver.receive(frame, len(data), time.monotonic()) is FrameVerdict.ACCEPTED:
             self.frames.append(frame)
         return frame
 

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-import bus
-from schemas.errors import ErrorCode, RequestRejected, RequestTimeout
+import rollbus
+from rollbus.schemas.errors import ErrorCode, RequestRejected, RequestTimeout
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.requests import admission
 from tests.control.support import write_adapter, write_checkpoint
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet_states import until_state, worker_of
 from tests.support.hand_worker import request
 from tests.support.invariants import observing
-from workers import admission
-from workers.engines.synthetic import SyntheticConfig
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,7 @@ FAILS = SyntheticConfig.from_args({"faults": {"load_lora": True}})
 
 
 async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_it(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two workers failed: whoever gets a request first, from the queue or of a session, the other serves it.
 
@@ -32,26 +33,24 @@ async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_i
     fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(one), "model": "m"}
     async with (
         observing(nats_url, fleet) as observer,
-        synthetic_worker(nats_url, fleet, worker_id="lacks", config=FAILS, **fields) as (lacks, _),
-        bus.connect(nats_url, fleet=fleet) as rb,
+        one_worker(worker_id="lacks", config=FAILS, **fields) as (rb, lacks, _),
     ):
-        await rb.fleet.wait_for_workers(1)
         async with synthetic_worker(nats_url, fleet, worker_id="has", **fields):
             await rb.fleet.wait_for_workers(2)
-            with pytest.raises(bus.CommandIncomplete) as partial:
+            with pytest.raises(rollbus.CommandIncomplete) as partial:
                 await rb.fleet.load_lora("math", adapter)
             wanted = [
                 request(request_id=f"r{i}", lora="math", session_id=f"s{i}" if i % 2 else None) for i in range(40)
             ]
             results = [generation async for generation in rb.complete_many(wanted)]
-            [said] = [worker.last_error for worker in (await rb.fleet.state()).workers if worker.worker == "lacks"]
+            state = await until_state(rb, lambda state: worker_of(state, "lacks").last_error)
             with pytest.raises(RequestRejected, match="lora 'maths' is not loaded") as unknown:
                 await rb.complete(request(lora="maths"))
         with pytest.raises(RequestTimeout, match="it waits for a worker with the adapter 'math'"):
             await rb.complete(request(lora="math", timeout_s=0.5))
         await observer.check_at_rest()
 
-    assert str(said).startswith("adapter math is not as desired: ")
+    assert str(worker_of(state, "lacks").last_error).startswith("adapter math is not as desired: ")
     assert list(partial.value.ledger.failed) == ["lacks"]
     assert {result.worker_ids for result in results} == {("has",)}
     assert lacks.stats().intake.too_new > 0

@@ -4,11 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import ErrorCode, InvalidRequest, RequestRejected
-from schemas.presence import Capabilities
-from schemas.request import GenerateRequest
-from workers.admission import MAX_TOO_NEW_S, WEIGHTS_ARE_COMING_S, check_lag, check_request, wait_for_weights_s
-from workers.versions import Versions
+from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestRejected
+from rollbus.schemas.presence import Capabilities
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.requests.admission import (
+    MAX_TOO_NEW_S,
+    WEIGHTS_ARE_COMING_S,
+    check_lag,
+    check_request,
+    wait_for_weights_s,
+)
+from rollbus.workers.requests.versions import Versions
 
 CAPABILITIES = Capabilities(
     engine="synthetic", engine_version="1", max_model_len=64, vocab_size=100, max_num_seqs=1, max_logprobs=5, dtype="f"

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bus.protocol.canary import agrees, canary_request, canary_rows, check_expected
-from bus.protocol.step import RequestStep
-from schemas.control import Canary
-from schemas.errors import ControlCode, ControlError, InvalidRequest
-from schemas.presence import Capabilities
-from schemas.request import GenerateRequest
-from schemas.rows import Rows
-from workers.admission import check_request
-from workers.control.canary import own_request, read_canary
-from workers.engines.synthetic import SyntheticConfig
-from workers.versions import Versions
+from rollbus.bus.protocol.fleet.canary import agrees, canary_request, canary_rows, check_expected
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.schemas.control import Canary
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
+from rollbus.schemas.presence import Capabilities
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import Rows
+from rollbus.workers.control.canary import own_request, read_canary
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.requests.admission import check_request
+from rollbus.workers.requests.versions import Versions
 
 PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
 

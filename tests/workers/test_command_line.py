@@ -7,7 +7,8 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
-import bus
+import rollbus
+from tests.support.patience import SOON_S
 from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ BAD_COMMAND_LINES = {
 async def test_bad_command_lines(name: str) -> None:
     """A bad argument ends the process with 2 and one line that names it and what is allowed."""
     arguments, message = BAD_COMMAND_LINES[name]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "workers", *arguments, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rollbus.workers", *arguments, stderr=PIPE)
     _, stderr = await process.communicate()
 
     assert process.returncode == 2
@@ -50,9 +51,9 @@ async def test_no_server_is_one_line() -> None:
 async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:
     """When the pipe it was given closes, as it does when its parent dies, a worker stops in order."""
     read_end, write_end = os.pipe()
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--nats", nats_url, "--fleet", fleet),
+            *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet),
             *("--engine", "synthetic", "--parent-pipe", str(read_end)),
             pass_fds=[read_end],
         )
@@ -61,5 +62,5 @@ async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:
             await rb.fleet.wait_for_workers()
         finally:
             os.close(write_end)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             assert await process.wait() == 0

@@ -2,44 +2,32 @@
 
 import pytest
 
-from schemas.chunk import FinishReason
-from schemas.control import AckStatus
-from schemas.errors import ControlCode, ErrorCode
-from schemas.messages import Frame
-from schemas.presence import WorkerState
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.control import AckStatus
+from rollbus.schemas.errors import ControlCode, ErrorCode
+from rollbus.schemas.messages import Frame
+from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
-from tests.workers.control_requests import (
-    PROMPT_LEN,
-    SLOW,
-    endless,
-    request_for,
-    stream_of,
-    until_left,
-    until_state,
-)
+from tests.support.requests import PROMPT_LEN, endless, greedy, short
+from tests.workers.support import SLOW, StartControlled, stream_of
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_kept_stream_goes_on_where_it_was(nats_url: str, fleet: str) -> None:
+async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartControlled) -> None:
     """After pause(keep) and resume a stream is that of an undisturbed run; in between nothing is published (I4)."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(400, "undisturbed"))
+    async with controlled_worker() as (client, boss, *_):
+        await client.enqueue(greedy(1, 400, request_id="undisturbed"))
         await client.until_ended("undisturbed")
-        await client.enqueue(request_for(400, "paused"))
+        await client.enqueue(greedy(1, 400, request_id="paused"))
         await client.until(lambda: len(client.chunks["paused"]) > 20)
         paused = await boss.applied("pause", mode="keep")
-        await client.enqueue(request_for(3, "queued"))
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.enqueue(short("queued"))
+        await client.until_state("w", WorkerState.PAUSED)
         presence = client.presences["w"]
-        await until_left(client, 1)
+        await client.until_left(1)
         assert (presence.pause_mode, presence.in_flight, presence.free_slots, presence.epoch) == ("keep", 1, 0, 1)
         assert not client.chunks["queued"]
 
@@ -54,33 +42,23 @@ async def test_a_kept_stream_goes_on_where_it_was(nats_url: str, fleet: str) -> 
     assert paused.frames == {"hand/h1": len(frames)}
 
 
-async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(nats_url: str, fleet: str) -> None:
+async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_worker: StartControlled) -> None:
     """pause(wait) is accepted at once and applied behind the last chunk of what was in flight."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(300, "r"))
+    async with controlled_worker() as (client, boss, *_):
+        await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
         paused = await boss.applied("pause", mode="wait")
         resumed = await boss.applied("resume")
 
-        assert client.ended("r")
+        await client.until_ended("r")
         assert paused.in_flight == 0
         assert [ack.status for ack in boss.acks(paused.id)][:2] == [AckStatus.ACCEPTED, AckStatus.PROGRESS]
         assert boss.chunks_between(paused, boss.acks(resumed.id)[0]) == 0
 
 
-async def test_an_aborting_pause_ends_streams_with_what_they_have(nats_url: str, fleet: str) -> None:
+async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_worker: StartControlled) -> None:
     """pause(abort) ends each stream with `abort` and the rows of the tokens delivered; then nothing is in flight."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (_, engine),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, _, engine):
         for request_id in ("a", "b"):
             await client.enqueue(endless(request_id))
         await client.until(lambda: len(client.chunks["a"]) > 20 and len(client.chunks["b"]) > 20)
@@ -96,14 +74,9 @@ async def test_an_aborting_pause_ends_streams_with_what_they_have(nats_url: str,
             assert num_rows == PROMPT_LEN + len(token_ids) // 4 - 1
 
 
-async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(controlled_worker: StartControlled) -> None:
     """When its time is over, pause(wait) has failed and says how much is in flight, which goes on; nothing is taken."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         failed = await boss.do("pause", mode="wait", timeout_s=0.3)
@@ -111,27 +84,24 @@ async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(nats_ur
         assert (failed.status, failed.error.code, failed.in_flight) == (AckStatus.FAILED, ControlCode.TIMEOUT, 1)
         assert "1 requests are in flight" in failed.error.message
 
-        await until_state(client, "w", WorkerState.PAUSED)
-        await client.enqueue(request_for(3, "queued"))
+        await client.until_state("w", WorkerState.PAUSED)
+        await client.enqueue(short("queued"))
         count = len(client.chunks["r"])
         await client.until(lambda: len(client.chunks["r"]) > count + 20)
-        await until_left(client, 1)
+        await client.until_left(1)
         again = await boss.do("pause", mode="wait", timeout_s=0.3)
         assert again.status is AckStatus.FAILED
         await boss.applied("pause", mode="abort")
+        # Client and controller have a connection each: what the one has heard says nothing about the other.
+        await client.until_ended("r")
         assert client.chunks["r"][-1].finish_reason is FinishReason.ABORT
         await boss.applied("resume")
         await client.until_ended("queued")
 
 
-async def test_a_resume_ends_a_pause_that_still_waits(nats_url: str, fleet: str) -> None:
+async def test_a_resume_ends_a_pause_that_still_waits(controlled_worker: StartControlled) -> None:
     """A crossing resume does not wait for the pause before it: that one is stale, and the worker serves."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         pause = await boss.command("pause", mode="wait", timeout_s=600)
@@ -139,20 +109,15 @@ async def test_a_resume_ends_a_pause_that_still_waits(nats_url: str, fleet: str)
         await boss.applied("resume")
 
         assert [ack.status for ack in boss.finals(pause)] == [AckStatus.STALE]
-        await client.enqueue(request_for(3, "s"))
+        await client.enqueue(short("s"))
         await client.until_ended("s")
         assert not client.ended("r")
 
 
-async def test_a_paused_worker_goes_from_one_mode_to_another(nats_url: str, fleet: str) -> None:
+async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: StartControlled) -> None:
     """keep, then wait: what was frozen is finished; keep, then abort: it is ended."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(300, "r"))
+    async with controlled_worker() as (client, boss, *_):
+        await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause", mode="keep")
         assert not client.ended("r")
@@ -169,14 +134,9 @@ async def test_a_paused_worker_goes_from_one_mode_to_another(nats_url: str, flee
         assert client.chunks["s"][-1].finish_reason is FinishReason.ABORT
 
 
-async def test_a_repeated_command_has_one_effect_and_one_answer(nats_url: str, fleet: str) -> None:
+async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worker: StartControlled) -> None:
     """Under one id a command is recorded once and answered with the same words, however often it comes."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         for _ in range(3):
@@ -189,14 +149,9 @@ async def test_a_repeated_command_has_one_effect_and_one_answer(nats_url: str, f
         assert (await boss.desired()).epoch == 1
 
 
-async def test_a_flush_says_what_the_engine_says(nats_url: str, fleet: str) -> None:
+async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControlled) -> None:
     """A cache that requests in flight hold is a failure; with `preempt`, or with nothing in flight, it is flushed."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await boss.applied("flush_cache")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -222,22 +177,19 @@ async def test_a_pause_may_clear_the_cache(nats_url: str, fleet: str) -> None:
         pause = await boss.command("pause", mode="keep", clear_cache=True)
         await boss.until(lambda: len(boss.finals(pause)) == 2)
         finals = {ack.worker: ack for ack in boss.finals(pause)}
-        await until_state(client, "b", WorkerState.PAUSED)
+        await client.until_state("b", WorkerState.PAUSED)
 
         assert finals["a"].status is AckStatus.APPLIED
         assert finals["b"].error is not None
         assert finals["b"].error.code is ControlCode.CACHE_IN_USE
 
 
-async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> None:
+async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str, controlled_worker: StartControlled) -> None:
     """`abort` ends what it names, of whichever client, also while all is frozen; the answer says what was there."""
     async with (
-        hand_client(nats_url, fleet) as client,
+        controlled_worker() as (client, boss, *_),
         hand_client(nats_url, fleet, name="other", incarnation="o1") as other,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
     ):
-        await client.until_serving("w")
         for request_id in ("r", "s", "t"):
             await client.enqueue(endless(request_id))
         await other.enqueue(endless("r"))
@@ -262,43 +214,33 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> N
         await client.until(lambda: len(client.chunks["t"]) > count)
 
 
-async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(nats_url: str, fleet: str) -> None:
+async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlled_worker: StartControlled) -> None:
     """`sleep` gives requests in flight to others; after `wake` the same weights serve."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(20, "before"))
+    async with controlled_worker() as (client, boss, *_):
+        await client.enqueue(greedy(1, 20, request_id="before"))
         await client.until_ended("before")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("sleep")
         await client.until_ended("r")
-        await until_state(client, "w", WorkerState.ASLEEP)
+        await client.until_state("w", WorkerState.ASLEEP)
         await boss.applied("flush_cache")
         await boss.applied("pause")
-        await until_state(client, "w", WorkerState.ASLEEP)
+        await client.until_state("w", WorkerState.ASLEEP)
         await boss.applied("wake")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
         await boss.applied("resume")
-        await client.enqueue(request_for(20, "after"))
+        await client.enqueue(greedy(1, 20, request_id="after"))
         await client.until_ended("after")
 
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert stream_of(client.chunks["after"]) == stream_of(client.chunks["before"])
 
 
-async def test_a_frozen_engine_is_not_dead(nats_url: str, fleet: str) -> None:
+async def test_a_frozen_engine_is_not_dead(controlled_worker: StartControlled) -> None:
     """The engine's time limit stands still under pause(keep), however long that is; heartbeats and leases go on."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, engine_timeout_s=1.5),
-    ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(300, "r"))
+    async with controlled_worker(engine_timeout_s=1.5) as (client, boss, *_):
+        await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause")
         uptime_s, life = client.presences["w"].uptime_s, client.presences["w"].incarnation
@@ -310,21 +252,18 @@ async def test_a_frozen_engine_is_not_dead(nats_url: str, fleet: str) -> None:
         assert client.presences["w"].incarnation == life
 
 
-async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(nats_url: str, fleet: str) -> None:
+async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(controlled_worker: StartControlled) -> None:
     """A plain request past its deadline, and one that its client stops, end while the engine is frozen."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
-        plain = request_for(4_000_000, "plain", timeout_s=1.0)
+        plain = greedy(1, 4_000_000, request_id="plain", timeout_s=1.0)
         await client.enqueue(plain, incarnation="", reply_to=f"{client.subjects.plain(client.name)}x")
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause")
         await client.abort("w", client.offers[0][1])
         await client.until_ended("r")
+        # Not what it announced before there was any request.
+        await client.until_state("w", WorkerState.PAUSED)
         await client.until(lambda: client.presences["w"].in_flight == 0)
 
         assert client.presences["w"].state is WorkerState.PAUSED

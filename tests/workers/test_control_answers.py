@@ -4,31 +4,19 @@ import asyncio
 
 import pytest
 
-from schemas.control import AckStatus
-from schemas.errors import ControlCode, ErrorCode
-from schemas.presence import WorkerState
-from tests.support.fleet import synthetic_worker
-from tests.support.hand_client import hand_client
-from tests.support.hand_controller import hand_controller
-from tests.workers.control_requests import (
-    SLOW,
-    endless,
-    request_for,
-    until_left,
-    until_state,
-)
+from rollbus.schemas.control import AckStatus
+from rollbus.schemas.errors import ControlCode, ErrorCode
+from rollbus.schemas.presence import WorkerState
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, short
+from tests.workers.support import StartControlled
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_worker_says_how_it_is(nats_url: str, fleet: str) -> None:
+async def test_a_worker_says_how_it_is(controlled_worker: StartControlled) -> None:
     """`state` is answered with what the worker announces of itself."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", weight_version=7),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(weight_version=7) as (_, boss, *_):
         ack = await boss.applied("state")
 
         assert ack.state is not None
@@ -36,14 +24,9 @@ async def test_a_worker_says_how_it_is(nats_url: str, fleet: str) -> None:
         assert ack.state["target_version"] == 7
 
 
-async def test_a_bad_command_is_refused_where_anyone_can_be_told(nats_url: str, fleet: str) -> None:
+async def test_a_bad_command_is_refused_where_anyone_can_be_told(controlled_worker: StartControlled) -> None:
     """What does not decode has failed as invalid_command if it has an id, and is counted if not; nothing changes."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w") as (worker, _),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, worker, _):
         bad = [
             await boss.command("pause", mode="gently"),
             await boss.command("pause", moed="keep"),
@@ -62,50 +45,35 @@ async def test_a_bad_command_is_refused_where_anyone_can_be_told(nats_url: str, 
         assert client.presences["w"].state is WorkerState.SERVING
 
 
-async def test_commands_for_others_are_left_to_them(nats_url: str, fleet: str) -> None:
+async def test_commands_for_others_are_left_to_them(controlled_worker: StartControlled) -> None:
     """A command for another model or other workers gets no answer from this one."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (_, boss, *_):
         foreign = [await boss.command("pause", model="else"), await boss.command("pause", workers=["v"])]
         await boss.applied("state", workers=["w"], model="synthetic")
 
         assert [boss.acks(command_id) for command_id in foreign] == [[], []]
 
 
-async def test_a_fenced_worker_serves_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_fenced_worker_serves_nothing(controlled_worker: StartControlled) -> None:
     """`fence` ends what is in flight as retryable and leaves the worker poisoned, and a resume does not change that."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("fence", reason="its canary differs")
         await client.until_ended("r")
-        await until_state(client, "w", WorkerState.POISONED)
+        await client.until_state("w", WorkerState.POISONED)
         await boss.applied("resume")
-        await client.enqueue(request_for(3, "s"))
-        await until_left(client, 1)
+        await client.enqueue(short("s"))
+        await client.until_left(1)
 
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert client.presences["w"].last_error == "its canary differs"
         assert client.presences["w"].state is WorkerState.POISONED
 
 
-async def test_a_fence_from_before_newer_weights_is_stale(nats_url: str, fleet: str) -> None:
+async def test_a_fence_from_before_newer_weights_is_stale(controlled_worker: StartControlled) -> None:
     """Who compared the canaries of an update does not fence a worker that has later weights by now."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", weight_version=3),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(weight_version=3) as (client, boss, *_):
         old = await boss.applied("update_weights", version=3, source={"path": "/any"})
         new = await boss.applied("update_weights", version=3, source={"path": "/any"})
         late = await boss.do("fence", epoch=old.epoch)
@@ -117,19 +85,14 @@ async def test_a_fence_from_before_newer_weights_is_stale(nats_url: str, fleet: 
 
 
 async def test_what_was_done_before_the_command_was_heard_is_answered_at_once(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker hears of a recording by itself. The command that follows needs no clock to be answered."""
-    monkeypatch.setattr("workers.worker.HEARTBEAT_S", 3600.0)
-    monkeypatch.setattr("workers.control.reading.READ_S", 3600.0)
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    monkeypatch.setattr("rollbus.workers.worker.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("rollbus.workers.control.reading.READ_S", 3600.0)
+    async with controlled_worker() as (client, boss, *_):
         epoch = await boss.record("pause", id="one")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
         await boss.command("pause", id="one", epoch=epoch)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             assert (await boss.final("one")).status is AckStatus.APPLIED

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from schemas.control import AckStatus
-from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
-from schemas.presence import WorkerState
+from rollbus.schemas.control import AckStatus
+from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import reconcile
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.requests.publisher import OutboundPublisher
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.gated_engine import running
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
-from tests.workers.control_requests import SLOW, endless, request_for, until_state
-from workers.control import reconcile
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.sending import Sending
+from tests.support.requests import endless, short
+from tests.support.waits import until_true
+from tests.workers.support import SLOW, StartControlled
 
 pytestmark = pytest.mark.slow
 
@@ -36,22 +38,16 @@ def checkpoint(root: Path, fill: int) -> dict[str, str]:
     return {"path": str(write_checkpoint(root / str(fill), fill=fill))}
 
 
-async def test_an_update_ends_one_that_still_waits(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_update_ends_one_that_still_waits(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """Where requests in flight hold up an update, a later one does not wait for it: that one is stale, at once."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields_of(tmp_path)),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         waiting = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2, mode="wait")
         await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks(waiting)))
         applied = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3, mode="keep")
-        await until_state(client, "w", WorkerState.SERVING)
-        count = len(client.chunks["r"])
-        await client.until(lambda: len(client.chunks["r"]) > count)
+        await client.until(lambda: client.chunks["r"][-1].weight_version == 3)
+        await client.until_serving("w")
 
         assert [ack.status for ack in boss.finals(waiting)] == [AckStatus.STALE]
         assert applied.seconds < 30
@@ -59,23 +55,17 @@ async def test_an_update_ends_one_that_still_waits(nats_url: str, fleet: str, tm
         assert not client.ended("r")
 
 
-async def test_an_update_that_loads_is_not_broken_off(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_update_that_loads_is_not_broken_off(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """A later one comes after it; streams go through both, and the weights are never half written."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW_LOAD, **fields_of(tmp_path)),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         first = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
         await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(first)))
         late = await boss.command("resume", timeout_s=0.1)
         await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3)
-        await until_state(client, "w", WorkerState.SERVING)
-        count = len(client.chunks["r"])
-        await client.until(lambda: len(client.chunks["r"]) > count)
+        await client.until(lambda: client.chunks["r"][-1].weight_version == 3)
+        await client.until_serving("w")
 
         [resumed] = boss.finals(late)
         assert resumed.error is not None
@@ -87,18 +77,13 @@ async def test_an_update_that_loads_is_not_broken_off(nats_url: str, fleet: str,
         assert not client.ended("r")
 
 
-async def test_who_asks_late_hears_what_is_being_done(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_who_asks_late_hears_what_is_being_done(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """A worker that read the desired state first has begun; a command that comes then is told how far it is."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields_of(tmp_path)),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         epoch = await boss.record("pause", id="p", mode="wait")
-        await until_state(client, "w", WorkerState.UPDATING)
+        await client.until_state("w", WorkerState.UPDATING)
         await boss.command("pause", id="p", mode="wait", epoch=epoch)
         await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks("p")))
         await boss.applied("resume")
@@ -106,26 +91,21 @@ async def test_who_asks_late_hears_what_is_being_done(nats_url: str, fleet: str,
         assert [ack.status for ack in boss.finals("p")] == [AckStatus.STALE]
 
 
-async def test_a_drain_and_a_sleep_wait_for_an_update(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_drain_and_a_sleep_wait_for_an_update(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """Both come true after it, in the order in which they were recorded, and the woken worker has the new weights."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW_LOAD, **fields_of(tmp_path)),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
         update = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
         await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(update)))
         drain, sleep = await boss.command("drain", workers=["w"]), await boss.command("sleep", level=2)
         for command in (update, sleep, drain):
             assert (await boss.final(command)).status is AckStatus.APPLIED
-        await until_state(client, "w", WorkerState.DRAINED)
+        await client.until_state("w", WorkerState.DRAINED)
         await boss.applied("resume", workers=["w"])
-        await until_state(client, "w", WorkerState.ASLEEP)
+        await client.until_state("w", WorkerState.ASLEEP)
         third = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3)
-        await until_state(client, "w", WorkerState.ASLEEP)
+        await client.until_state("w", WorkerState.ASLEEP)
         await boss.applied("wake")
-        await client.enqueue(request_for(3, "r"))
+        await client.enqueue(short("r"))
         await client.until_ended("r")
 
         assert third.weight_version == 3
@@ -133,17 +113,12 @@ async def test_a_drain_and_a_sleep_wait_for_an_update(nats_url: str, fleet: str,
 
 
 async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
-    nats_url: str, fleet: str, tmp_path: Path
+    nats_url: str, fleet: str, controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
     """It serves what it was started with until the finish, which it cannot do; an update makes it serve again."""
     fields = fields_of(tmp_path)
     chunk = base64.b64encode((write_checkpoint(tmp_path / "2", fill=2) / "model.safetensors").read_bytes()).decode()
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="a", config=SLOW, **fields),
-    ):
-        await client.until_serving("a")
+    async with controlled_worker(worker_id="a", **fields) as (client, boss, *_):
         await boss.applied("start_weight_update")
         async with synthetic_worker(nats_url, fleet, worker_id="b", config=SLOW, **fields):
             await client.until_serving("b")
@@ -151,8 +126,8 @@ async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
             await boss.until(lambda: len(boss.finals(part)) == 2)
             finish = await boss.command("finish_weight_update", version=2)
             await boss.until(lambda: len(boss.finals(finish)) == 2)
-            await until_state(client, "b", WorkerState.WAITING_FOR_WEIGHTS)
-            await until_state(client, "a", WorkerState.SERVING)
+            await client.until_state("b", WorkerState.WAITING_FOR_WEIGHTS)
+            await client.until_state("a", WorkerState.SERVING)
             update = await boss.command("update_weights", source=checkpoint(tmp_path, 3), version=3)
             await boss.until(lambda: len(boss.finals(update)) == 2)
             await client.until_serving("a", "b")
@@ -199,32 +174,27 @@ async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str,
                 await boss.command(refuses)
                 await asyncio.Event().wait()  # until the worker's end cancels this
         assert caught.group_contains(EngineDead, match="it neither froze nor went on: not now")
+        await client.until_ended("r")
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 
 async def test_a_pause_may_be_resumed_while_its_last_frames_leave(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes its place when there is nothing left to break off is brought next."""
     is_leaving, may_leave = asyncio.Event(), asyncio.Event()
 
-    async def leave(_self: Sending) -> None:
+    async def leave(_self: OutboundPublisher) -> None:
         is_leaving.set()
         await may_leave.wait()
 
     monkeypatch.setattr(reconcile, "CUT_S", 60.0)
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _),
-    ):
-        await client.until_serving("w")
-        monkeypatch.setattr(Sending, "wait_sent", leave)
+    async with controlled_worker() as (client, boss, worker, _):
+        monkeypatch.setattr(OutboundPublisher, "wait_sent", leave)
         pause = await boss.command("pause")
         await is_leaving.wait()
         resume = await boss.command("resume")
-        while worker._control.reader.epoch < 2:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
+        await until_true(lambda: worker._control.reader.epoch == 2)
         may_leave.set()
 
         assert (await boss.final(resume)).status is AckStatus.APPLIED

@@ -1,6 +1,5 @@
 """The desired state, and how workers come to it: several of them, late, out of order, and after they were away."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -9,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from bus.control.store import DesiredStore
-from bus.embedded import EmbeddedServer
-from schemas.control import AckStatus, AnyCommand, WeightSource
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
-from schemas.presence import WorkerState
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.control import AckStatus, AnyCommand, WeightSource
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import reconcile
+from rollbus.workers.sources import Sources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
 from tests.support.hand_controller import hand_controller
-from tests.workers.control_requests import SLOW, endless, request_for, until_left, until_state
-from workers.control import reconcile
-from workers.sources import Sources
+from tests.support.requests import endless, greedy, short
+from tests.support.waits import until_true
+from tests.workers.support import SLOW, StartControlled, controlled_worker
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +48,9 @@ async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, 
         assert (state.epoch, [seen.id for seen in state.seen]) == (1, [pause])
 
 
-async def test_a_late_command_is_stale(nats_url: str, fleet: str) -> None:
+async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> None:
     """A command whose register was set again since is stale, however it comes, and changes nothing."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         first = await boss.record("pause", id="late")
         second = await boss.record("resume")
         # Before, the worker may know of the first alone, and rightly says that this is applied.
@@ -64,19 +60,14 @@ async def test_a_late_command_is_stale(nats_url: str, fleet: str) -> None:
         assert (late.status, late.epoch) == (AckStatus.STALE, first)
         assert late.error is not None
         assert late.error.code is ControlCode.STALE
-        await until_state(client, "w", WorkerState.SERVING)
+        await client.until_state("w", WorkerState.SERVING)
 
 
-async def test_what_is_recorded_needs_no_command(nats_url: str, fleet: str) -> None:
+async def test_what_is_recorded_needs_no_command(controlled_worker: StartControlled) -> None:
     """A worker that hears of a write to the desired state comes to it; the nudge that follows gets its answer."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         epoch = await boss.record("pause", id="p")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
         ack = await boss.applied("pause", id="p", epoch=epoch)
 
         assert client.presences["w"].epoch == ack.epoch == 1
@@ -86,12 +77,12 @@ async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, f
     """A late joiner reads the desired state before it takes work: paused, it pulls nothing; on the resume it serves."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("pause")
-        await client.enqueue(request_for(3, "r"))
+        await client.enqueue(short("r"))
         async with synthetic_worker(nats_url, fleet, worker_id="w") as (worker, _):
-            await until_state(client, "w", WorkerState.PAUSED)
+            await client.until_state("w", WorkerState.PAUSED)
             assert worker.stats().puller.handed_over == 0
             assert not client.offers
-            await until_left(client, 1)
+            await client.until_left(1)
             await boss.applied("resume")
             await client.until_ended("r")
 
@@ -109,35 +100,34 @@ async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, 
         await boss.record("pause", mode="wait")
         await boss.record("flush_cache")
         engine.gates["start"].set()
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
+        # The worker may have read the state before the second command was recorded.
+        await client.until(lambda: client.presences["w"].epoch == 2)
 
         assert boss.acks(heard) == []
-        assert (client.presences["w"].epoch, client.presences["w"].pause_mode) == (2, "wait")
+        assert (client.presences["w"].state, client.presences["w"].pause_mode) == (WorkerState.PAUSED, "wait")
 
 
-async def test_a_drained_worker_hands_its_requests_to_others(nats_url: str, fleet: str) -> None:
+async def test_a_drained_worker_hands_its_requests_to_others(
+    nats_url: str, fleet: str, controlled_worker: StartControlled
+) -> None:
     """`drain` of one worker ends its streams as retryable at once; another serves on; `resume` brings it back."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="a", config=SLOW) as (_, engine),
-    ):
-        await client.until_serving("a")
+    async with controlled_worker(worker_id="a") as (client, boss, _, engine):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         async with synthetic_worker(nats_url, fleet, worker_id="b", config=SLOW):
             await client.until_serving("b")
             await boss.applied("drain", workers=["a"])
             await client.until_ended("r")
-            await until_state(client, "a", WorkerState.DRAINED)
-            await client.enqueue(request_for(3, "s"))
+            await client.until_state("a", WorkerState.DRAINED)
+            await client.enqueue(short("s"))
             await client.until_ended("s")
             await boss.applied("resume", workers=["a"])
-            await until_state(client, "a", WorkerState.SERVING)
+            await client.until_state("a", WorkerState.SERVING)
 
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert client.offers[-1][0] == "b"
-        await client.enqueue(request_for(3, "t"))
+        await client.enqueue(short("t"))
         await client.until_ended("t")
         assert is_idle(engine)
 
@@ -152,38 +142,34 @@ async def test_a_command_for_one_worker_counts_for_it_alone(nats_url: str, fleet
             await client.until_serving("a", "b")
             pause = await boss.command("pause", workers=["a"])
             await boss.final(pause)
-            await until_state(client, "a", WorkerState.PAUSED)
+            await client.until_state("a", WorkerState.PAUSED)
             await boss.applied("state", workers=["b"])
             assert client.presences["b"].state is WorkerState.SERVING
             assert {ack.worker for ack in boss.acks(pause)} == {"a"}
         async with synthetic_worker(nats_url, fleet, worker_id="a"):
             await client.until(lambda: client.presences["a"].state is WorkerState.STOPPED)
-            await until_state(client, "a", WorkerState.PAUSED)
+            await client.until_state("a", WorkerState.PAUSED)
             await boss.applied("resume")
-            await until_state(client, "a", WorkerState.SERVING)
+            await client.until_state("a", WorkerState.SERVING)
 
 
 async def test_a_worker_that_was_away_comes_back_paused(fleet: str) -> None:
     """A lease that runs out under a pause: all is given up; the next life reads that, and takes nothing."""
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        hand_controller(server.url, fleet) as boss,
-        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW, lease_s=2.0) as (worker, engine),
+        controlled_worker(server.url, fleet, lease_s=2.0) as (client, boss, worker, engine),
     ):
-        await client.until_serving("w")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause", mode="keep")
         life = worker.presence().incarnation
         os.kill(server.pid, signal.SIGSTOP)
-        while worker.presence().state is not WorkerState.FENCED:  # noqa: ASYNC110 - nothing can be heard of it
-            await asyncio.sleep(0.01)
+        await until_true(lambda: worker.presence().state is WorkerState.FENCED)
         os.kill(server.pid, signal.SIGCONT)
         await client.until(lambda: client.presences["w"].incarnation != life)
-        await until_state(client, "w", WorkerState.PAUSED)
-        await client.enqueue(request_for(3, "s"))
-        await until_left(client, 1)
+        await client.until_state("w", WorkerState.PAUSED)
+        await client.enqueue(short("s"))
+        await client.until_left(1)
         assert worker.presence().in_flight == 0
         await boss.applied("resume")
         await client.until_ended("s")
@@ -196,18 +182,15 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
     """A server that restarts within the lease changes nothing: the pause holds, and the stream goes on after it."""
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        hand_controller(server.url, fleet) as boss,
-        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW, lease_s=30.0),
+        controlled_worker(server.url, fleet, lease_s=30.0) as (client, boss, *_),
     ):
-        await client.until_serving("w")
-        await client.enqueue(request_for(300, "r"))
+        await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause")
         await server.kill()
         await server.restart()
         client.presences.clear()
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
         await boss.applied("pause", mode="keep")
         await boss.applied("resume")
         await client.until_ended("r")
@@ -215,7 +198,9 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
         assert sum(chunk.num_tokens for chunk in client.chunks["r"]) == 300
 
 
-async def test_a_raw_command_waits_for_jetstream(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_raw_command_waits_for_jetstream(
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it cannot be recorded for a while, a command is tried again until its time is over, and then has failed."""
     is_away = True
     record = DesiredStore.record
@@ -226,12 +211,7 @@ async def test_a_raw_command_waits_for_jetstream(nats_url: str, fleet: str, monk
         return await record(self, model, command)
 
     monkeypatch.setattr(DesiredStore, "record", away)
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (_, boss, *_):
         failed = await boss.do("pause", timeout_s=0.1)
         pause = await boss.command("pause")
         await boss.until(lambda: boss.acks(pause))
@@ -243,19 +223,14 @@ async def test_a_raw_command_waits_for_jetstream(nats_url: str, fleet: str, monk
         assert (applied.status, applied.epoch) == (AckStatus.APPLIED, 1)
 
 
-async def test_what_is_no_longer_desired_is_undone(nats_url: str, fleet: str) -> None:
+async def test_what_is_no_longer_desired_is_undone(controlled_worker: StartControlled) -> None:
     """After a reset of the desired state a paused, sleeping worker serves again."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w"),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         await boss.applied("pause")
         await boss.applied("sleep")
-        await until_state(client, "w", WorkerState.ASLEEP)
+        await client.until_state("w", WorkerState.ASLEEP)
         await boss.store.reset("synthetic")
-        await client.enqueue(request_for(3, "r"))
+        await client.enqueue(short("r"))
         await client.until_ended("r")
 
         assert client.error_of("r") is None
@@ -265,34 +240,26 @@ async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
     """Where epochs begin anew, as the bucket was lost, a worker comes to what is recorded then."""
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        hand_controller(server.url, fleet) as boss,
-        synthetic_worker(server.url, fleet, worker_id="w"),
+        controlled_worker(server.url, fleet) as (client, boss, *_),
     ):
-        await client.until_serving("w")
         for _ in range(3):
             await boss.applied("pause")
             await boss.applied("resume")
         await client.nats.jetstream().delete_stream("KV_rollbus")
         paused = await boss.applied("pause")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
 
         assert paused.epoch == 1
 
 
-async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(nats_url: str, fleet: str) -> None:
+async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(controlled_worker: StartControlled) -> None:
     """An update from a refused path: the version stays, the worker is outdated, and its streams go on elsewhere."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, weight_version=3),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker(weight_version=3) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         failed = await boss.do("update_weights", version=4, source={"path": "/etc"})
         await client.until_ended("r")
-        await until_state(client, "w", WorkerState.OUTDATED)
+        await client.until_state("w", WorkerState.OUTDATED)
         presence = client.presences["w"]
 
         assert failed.error is not None
@@ -301,7 +268,7 @@ async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(nats_ur
         assert (presence.weight_version, presence.target_version) == (3, 4)
         assert presence.last_error == failed.error.message
         await boss.applied("update_weights", version=3, source={"path": "/any"}, allow_rollback=True)
-        await client.enqueue(request_for(3, "s"))
+        await client.enqueue(short("s"))
         await client.until_ended("s")
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {3}
 
@@ -323,7 +290,7 @@ async def test_weights_that_could_not_be_fetched_are_tried_again(
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})
         async with synthetic_worker(nats_url, fleet, worker_id="w"):
-            await until_state(client, "w", WorkerState.OUTDATED)
+            await client.until_state("w", WorkerState.OUTDATED)
             assert client.presences["w"].last_error == "it is away"
             is_away = False
             await client.until_serving("w")

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
-from bus.connection import publish
-from bus.embedded import EmbeddedServer
-from schemas.control import AckStatus
-from schemas.errors import ControlCode
-from schemas.presence import WorkerState
+from rollbus.bus.nats.connection import publish
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.control import AckStatus
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import reading
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.hand_controller import HandController, hand_controller
-from tests.workers.control_requests import SLOW, request_for, until_state
-from workers.control import reading
+from tests.support.patience import SOON_S
+from tests.support.requests import short
+from tests.support.waits import until_true
+from tests.workers.support import SLOW, StartControlled, StartHeard, controlled_worker
 
 pytestmark = pytest.mark.slow
 
@@ -29,18 +32,13 @@ async def spoil(client: HandClient, boss: HandController) -> None:
 
 async def ask(client: HandClient, request_id: str) -> None:
     """Have a request answered."""
-    await client.enqueue(request_for(3, request_id))
+    await client.enqueue(short(request_id))
     await client.until_ended(request_id)
 
 
-async def test_garbage_changes_no_worker_that_serves(nats_url: str, fleet: str) -> None:
+async def test_garbage_changes_no_worker_that_serves(controlled_worker: StartControlled) -> None:
     """It serves on, says that it does not know what is desired, and refuses commands; after a reset all is well."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         epoch = (await boss.applied("resume")).epoch
         await spoil(client, boss)
         raw = await boss.do("pause", timeout_s=5)
@@ -49,7 +47,7 @@ async def test_garbage_changes_no_worker_that_serves(nats_url: str, fleet: str) 
         await client.until(lambda: "a reset clears it" in str(client.presences["w"].last_error))
         await boss.store.reset(MODEL)
         paused = await boss.applied("pause")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
 
         assert [(ack.status, ack.error and ack.error.code) for ack in (raw, recorded)] == [
             (AckStatus.FAILED, ControlCode.STORAGE),
@@ -67,7 +65,7 @@ async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, flee
         await boss.record("resume")
         await spoil(client, boss)
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
-            await until_state(client, "w", WorkerState.UPDATING)
+            await client.until_state("w", WorkerState.UPDATING)
             await client.until(lambda: client.presences["w"].last_error is not None)
             assert client.presences["w"].state is WorkerState.UPDATING
             assert worker.stats().puller.handed_over == 0
@@ -76,15 +74,11 @@ async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, flee
 
 
 async def test_a_worker_comes_back_whatever_is_answered_first(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fenced, it reads what is desired before its announcement is confirmed: with that it serves, and reads no more."""
     gate = asyncio.Event()
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _),
-    ):
-        await client.until_serving("w")
+    async with heard_worker() as (client, worker, _):
         confirm = worker._nats.confirm
 
         async def late(*, timeout_s: float) -> bool:
@@ -93,33 +87,27 @@ async def test_a_worker_comes_back_whatever_is_answered_first(
 
         monkeypatch.setattr(reading, "READ_S", 3600.0)
         monkeypatch.setattr(worker._nats, "confirm", late)
-        worker._life.fence("for the test")
+        worker._lifecycle.fence("for the test")
         reader = worker._control.reader
-        while not reader.is_fresh:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.001)
+        await until_true(lambda: reader.is_fresh)
         assert worker.presence().state is WorkerState.FENCED
         num_read = reader.num_read
         client.presences.clear()
         gate.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(SOON_S):
             await client.until_serving("w")
 
         assert reader.num_read == num_read
 
 
-async def test_a_deleted_key_undoes_what_was_desired(nats_url: str, fleet: str) -> None:
+async def test_a_deleted_key_undoes_what_was_desired(controlled_worker: StartControlled) -> None:
     """As NATS's own tools delete it: a paused worker serves, and later commands are no older than earlier ones."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        hand_controller(nats_url, fleet) as boss,
-        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
-    ):
-        await client.until_serving("w")
+    async with controlled_worker() as (client, boss, *_):
         before = await boss.applied("pause")
         await publish(client.nats, boss.store.subject(MODEL), b"", headers={"KV-Operation": "DEL"})
         await ask(client, "r")
         after = await boss.applied("pause")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
 
         assert (after.epoch or 0) > (before.epoch or 0)
 
@@ -128,16 +116,13 @@ async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> Non
     """A command that has the epoch of another, as the bucket was lost between the two, is carried out all the same."""
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        hand_controller(server.url, fleet) as boss,
-        synthetic_worker(server.url, fleet, worker_id="w", config=SLOW),
+        controlled_worker(server.url, fleet) as (client, boss, *_),
     ):
-        await client.until_serving("w")
         await boss.applied("pause")
-        await until_state(client, "w", WorkerState.PAUSED)
+        await client.until_state("w", WorkerState.PAUSED)
         await client.nats.jetstream().delete_stream("KV_rollbus")
         resumed = await boss.applied("resume")
-        await until_state(client, "w", WorkerState.SERVING)
+        await client.until_state("w", WorkerState.SERVING)
 
         assert resumed.epoch == 1
 
@@ -160,7 +145,7 @@ async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet:
         shutil.rmtree(adapter)
         client.presences.clear()
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields) as (worker, _):
-            await until_state(client, "w", WorkerState.OUTDATED)
+            await client.until_state("w", WorkerState.OUTDATED)
             lost = client.presences["w"]
             write_checkpoint(two, fill=2)
             await boss.applied("update_weights", source={"path": str(two)}, version=2)

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from bus.protocol.states import WorkerEvent
-from schemas.control import (
+from rollbus.bus.protocol.states import WorkerEvent
+from rollbus.schemas.control import (
     Ack,
     AckStatus,
     AnyCommand,
@@ -19,11 +19,18 @@ from schemas.control import (
     Wake,
     WeightSource,
 )
-from schemas.desired import Recorded
-from schemas.errors import ControlCode, ControlError
-from schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
-from workers.control.command_log import CommandLog, Heard
-from workers.control.desire import Dealt, Due, Outcome, failure, next_due, standing
+from rollbus.schemas.desired import Recorded
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
+from rollbus.workers.control.command_log import CommandLog, ReceivedCommand
+from rollbus.workers.control.desire import (
+    HandledRegister,
+    PendingRegister,
+    RegisterOutcome,
+    failure,
+    next_due,
+    target_event,
+)
 
 UPDATE = UpdateWeights(version=2, source=WeightSource(path="/w"))
 BAD = failure(ControlError(ControlCode.BAD_SOURCE, "no"))
@@ -37,11 +44,11 @@ def recorded(*commands: AnyCommand) -> dict[str, Recorded]:
 def test_registers_are_brought_in_the_order_of_recording() -> None:
     """Due is the register of the lowest epoch that was not dealt with; then none, whatever came of it."""
     effective = recorded(UPDATE, Pause(), FlushCache())
-    dealt: dict[str, Dealt] = {}
+    dealt: dict[str, HandledRegister] = {}
     order = []
     while (due := next_due(effective, dealt)) is not None:
         order.append(due.register)
-        dealt[due.register] = Dealt(effective[due.register].epoch, BAD)
+        dealt[due.register] = HandledRegister(effective[due.register].epoch, BAD)
 
     assert order == ["weights", "pause", "flush"]
 
@@ -50,14 +57,20 @@ def test_what_was_set_again_is_due_again() -> None:
     """A register is due whenever its epoch is another than that dealt with: a later one, or one that was set back."""
     effective = recorded(Resume(), Pause())
 
-    assert next_due(effective, {"pause": Dealt(1, Outcome())}) == Due("pause", effective["pause"])
-    assert next_due(effective, {"pause": Dealt(2, None)}) is None
-    assert next_due(effective, {"pause": Dealt(-1, Outcome())}) == Due("pause", effective["pause"])
+    assert next_due(effective, {"pause": HandledRegister(1, RegisterOutcome())}) == PendingRegister(
+        "pause", effective["pause"]
+    )
+    assert next_due(effective, {"pause": HandledRegister(2, None)}) is None
+    assert next_due(effective, {"pause": HandledRegister(-1, RegisterOutcome())}) == PendingRegister(
+        "pause", effective["pause"]
+    )
 
 
 def test_what_is_desired_no_longer_comes_first() -> None:
     """A register that was dealt with and is gone is undone before others are brought."""
-    assert next_due(recorded(Pause()), {"sleep": Dealt(7, Outcome())}) == Due("sleep", None)
+    assert next_due(recorded(Pause()), {"sleep": HandledRegister(7, RegisterOutcome())}) == PendingRegister(
+        "sleep", None
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,14 +92,16 @@ def test_what_is_desired_no_longer_comes_first() -> None:
     ],
 )
 def test_what_a_worker_is_follows_from_its_registers(
-    commands: list[AnyCommand], outcomes: dict[str, Outcome], expected: WorkerEvent
+    commands: list[AnyCommand], outcomes: dict[str, RegisterOutcome], expected: WorkerEvent
 ) -> None:
     """What forbids to serve comes before what asks not to; a pause that failed is one, a sleep that failed is none."""
     effective = recorded(*commands)
-    dealt = {name: Dealt(item.epoch, outcomes.get(name, Outcome())) for name, item in effective.items()}
+    dealt = {
+        name: HandledRegister(item.epoch, outcomes.get(name, RegisterOutcome())) for name, item in effective.items()
+    }
 
-    assert standing(effective, dealt, is_poisoned=False) is expected
-    assert standing(effective, dealt, is_poisoned=True) is WorkerEvent.SPOILT
+    assert target_event(effective, dealt, is_poisoned=False) is expected
+    assert target_event(effective, dealt, is_poisoned=True) is WorkerEvent.SPOILT
 
 
 @pytest.mark.parametrize(
@@ -106,15 +121,15 @@ def test_an_error_is_a_final_word(code: ControlCode, status: AckStatus) -> None:
     assert len(outcome.error.message) == MAX_ERROR_CHARS
 
 
-def word(heard: Heard, status: AckStatus) -> Ack:
+def word(heard: ReceivedCommand, status: AckStatus) -> Ack:
     """Something said about a command."""
     command = heard.command
     return Ack(id=command.id, command=command.command, worker="w", incarnation="i", model="m", status=status)
 
 
-def begun(log: CommandLog, command_id: str) -> Heard:
+def begun(log: CommandLog, command_id: str) -> ReceivedCommand:
     """A command that was just heard."""
-    heard = log.begin(Pause(id=command_id), "boss", 0.0)
+    heard = log.add(Pause(id=command_id), "boss", 0.0)
     assert heard is not None
     return heard
 
@@ -125,9 +140,9 @@ def test_nothing_is_said_after_the_final_word() -> None:
     for first, second in itertools.product(finals, AckStatus):
         log = CommandLog()
         heard = begun(log, "c")
-        assert log.note(heard, word(heard, AckStatus.ACCEPTED))
-        assert log.note(heard, word(heard, first))
-        assert not log.note(heard, word(heard, second))
+        assert log.add_ack(heard, word(heard, AckStatus.ACCEPTED))
+        assert log.add_ack(heard, word(heard, first))
+        assert not log.add_ack(heard, word(heard, second))
 
         assert log.find("c") is heard
         assert heard.last is not None
@@ -139,11 +154,11 @@ def test_commands_under_way_and_ended_are_bounded() -> None:
     """No more than so many are under way; of the ended ones the oldest is forgotten."""
     log = CommandLog()
     heard = [begun(log, f"c{number}") for number in range(MAX_SEEN_COMMANDS)]
-    assert log.begin(Pause(id="one-more"), "boss", 0.0) is None
+    assert log.add(Pause(id="one-more"), "boss", 0.0) is None
     for item in heard:
-        log.note(item, word(item, AckStatus.APPLIED))
+        log.add_ack(item, word(item, AckStatus.APPLIED))
     last = begun(log, "last")
-    log.note(last, word(last, AckStatus.APPLIED))
+    log.add_ack(last, word(last, AckStatus.APPLIED))
 
     assert log.find("c0") is None
     assert log.find("c1") is heard[1]
@@ -154,9 +169,9 @@ def test_another_life_answers_nothing_of_what_was_under_way() -> None:
     """After a fence nothing is said of commands heard before, except to repeat final words."""
     log = CommandLog()
     ended, open_one = begun(log, "ended"), begun(log, "open")
-    log.note(ended, word(ended, AckStatus.APPLIED))
-    log.drop()
+    log.add_ack(ended, word(ended, AckStatus.APPLIED))
+    log.clear()
 
-    assert not log.note(open_one, word(open_one, AckStatus.APPLIED))
+    assert not log.add_ack(open_one, word(open_one, AckStatus.APPLIED))
     assert log.find("open") is None
     assert log.find("ended") is ended

@@ -7,13 +7,14 @@ from typing import cast
 
 import pytest
 
-from bus.control.store import DesiredStore
-from bus.protocol import desired
-from schemas.control import FlushCache, Pause
-from schemas.desired import DesiredState
-from schemas.errors import BusBroken
-from workers.control import reading as module
-from workers.control.reading import DesiredReader
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.protocol.fleet import desired
+from rollbus.schemas.control import FlushCache, Pause
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import BusBroken
+from rollbus.workers.control import reading as module
+from rollbus.workers.control.reading import DesiredReader
+from tests.support.patience import SOON_S
 
 MODEL = "m"
 
@@ -59,7 +60,8 @@ class Reading:
     def __init__(self) -> None:
         self.store = Store()
         self._changed = asyncio.Event()
-        self.reader = DesiredReader(cast(DesiredStore, self.store), model=MODEL, worker="w", on_read=self._changed.set)
+        self.reader = DesiredReader(cast(DesiredStore, self.store), model=MODEL, worker="w")
+        self.reader.on_read = self._changed.set
 
     async def until_read(self, look: int) -> None:
         """Wait until a look was followed."""
@@ -77,7 +79,7 @@ class Reading:
 async def reading() -> AsyncIterator[Reading]:
     """Run the reader; it has read once."""
     made = Reading()
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(10):
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(SOON_S):
         task = tasks.create_task(made.reader.run(), name="read")
         made.store.answer()
         await made.store.until_begun(1)
@@ -91,8 +93,8 @@ async def test_a_command_that_was_read_needs_no_other_look() -> None:
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()
-        await made.until_read(made.reader.look())
-        look = made.reader.look_for("pause", epoch, "p")
+        await made.until_read(made.reader.request_read())
+        look = made.reader.request_command("pause", epoch, "p")
         await made.rest()
 
         assert (look, made.store.num_begun) == (made.reader.num_read, 2)
@@ -102,9 +104,9 @@ async def test_a_command_is_found_in_the_read_under_way() -> None:
     """Commands that are heard while they are being read are done with that read, and there is no other."""
     async with reading() as made:
         pause, flush = made.store.record(Pause(id="p")), made.store.record(FlushCache(id="f"))
-        made.reader.look()
+        made.reader.request_read()
         await made.store.until_begun(2)
-        looks = [made.reader.look_for("pause", pause, "p"), made.reader.look_for("flush", flush, "f")]
+        looks = [made.reader.request_command("pause", pause, "p"), made.reader.request_command("flush", flush, "f")]
         made.store.answer()
         await made.until_read(max(looks))
         await made.rest()
@@ -116,9 +118,9 @@ async def test_a_command_is_found_in_the_read_under_way() -> None:
 async def test_a_command_that_a_read_came_too_early_for_is_read() -> None:
     """The read under way had begun before it was recorded: only the next one counts."""
     async with reading() as made:
-        made.reader.look()
+        made.reader.request_read()
         await made.store.until_begun(2)
-        look = made.reader.look_for("pause", made.store.record(Pause(id="p")), "p")
+        look = made.reader.request_command("pause", made.store.record(Pause(id="p")), "p")
         made.store.answer()
         await made.store.until_begun(3)
         assert made.reader.num_read < look
@@ -133,10 +135,10 @@ async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
     async with reading() as made:
         epoch = made.store.record(Pause(id="before"))
         made.store.answer()
-        await made.until_read(made.reader.look())
+        await made.until_read(made.reader.request_read())
         made.store.state = DesiredState(model=MODEL)
         assert made.store.record(Pause(id="after")) == epoch
-        look = made.reader.look_for("pause", epoch, "after")
+        look = made.reader.request_command("pause", epoch, "after")
         assert made.reader.num_read < look
         made.store.answer()
         await made.until_read(look)
@@ -147,9 +149,9 @@ async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
 async def test_a_look_during_a_read_is_followed_by_another() -> None:
     """Whoever looks without saying for what gets what stands there afterwards."""
     async with reading() as made:
-        made.reader.look()
+        made.reader.request_read()
         await made.store.until_begun(2)
-        look = made.reader.look()
+        look = made.reader.request_read()
         made.store.answer()
         await made.store.until_begun(3)
 
@@ -161,9 +163,9 @@ async def test_a_failed_read_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
-        made.reader.look()
+        made.reader.request_read()
         await made.store.until_begun(2)
-        look = made.reader.look_for("pause", epoch, "p")
+        look = made.reader.request_command("pause", epoch, "p")
         made.store.answer(BusBroken("not now"))
         await made.store.until_begun(3)
         assert (made.reader.num_read < look, made.reader.problem) == (True, "not now")
@@ -178,9 +180,9 @@ async def test_who_was_away_reads_again() -> None:
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()
-        await made.until_read(made.reader.look())
-        made.reader.forget()
-        look = made.reader.look_for("pause", epoch, "p")
+        await made.until_read(made.reader.request_read())
+        made.reader.invalidate()
+        look = made.reader.request_command("pause", epoch, "p")
         assert made.reader.num_read < look
         made.store.answer()
         await made.until_read(look)

@@ -1,16 +1,18 @@
 """What a worker counts, and announces with itself."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 
-import bus
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.presence import WorkerCounters, WorkerPresence
+import rollbus
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.presence import WorkerCounters, WorkerPresence
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, ROW_BYTES, Ear, make_links, step
-from workers.engines.synthetic import SyntheticConfig
 
 PROMPT_LEN = 3
 
@@ -20,8 +22,10 @@ def test_tokens_and_rows_are_counted_as_the_engine_makes_them() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", prompt_len=PROMPT_LEN, routing=True)
-    links.take([step(name, 1, rows=(0, PROMPT_LEN)), step(name, 2, rows=(PROMPT_LEN, PROMPT_LEN + 2), end=True)], NOW)
-    links.take([step(name, 5)], NOW)
+    links.add_steps(
+        [step(name, 1, rows=(0, PROMPT_LEN)), step(name, 2, rows=(PROMPT_LEN, PROMPT_LEN + 2), end=True)], NOW
+    )
+    links.add_steps([step(name, 5)], NOW)
 
     stats = links.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.routing_bytes) == (PROMPT_LEN, 3, 5 * ROW_BYTES)
@@ -33,10 +37,10 @@ def test_times_of_tokens_are_added_up() -> None:
     links = make_links()
     ear = Ear(links)
     (first, _), (second, _) = ear.offer("a"), ear.offer("b")
-    links.take([step(first, 0)], NOW + 1)
-    links.take([step(first, 2)], NOW + 3)
-    links.take([step(first, 4), step(second, 1)], NOW + 5)
-    links.take([step(first, 1, end=True)], NOW + 5.5)
+    links.add_steps([step(first, 0)], NOW + 1)
+    links.add_steps([step(first, 2)], NOW + 3)
+    links.add_steps([step(first, 4), step(second, 1)], NOW + 5)
+    links.add_steps([step(first, 1, end=True)], NOW + 5.5)
 
     stats = links.stats
     assert (stats.first_tokens, stats.first_tokens_s) == (2, 3 + 5)
@@ -47,48 +51,48 @@ def test_times_of_tokens_are_added_up() -> None:
 def test_stalls_of_links_that_are_gone_still_count() -> None:
     """A counter never falls: neither when a client is forgotten, nor when the worker has lost its lease."""
     links = make_links()
-    seen = [links.routes.credit_stalls]
+    seen = [links.outbound.credit_stalls]
     for client in ("alice", "bob"):
         ear = Ear(links, client=client)
         name, _ = ear.offer("r")
         for _ in range(3):
-            links.take([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
+            links.add_steps([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
             ear.hear()
-        seen.append(links.routes.credit_stalls)
+        seen.append(links.outbound.credit_stalls)
         links.expire(LATE)
         links.expire(LATE + 1000)
-        seen.append(links.routes.credit_stalls)
+        seen.append(links.outbound.credit_stalls)
     ear = Ear(links, client="carol")
     name, _ = ear.offer("r")
     for _ in range(3):
-        links.take([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
+        links.add_steps([step(name, INITIAL_CREDIT_BYTES // 4)], NOW)
         ear.hear()
     links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
 
     assert seen == [0, 1, 1, 2, 2]
-    assert links.routes.credit_stalls == 3
+    assert links.outbound.credit_stalls == 3
 
 
 @pytest.mark.slow
 async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str) -> None:
     """What became of each request stands in one counter; another process of that name begins at 0."""
     config = SyntheticConfig(step_s=0.002)
-    sampling = bus.SamplingParams(max_tokens=5, ignore_eos=True)
+    sampling = rollbus.SamplingParams(max_tokens=5, ignore_eos=True)
     prompt = [1] * PROMPT_LEN
-    async with bus.connect(nats_url, fleet=fleet) as rb:
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
         async with synthetic_worker(nats_url, fleet, config=config, worker_id="w"):
             await rb.fleet.wait_for_workers()
-            done = await rb.complete(bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
-            long = bus.GenerateRequest(prompt_token_ids=prompt, sampling=bus.SamplingParams(max_tokens=60_000))
+            done = await rb.complete(rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
+            long = rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=rollbus.SamplingParams(max_tokens=60_000))
             async with aclosing(rb.generate(long)) as chunks:
                 await anext(chunks)
-            with pytest.raises(bus.RequestRejected):
-                await rb.complete(bus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, lora="none"))
-            counters = (await until_counted(rb, "aborted")).counters
+            with pytest.raises(rollbus.RequestRejected):
+                await rb.complete(rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, lora="none"))
+            first = await until_announced(rb, lambda worker: worker.counters is not None and worker.counters.aborted)
         async with synthetic_worker(nats_url, fleet, config=config, worker_id="w"):
-            await rb.fleet.wait_for_workers()
-            (again,) = rb.fleet.workers
+            again = await until_announced(rb, lambda worker: worker.incarnation != first.incarnation)
 
+    counters = first.counters
     assert counters is not None
     assert (counters.requests, counters.ended, counters.aborted, counters.rejected) == (2, 1, 1, 1)
     assert counters.prompt_tokens == 2 * PROMPT_LEN
@@ -101,10 +105,10 @@ async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str)
     assert again.counters == WorkerCounters()
 
 
-async def until_counted(rb: bus.Client, name: str) -> WorkerPresence:
-    """What the one worker announces once this counter is no longer 0."""
-    async with asyncio.timeout(20):
+async def until_announced(rb: rollbus.Client, is_met: Callable[[WorkerPresence], object]) -> WorkerPresence:
+    """The first announcement of a worker for which this holds."""
+    async with asyncio.timeout(SOON_S):
         while True:
-            (worker,) = (await rb.fleet.state()).workers
-            if worker.counters is not None and getattr(worker.counters, name):
-                return worker
+            for worker in (await rb.fleet.state()).workers:
+                if is_met(worker):
+                    return worker

@@ -5,46 +5,22 @@ import contextlib
 
 import pytest
 
-from bus.protocol.pulling import MAX_OVER
-from bus.queue.puller import QueuedRequest, QueuePuller
-from bus.queue.streams import queue_depths
-from schemas.errors import ErrorCode
-from schemas.limits import MAX_DELIVERIES
-from schemas.messages import RequestKey
-from schemas.presence import ClientState
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
+from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.limits import MAX_DELIVERIES
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import ClientState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
-from workers.engines.synthetic import SyntheticConfig
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, short
+from tests.workers.support import StartHeard
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
-
-
-def endless(request_id: str, **fields: object) -> GenerateRequest:
-    """A request that runs until somebody stops it."""
-    sampling = SamplingParams(max_tokens=4_000_000, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
-
-
-def short(request_id: str, **fields: object) -> GenerateRequest:
-    """A request for three tokens."""
-    sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
-
-
-async def left_in_queue(client: HandClient) -> int:
-    """Messages of the queue that no worker has acked."""
-    depths = await queue_depths(client.nats, client.subjects, (MODEL,))
-    return sum(depth.waiting + depth.in_hand for depth in depths)
-
-
-async def until_left(client: HandClient, count: int) -> None:
-    """Wait until so many are left; each look is a round trip."""
-    while await left_in_queue(client) != count:
-        pass
 
 
 async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fleet: str) -> None:
@@ -58,7 +34,7 @@ async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fl
         for number in range(5):
             await client.enqueue(endless(f"r{number}"))
         await client.until(lambda: len(client.offers) == 4)
-        await until_left(client, 1)
+        await client.until_left(1)
 
         assert (a.presence().in_flight, b.presence().in_flight) == (2, 2)
         assert (a.presence().free_slots, b.presence().free_slots) == (0, 0)
@@ -102,30 +78,26 @@ async def announce_for_ever(client: HandClient) -> None:
         await asyncio.sleep(1.0)
 
 
-async def test_an_offer_that_is_refused_leaves_the_queue(nats_url: str, fleet: str) -> None:
+async def test_an_offer_that_is_refused_leaves_the_queue(heard_worker: StartHeard) -> None:
     """A client that does not want an offer answers with an abort: the engine stops it, the queue forgets it."""
-    async with (
-        hand_client(nats_url, fleet, answers=False) as client,
-        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
-    ):
-        await client.until_serving("a")
+    async with heard_worker(answers=False, config=ENDLESS) as (client, worker, _):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.offers)
-        await client.abort("a", RequestKey("r"))
-        await until_left(client, 0)
+        await client.abort("w", RequestKey("r"))
+        await client.until_left(0)
         await client.until(lambda: client.ended("r"))
 
         assert worker.presence().in_flight == 0
 
 
-async def test_requests_of_a_closed_client_are_stopped_and_dropped(nats_url: str, fleet: str) -> None:
+async def test_requests_of_a_closed_client_are_stopped_and_dropped(
+    nats_url: str, fleet: str, heard_worker: StartHeard
+) -> None:
     """What a closed client had is aborted; what it left in the queue is dropped when it is pulled, and counted."""
     async with (
-        hand_client(nats_url, fleet) as client,
+        heard_worker(config=ENDLESS) as (client, worker, _),
         hand_client(nats_url, fleet, name="other") as other,
-        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
     ):
-        await client.until_serving("a")
         for number in range(5):
             await client.enqueue(endless(f"r{number}"))
         await client.until(lambda: len(client.offers) == 2)
@@ -136,17 +108,17 @@ async def test_requests_of_a_closed_client_are_stopped_and_dropped(nats_url: str
         assert worker.stats().intake.gone == 3
         assert worker.stats().links.requests_of_gone == 2
         assert worker.presence().in_flight == 0
-        await until_left(client, 0)
+        await client.until_left(0)
 
 
-async def test_a_client_that_falls_silent_has_its_requests_stopped(nats_url: str, fleet: str) -> None:
+async def test_a_client_that_falls_silent_has_its_requests_stopped(
+    nats_url: str, fleet: str, heard_worker: StartHeard
+) -> None:
     """Once a client's lease and the margin have passed, its requests are aborted in the engine."""
     async with (
-        hand_client(nats_url, fleet) as client,
+        heard_worker(config=ENDLESS) as (client, worker, _),
         hand_client(nats_url, fleet, name="other") as other,
-        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
     ):
-        await client.until_serving("a")
         await client.announce(lease_s=0.1)
         await client.enqueue(endless("r"))
         await client.until(lambda: client.offers)
@@ -160,15 +132,11 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(nats_url: str
         assert worker.stats().links.clients_gone == 1
 
 
-async def test_a_direct_request_without_a_free_slot_is_refused_at_once(nats_url: str, fleet: str) -> None:
+async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_worker: StartHeard) -> None:
     """A worker takes what is handed to it directly while it has a slot, and else answers `queue_full`."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (worker, _),
-    ):
-        await client.until_serving("a")
+    async with heard_worker(config=ENDLESS) as (client, worker, _):
         for number in range(3):
-            await client.hand_over(endless(f"r{number}"), "a")
+            await client.hand_over(endless(f"r{number}"), "w")
         await client.until_ended("r2")
 
         assert client.error_of("r2") == ErrorCode.QUEUE_FULL
@@ -179,7 +147,7 @@ async def test_a_direct_request_without_a_free_slot_is_refused_at_once(nats_url:
 async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
     """A request that many workers were given and no client confirmed is refused as `poison_request`."""
     given: asyncio.Queue[QueuedRequest] = asyncio.Queue(2)
-    async with hand_client(nats_url, fleet) as client, asyncio.timeout(60):
+    async with hand_client(nats_url, fleet) as client, asyncio.timeout(SOON_S):
         await client.enqueue(short("r"))
         puller = QueuePuller(client.nats, client.subjects, MODEL, room=lambda: 1, on_request=given.put_nowait)
         async with asyncio.TaskGroup() as tasks:
@@ -193,7 +161,7 @@ async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str)
 
             assert client.error_of("r") == ErrorCode.POISON_REQUEST
             assert worker.stats().intake.poison == 1
-            await until_left(client, 0)
+            await client.until_left(0)
 
 
 async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, fleet: str) -> None:
@@ -203,7 +171,7 @@ async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, 
         hand_client(nats_url, fleet, name="dead") as dead,
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(max_num_seqs=2), worker_id="a") as (worker, _),
         # At two a heartbeat it would take minutes.
-        asyncio.timeout(30),
+        asyncio.timeout(SOON_S),
     ):
         await client.until_serving("a")
         await dead.announce(ClientState.CLOSED)
@@ -216,46 +184,40 @@ async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, 
         assert (worker.stats().intake.gone, worker.stats().links.rejected) == (150, 150)
 
 
-async def test_a_request_that_nobody_can_be_answered_for_is_dropped(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker: StartHeard) -> None:
     """Requests without an id, or signed by another client than their subject names, leave the queue, counted."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),
-    ):
-        await client.until_serving("a")
+    async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), client="mallory")
         await client.nats.jetstream().publish(client.subjects.request(client.name, MODEL, "high"), b"\x93")
         await client.enqueue(short("s"))
         await client.until_ended("s")
 
         assert worker.stats().intake.bad == 2
-        await until_left(client, 0)
+        await client.until_left(0)
 
 
-async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str) -> None:
+async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
     """A worker that holds more than its budget for a client that grants no credit takes no requests until it may."""
     config = SyntheticConfig(max_num_seqs=4, max_model_len=10_000_000, num_layers=256, top_k=32)
     async with (
-        hand_client(nats_url, fleet, answers=False) as client,
-        hand_client(nats_url, fleet, name="other") as other,
         # Less than what may be sent at first: what was sent and not acknowledged is over it already.
-        synthetic_worker(nats_url, fleet, config=config, worker_id="a", max_held_bytes=200_000) as (worker, engine),
+        heard_worker(answers=False, config=config, max_held_bytes=200_000) as (client, worker, engine),
+        hand_client(nats_url, fleet, name="other") as other,
         asyncio.TaskGroup() as tasks,
     ):
         presence = tasks.create_task(announce_for_ever(client))
-        await client.until_serving("a")
         await client.enqueue(endless("r"))
         await client.until(lambda: worker.stats().links.over_budget)
         for number in range(8):
             await other.enqueue(short(f"s{number}"))
-        await client.until(lambda: client.presences["a"].held_bytes > 200_000)
+        await client.until(lambda: client.presences["w"].held_bytes > 200_000)
 
         assert worker.presence().free_slots == 0
         assert is_idle(engine)
         # Those that pulls brought which were under way already.
         assert len(other.offers) <= MAX_OVER
         client.answers = True
-        await client.answer("a")
+        await client.answer("w")
         await client.until_ended("r")
         await other.until_ended(*(f"s{number}" for number in range(8)))
         assert client.error_of("r") == ErrorCode.OVER_BUDGET

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, TokenBatch, split
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode, InvalidRequest
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode, InvalidRequest
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.kv import SyntheticKv
+from rollbus.workers.worker import Worker
 from tests.support.disagg import long
 from tests.support.fleet import synthetic_worker
-from tests.support.hand_client import HandClient, hand_client
-from tests.workers.test_intake import until_left
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from workers.engines.synthetic.kv import Kv
-from workers.worker import Worker
+from tests.support.hand_client import HandClient
+from tests.workers.support import StartHeard
 
 pytestmark = pytest.mark.slow
 
@@ -22,20 +22,19 @@ PREFILL = SyntheticConfig(role="prefill")
 DECODE = SyntheticConfig(role="decode")
 
 
-async def answer_to(client: HandClient, request: GenerateRequest, worker: str, kv: KvHandover | None) -> str | None:
+async def answer_to(client: HandClient, request: GenerateRequest, worker: str, kv: KvTransfer | None) -> str | None:
     """Hand a request over; returns the error code that it ended with."""
-    await client.until_serving(worker)
     await client.hand_over(request, worker, kv=kv)
     await client.until_ended(request.request_id)
     return client.error_of(request.request_id)
 
 
 @pytest.mark.parametrize("role", ["both", "prefill", "decode"])
-async def test_a_role_takes_its_own(nats_url: str, fleet: str, role: str) -> None:
+async def test_a_role_takes_its_own(heard_worker: StartHeard, role: str) -> None:
     """Prefill workers take prefill legs and nothing else, all others everything else; each refusal names the role."""
     config = SyntheticConfig.from_args({"role": role})
-    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=config, worker_id="w"):
-        leg = await answer_to(client, long("leg", max_tokens=1), "w", KvHandover())
+    async with heard_worker(config=config) as (client, *_):
+        leg = await answer_to(client, long("leg", max_tokens=1), "w", KvTransfer())
         whole = await answer_to(client, long("whole", max_tokens=1), "w", None)
 
         refused, taken = ("whole", "leg") if role == "prefill" else ("leg", "whole")
@@ -45,41 +44,40 @@ async def test_a_role_takes_its_own(nats_url: str, fleet: str, role: str) -> Non
         assert f"this worker's role is {role}" in error.message
 
 
-async def test_a_prefill_leg_is_one_token(nats_url: str, fleet: str) -> None:
+async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
     """More are refused by name; the last chunk of one that was taken says where the KV is."""
-    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p"):
-        assert await answer_to(client, long("two", max_tokens=2), "p", KvHandover()) == ErrorCode.INVALID_REQUEST
+    async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
+        assert await answer_to(client, long("two", max_tokens=2), "p", KvTransfer()) == ErrorCode.INVALID_REQUEST
         error = client.chunks["two"][-1].error
         assert error is not None
         assert error.field == "sampling.max_tokens"
 
-        assert await answer_to(client, long("one", max_tokens=1), "p", KvHandover()) is None
+        assert await answer_to(client, long("one", max_tokens=1), "p", KvTransfer()) is None
         end = client.chunks["one"][-1].end
         assert end is not None
         assert end.kv_params is not None
-        assert Kv.decode(end.kv_params).num_tokens == 100
+        assert SyntheticKv.decode(end.kv_params).num_tokens == 100
 
 
-async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
     """What is in the queue stays there, for a decode worker that comes."""
-    async with hand_client(nats_url, fleet) as client, synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p"):
-        await client.until_serving("p")
+    async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
         await client.enqueue(long("r", max_tokens=1))
         # A round trip through the worker, behind the request.
-        await answer_to(client, long("leg", max_tokens=1), "p", KvHandover())
-        await until_left(client, 1)
+        await answer_to(client, long("leg", max_tokens=1), "p", KvTransfer())
+        await client.until_left(1)
         assert client.presences["p"].free_slots == 256
         async with synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d"):
             await client.until_ended("r")
         assert {worker for worker, key in client.offers if key.request_id == "r"} == {"d"}
 
 
-async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvHandover) -> KvHandover | None:
+async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvTransfer) -> KvTransfer | None:
     """Hand a decode leg over; returns what the engine was given of its KV."""
-    seen: list[KvHandover | None] = []
+    seen: list[KvTransfer | None] = []
     add = engine.add
 
-    async def noting(key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+    async def noting(key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         seen.append(kv)
         await add(key, request, None)
 
@@ -101,26 +99,20 @@ async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient,
     ],
 )
 async def test_only_kv_of_the_same_weights_and_connector_is_used(
-    nats_url: str, fleet: str, handover: dict[str, object], is_used: bool
+    heard_worker: StartHeard, handover: dict[str, object], is_used: bool
 ) -> None:
     """All other is computed anew, and counted: the request ends as ever."""
-    kv = KvHandover(**{"params": b"x", "connector": "synthetic", "weight_version": 4, **handover})  # type: ignore[arg-type]
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d", weight_version=4) as (worker, engine),
-    ):
+    kv = KvTransfer(**{"params": b"x", "connector": "synthetic", "weight_version": 4, **handover})  # type: ignore[arg-type]
+    async with heard_worker(config=DECODE, worker_id="d", weight_version=4) as (client, worker, engine):
         assert (await given_for(worker, engine, client, kv) is not None) == is_used
 
 
-async def test_what_the_engine_refuses_with_kv_it_may_take_without(nats_url: str, fleet: str) -> None:
+async def test_what_the_engine_refuses_with_kv_it_may_take_without(heard_worker: StartHeard) -> None:
     """It ends as `kv_transfer_failed`, which clients try again; without KV, the refusal stands."""
-    kv = KvHandover(params=b"x", connector="synthetic", weight_version=0)
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, config=DECODE, worker_id="d") as (_, engine),
-    ):
+    kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
+    async with heard_worker(config=DECODE, worker_id="d") as (client, _, engine):
 
-        async def refuse(key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+        async def refuse(key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
             raise InvalidRequest(field="kv.params", problem="cannot be read", allowed="a msgpack map")
 
         engine.add = refuse  # type: ignore[method-assign]
@@ -128,22 +120,16 @@ async def test_what_the_engine_refuses_with_kv_it_may_take_without(nats_url: str
         assert await answer_to(client, long("without"), "d", None) == ErrorCode.INVALID_REQUEST
 
 
-async def test_a_worker_for_both_computes_kv_anew(nats_url: str, fleet: str) -> None:
+async def test_a_worker_for_both_computes_kv_anew(heard_worker: StartHeard) -> None:
     """It has no connector: slower, and right."""
-    kv = KvHandover(params=b"x", connector="synthetic", weight_version=0)
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, worker_id="d") as (worker, engine),
-    ):
+    kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
+    async with heard_worker(worker_id="d") as (client, worker, engine):
         assert await given_for(worker, engine, client, kv) is None
 
 
-async def test_kv_parameters_that_fit_no_frame_are_left_out(nats_url: str, fleet: str) -> None:
+async def test_kv_parameters_that_fit_no_frame_are_left_out(heard_worker: StartHeard) -> None:
     """The decode leg computes the prompt anew; the link is none the worse."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, config=PREFILL, worker_id="p") as (worker, engine),
-    ):
+    async with heard_worker(config=PREFILL, worker_id="p") as (client, worker, engine):
         step = engine._step
 
         def large() -> list[RequestStep | TokenBatch]:
@@ -153,7 +139,7 @@ async def test_kv_parameters_that_fit_no_frame_are_left_out(nats_url: str, fleet
             return [*steps]
 
         engine._step = large  # type: ignore[method-assign]
-        assert await answer_to(client, long("r", max_tokens=1), "p", KvHandover()) is None
+        assert await answer_to(client, long("r", max_tokens=1), "p", KvTransfer()) is None
         end = client.chunks["r"][-1].end
         assert end is not None
         assert end.kv_params is None

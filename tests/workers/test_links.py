@@ -2,11 +2,13 @@
 
 import sys
 
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode, InvalidRequest
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import LinkMessage, RequestKey
-from schemas.presence import ClientState
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode, InvalidRequest
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.messages import LinkMessage, RequestKey
+from rollbus.schemas.presence import ClientState
+from rollbus.workers.requests.links import REMEMBER_S
+from rollbus.workers.requests.worker_requests import Instructions
 from tests.workers.links_support import (
     LATE,
     MAX_PAYLOAD,
@@ -19,8 +21,6 @@ from tests.workers.links_support import (
     request_of,
     step,
 )
-from workers.held import Instructions
-from workers.links import REMEMBER_S
 
 
 def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
@@ -30,10 +30,10 @@ def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
     _, message = ear.offer("r")
 
     assert [frame.admitted for frame in ear.hear()] == [[RequestKey("r")]]
-    assert links.messages == [message]
+    assert links.requests.messages == [message]
     assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
-    assert links.messages == []
-    assert len(links) == 1
+    assert links.requests.messages == []
+    assert len(links.requests) == 1
 
 
 def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() -> None:
@@ -41,11 +41,11 @@ def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() 
     links = make_links()
     ear = Ear(links)
     name, message = ear.offer("r")
-    links.take([step(name, end=True)], NOW)
+    links.add_steps([step(name, end=True)], NOW)
     ear.hear()
 
-    assert len(links) == 0
-    assert links.messages == [message]
+    assert len(links.requests) == 0
+    assert links.requests.messages == [message]
     assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
 
 
@@ -57,7 +57,7 @@ def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
     todo = links.on_link_message("alice", ear.message([RequestKey("r"), RequestKey("unknown")]), NOW)
 
     assert (todo.abort, todo.ack) == ([name], [message])
-    assert links.messages == []
+    assert links.requests.messages == []
 
 
 def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
@@ -73,7 +73,7 @@ def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
     assert chunk.error is not None
     assert (chunk.error.code, chunk.error.field) == (ErrorCode.INVALID_REQUEST, "prompt_token_ids")
     assert message in links.on_link_message("alice", ear.message(), NOW).ack
-    assert links.messages == []
+    assert links.requests.messages == []
 
 
 def test_a_direct_request_that_is_refused_is_not_offered() -> None:
@@ -95,9 +95,9 @@ def test_a_closed_clients_requests_end_at_once() -> None:
     todo = links.on_presence(ear.presence(ClientState.CLOSED), NOW)
 
     assert (todo.abort, todo.ack) == ([name], [message])
-    assert len(links) == 1
-    assert [link.client for link in links.routes.links()] == ["bob"]
-    assert links.is_gone(ear.origin("later"))
+    assert len(links.requests) == 1
+    assert [link.client for link in links.outbound.links()] == ["bob"]
+    assert links.is_client_dead(ear.origin("later"))
     assert links.stats.requests_of_gone == 1
 
 
@@ -107,25 +107,25 @@ def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> N
     ear = Ear(links)
     name, message = ear.offer("r")
     # Published, but nobody listens.
-    for route in links.routes.sendable():
+    for route in links.outbound.sendable():
         links.next_frame(route)
 
     assert links.expire(NOW + 5.5).abort == []
     todo = links.expire(LATE)
     assert (todo.abort, todo.ack) == ([name], [message])
-    assert links.is_gone(ear.origin("later"))
-    for route in links.routes.sendable():
+    assert links.is_client_dead(ear.origin("later"))
+    for route in links.outbound.sendable():
         links.next_frame(route)
 
     links.on_presence(ear.presence(), LATE + 20)
-    links.routes.beat()
+    links.outbound.request_heartbeats()
     ear.hear()
     links.on_link_message("alice", ear.message(), LATE + 20)
     ear.hear()
     (chunk,) = ear.chunks("r")
     assert chunk.error is not None
     assert chunk.error.code is ErrorCode.CLIENT_LOST
-    assert not links.is_gone(ear.origin("later"))
+    assert not links.is_client_dead(ear.origin("later"))
 
 
 def test_a_lost_clients_link_is_forgotten_at_last() -> None:
@@ -137,7 +137,7 @@ def test_a_lost_clients_link_is_forgotten_at_last() -> None:
     links.expire(LATE)
     links.expire(LATE + REMEMBER_S + 1)
 
-    assert list(links.routes.links()) == []
+    assert list(links.outbound.links()) == []
     links.on_link_message("alice", ear.message(), LATE + 100)
     ear.hear()
     assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
@@ -158,8 +158,8 @@ def test_another_life_of_a_client_ends_the_first() -> None:
 
         assert todo.abort == [name]
         assert message in todo.ack
-        assert links.is_gone(first.origin("later"))
-        assert len(links) == 1
+        assert links.is_client_dead(first.origin("later"))
+        assert len(links.requests) == 1
 
 
 def test_a_life_that_is_over_is_not_heard() -> None:
@@ -170,7 +170,7 @@ def test_a_life_that_is_over_is_not_heard() -> None:
     todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100), NOW)
 
     assert (todo.abort, todo.ack) == ([], [])
-    assert list(links.routes.links()) == []
+    assert list(links.outbound.links()) == []
     assert links.stats.late_messages == 1
 
 
@@ -179,14 +179,14 @@ def test_a_fence_gives_up_everything_without_a_word() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
-    links.take([step(name)], NOW)
-    (route,) = links.routes.sendable()
+    links.add_steps([step(name)], NOW)
+    (route,) = links.outbound.sendable()
     todo = links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
 
     assert (todo.abort, todo.ack, todo.nak) == ([name], [], [])
-    assert links.messages == []
+    assert links.requests.messages == []
     assert links.next_frame(route) is None
-    assert links.routes.sendable() == []
+    assert links.outbound.sendable() == []
     assert links.stats.fenced == 1
     ear.offer("s")
     assert [frame.incarnation for frame in ear.hear()] == ["w2"]
@@ -199,16 +199,16 @@ def test_what_is_delivered_again_is_not_run_twice() -> None:
     _, first = ear.offer("r")
     again, third = ear.offer("other")[1], ear.offer("third")[1]
 
-    todo = links.repeated(ear.origin("r", again))
+    todo = links.add_redelivery(ear.origin("r", again))
     assert todo is not None
     assert todo.ack == []
-    assert first not in links.messages
+    assert first not in links.requests.messages
     ear.hear()
     assert again in links.on_link_message("alice", ear.message(), NOW).ack
-    todo = links.repeated(ear.origin("r", third))
+    todo = links.add_redelivery(ear.origin("r", third))
     assert todo is not None
     assert todo.ack == [third]
-    assert links.repeated(ear.origin("unknown", third)) is None
+    assert links.add_redelivery(ear.origin("unknown", third)) is None
     assert links.stats.repeated == 2
 
 
@@ -224,7 +224,7 @@ def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
 
     assert todo.abort == [name]
     assert ear.receiver.link == 1
-    assert len(links) == 0
+    assert len(links.requests) == 0
 
 
 def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
@@ -235,12 +235,12 @@ def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
     _, message = ear.offer("unheard")
-    (link,) = links.routes.links()
+    (link,) = links.outbound.links()
     todo = Instructions()
     links.break_link(link, todo)
 
     assert (todo.ack, todo.nak) == ([], [(message, 0.0)])
-    assert links.messages == []
+    assert links.requests.messages == []
 
 
 def test_a_settled_message_is_kept_by_nobody() -> None:
@@ -252,7 +252,7 @@ def test_a_settled_message_is_kept_by_nobody() -> None:
     links.on_link_message("alice", ear.message(), NOW)
     unused = queued()
 
-    assert len(links) == 1
+    assert len(links.requests) == 1
     assert sys.getrefcount(message) == sys.getrefcount(unused)
 
 
@@ -274,7 +274,7 @@ def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
     ear = Ear(links)
     bad, _ = ear.offer("bad", routing=True)
     good, _ = ear.offer("good", routing=True)
-    todo = links.take([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")], NOW)
+    todo = links.add_steps([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")], NOW)
     ear.hear()
 
     assert todo.abort == [bad]
@@ -292,13 +292,13 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     small, _ = ear.offer("small")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
-    links.take([step(large, rows=(0, rows))], NOW)
-    (route,) = links.routes.sendable()
+    links.add_steps([step(large, rows=(0, rows))], NOW)
+    (route,) = links.outbound.sendable()
     frames_since_token = []
     num_frames = num_tokens = 0
     while len(ear.chunks("large")) < 33:
         # A step lands behind every frame, as the engine goes on meanwhile.
-        links.take([step(small)], NOW)
+        links.add_steps([step(small)], NOW)
         outgoing = links.next_frame(route)
         assert outgoing is not None
         assert len(outgoing.data) < 160 * 1024
@@ -319,12 +319,12 @@ def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
     ear = Ear(links)
     name, _ = ear.offer("r")
     ear.hear()
-    links.take([step(name, INITIAL_CREDIT_BYTES)], NOW)
+    links.add_steps([step(name, INITIAL_CREDIT_BYTES)], NOW)
     ear.hear()
     sent = sum(chunk.num_tokens for chunk in ear.chunks("r"))
     unsent = INITIAL_CREDIT_BYTES - sent
     todo = links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
-    links.take([step(name, 1), step(name, 1, end=True)], NOW)
+    links.add_steps([step(name, 1), step(name, 1, end=True)], NOW)
     ear.hear()
 
     assert unsent > 0
@@ -335,7 +335,7 @@ def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
     assert last.end.num_tokens == sent
     assert (links.stats.stopped, links.stats.late_steps) == (1, 2)
     links.on_link_message("alice", ear.message(), NOW)
-    assert links.routes.held_bytes == 0
+    assert links.outbound.held_bytes == 0
 
 
 def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
@@ -343,16 +343,16 @@ def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
-    links.take([step(name, INITIAL_CREDIT_BYTES, end=True)], NOW)
+    links.add_steps([step(name, INITIAL_CREDIT_BYTES, end=True)], NOW)
     ear.hear()
     links.on_link_message("alice", ear.message(window=0), NOW)
-    held_bytes = links.routes.held_bytes
+    held_bytes = links.outbound.held_bytes
     todo = links.on_link_message("alice", ear.message([RequestKey("r")], window=0), NOW)
     ear.hear()
 
     assert (todo.abort, todo.ack) == ([], [])
     assert held_bytes > 2 * INITIAL_CREDIT_BYTES
-    assert links.routes.held_bytes < 1000
+    assert links.outbound.held_bytes < 1000
     assert ear.chunks("r")[-1].finish_reason is FinishReason.ABORT
 
 
@@ -362,8 +362,8 @@ def test_small_servers_get_small_frames() -> None:
     links.fence("w2", NOW, max_payload=65_536)
     ear = Ear(links)
     name = links.offer(ear.origin("r"), request_of(10_000, request_id="r"), capabilities(), NOW)
-    links.take([step(name, rows=(0, 10_000), end=True)], NOW)
-    (route,) = links.routes.sendable()
+    links.add_steps([step(name, rows=(0, 10_000), end=True)], NOW)
+    (route,) = links.outbound.sendable()
     sizes = []
     while outgoing := links.next_frame(route):
         sizes.append(len(outgoing.data))

@@ -2,13 +2,13 @@
 
 import pytest
 
-from bus.protocol import link_sender
-from schemas.errors import ErrorCode, InvalidRequest
-from schemas.limits import INITIAL_CREDIT_BYTES
-from schemas.messages import LinkMessage, RequestKey
-from schemas.presence import ClientState
+from rollbus.bus.protocol.link import link_sender
+from rollbus.schemas.errors import ErrorCode, InvalidRequest
+from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
+from rollbus.schemas.messages import LinkMessage, RequestKey
+from rollbus.schemas.presence import ClientState
+from rollbus.workers.requests.links import REMEMBER_S
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, make_links, step
-from workers.links import REMEMBER_S
 
 
 def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
@@ -17,18 +17,18 @@ def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
     ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
     for at, ear in enumerate(ears[:2]):
         name, _ = ear.offer("r")
-        links.take([step(name, 3000)], NOW)
+        links.add_steps([step(name, 3000)], NOW)
         ear.hear()
         links.expire(LATE + at)
     name, _ = ears[2].offer("r")
-    links.take([step(name, 3000)], NOW)
+    links.add_steps([step(name, 3000)], NOW)
     ears[2].hear()
     links.on_presence(ears[2].presence(), LATE + 2)
-    held = links.routes.held_bytes
+    held = links.outbound.held_bytes
     links.expire(LATE + 3)
 
-    assert held > 30_000 > links.routes.held_bytes
-    assert [link.client for link in links.routes.links()] == ["bob", "carol"]
+    assert held > 30_000 > links.outbound.held_bytes
+    assert [link.client for link in links.outbound.links()] == ["bob", "carol"]
 
 
 def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
@@ -42,14 +42,14 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
     aborted: list[str] = []
     while not aborted and rounds < 1000:
         rounds += 1
-        todo = links.take([step(large, 2000), step(small, 10)], NOW)
+        todo = links.add_steps([step(large, 2000), step(small, 10)], NOW)
         aborted += todo.abort
         ear.hear()
 
     assert aborted == [large]
-    assert links.routes.held_bytes <= 4 * INITIAL_CREDIT_BYTES
+    assert links.outbound.held_bytes <= 4 * INITIAL_CREDIT_BYTES
     assert links.stats.over_budget == 1
-    links.take([step(small, end=True)], NOW)
+    links.add_steps([step(small, end=True)], NOW)
     links.on_link_message("alice", ear.message(), NOW)
     ear.hear()
     last = ear.chunks("large")[-1]
@@ -68,14 +68,14 @@ def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatc
     links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 1 << 60), NOW)
     aborted = []
     for _ in range(1000):
-        aborted += links.take([step(large, 2000), step(small)], NOW).abort
-        for route in links.routes.sendable():
+        aborted += links.add_steps([step(large, 2000), step(small)], NOW).abort
+        for route in links.outbound.sendable():
             while links.next_frame(route) is not None:
                 pass
 
     assert aborted == [large]
-    assert len(links) == 1
-    assert links.routes.held_bytes < 5 * INITIAL_CREDIT_BYTES
+    assert len(links.requests) == 1
+    assert links.outbound.held_bytes < 5 * INITIAL_CREDIT_BYTES
 
 
 def test_what_is_held_is_what_all_links_hold() -> None:
@@ -85,21 +85,21 @@ def test_what_is_held_is_what_all_links_hold() -> None:
     sums = []
 
     def compare() -> None:
-        held_bytes = sum(link.held_bytes for link in links.routes.links())
-        sums.append((links.routes.held_bytes, held_bytes))
+        held_bytes = sum(link.held_bytes for link in links.outbound.links())
+        sums.append((links.outbound.held_bytes, held_bytes))
 
     names = [ear.offer("r")[0] for ear in ears]
     compare()
     for ear in ears:
         ear.hear()
         compare()
-    links.take([step(name, 100_000) for name in names], NOW)
+    links.add_steps([step(name, 100_000) for name in names], NOW)
     compare()
     ears[0].hear()
     compare()
     links.on_link_message("c0", ears[0].message([RequestKey("r")]), NOW)
     compare()
-    links.fail(names[1], InvalidRequest(field="f", problem="p", allowed="a"))
+    links.fail([names[1]], InvalidRequest(field="f", problem="p", allowed="a"))
     compare()
     links.on_presence(ears[2].presence(ClientState.CLOSED), NOW)
     compare()

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from schemas.chunk import FinishReason
-from schemas.control import UnloadLora
-from schemas.errors import ControlCode, ControlError, ErrorCode
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.control import UnloadLora
+from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from tests.support.checkpoints import write_adapter
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 
 LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
@@ -18,7 +19,7 @@ LONG = 60_000
 async def load(worker: Rig, name: str, path: Path, version: int) -> None:
     """Load an adapter and let the worker go on."""
     await worker.loras.load(load_lora(name, path, version), worker.report)
-    await worker.flow.go()
+    await worker.flow.resume()
 
 
 async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
@@ -117,8 +118,8 @@ async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
         heard = len(worker.tokens("s"))
         await worker.loras.unload(UnloadLora(name="a"))
         assert len(worker.tokens("s")) == heard
-        assert worker.runner.is_frozen
-        await worker.flow.go()
+        assert worker.runner.is_engine_paused
+        await worker.flow.resume()
         tokens = await worker.until_end("r")
         assert {token.lora_version for token in tokens} == {1}
         await worker.until_tokens("s", heard + 5)
@@ -136,7 +137,7 @@ async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path
                 await load(worker, name, worker.adapter("2", 2), 2)
             assert caught.value.code is ControlCode.ENGINE_ERROR
         assert worker.links.versions.loras == {"a": 1}
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 5)
         assert {token.lora_version for token in worker.tokens("r")} == {1}
 
@@ -197,6 +198,18 @@ async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> N
         assert worker.door.is_open
 
 
+async def test_an_adapter_of_too_high_a_rank_disturbs_nobody(tmp_path: Path) -> None:
+    """The check refuses it by rank and what is allowed, before anything is held up: the engine never sees it."""
+    async with rig(tmp_path, SyntheticConfig(max_lora_rank=2)) as worker:
+        too_high = write_adapter(tmp_path / "high", rank=3)
+        with pytest.raises(ControlError, match="has the rank r=3; allowed: up to 2") as caught:
+            await worker.loras.load(load_lora("a", too_high, 1), worker.report)
+        assert caught.value.code is ControlCode.BAD_SOURCE
+        assert "adapter_config.json" in caught.value.message
+        assert worker.door.is_open
+        await load(worker, "a", write_adapter(tmp_path / "low", rank=2), 1)
+
+
 async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
     """One more than the engine holds is refused; one of the same name is not one more."""
     async with rig(tmp_path, SyntheticConfig(max_loras=1)) as worker:
@@ -220,7 +233,7 @@ async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(loses_loras=loses_loras)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 20)
         worker.stop()
         tokens = await worker.until_end("r")
@@ -245,13 +258,13 @@ async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) ->
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         assert worker.standing == (2, False)
         assert worker.links.versions.loras == {"b": 1}
-        assert "adapter_config.json" in worker.loras.gone["a"]
+        assert "adapter_config.json" in worker.loras.lost["a"]
         assert "adapter a was lost with older weights" in (worker.loras.problem or "")
         end = worker.end("r")
         assert end is not None
         assert end.error is not None
         assert end.error.code is ErrorCode.WORKER_FENCED
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("s", len(worker.tokens("s")) + 20)
         await load(worker, "a", worker.adapter("a"), 2)
         assert worker.loras.problem is None

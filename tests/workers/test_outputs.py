@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from schemas.errors import ErrorCode, RequestError
-from schemas.messages import RequestKey
+from rollbus.schemas.errors import ErrorCode, RequestError
+from rollbus.schemas.messages import RequestKey
+from rollbus.workers.engines.engine import TokenBatch
 from tests.workers.links_support import NOW, Ear, make_links, step
-from workers.engine import TokenBatch
 
 
 def batch_of(*names: str, token: int = 5, row: int | None = None) -> TokenBatch:
@@ -30,14 +30,14 @@ def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to()
     whole, _ = ear.offer("whole", gathers=True)
     streamed, _ = ear.offer("streamed")
     for token in (1, 2, 3):
-        links.take([batch_of(whole, streamed, "gone", token=token)], NOW)
+        links.add_steps([batch_of(whole, streamed, "gone", token=token)], NOW)
         ear.hear()
 
     assert (tokens(ear, "streamed"), tokens(ear, "whole")) == ([[1], [2], [3]], [])
-    assert (links.is_gathering, links.stats.late_steps, links.stats.generated_tokens) == (True, 3, 6)
-    links.hand_over()
+    assert (links.dispatcher.is_gathering, links.stats.late_steps, links.stats.generated_tokens) == (True, 3, 6)
+    links.flush()
     ear.hear()
-    assert (tokens(ear, "whole"), links.is_gathering) == ([[1, 2, 3]], False)
+    assert (tokens(ear, "whole"), links.dispatcher.is_gathering) == ([[1, 2, 3]], False)
 
 
 def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
@@ -45,15 +45,15 @@ def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", gathers=True, routing=True)
-    links.take([step(name, rows=(0, 2))], NOW)
+    links.add_steps([step(name, rows=(0, 2))], NOW)
     for i in range(4):
-        links.take([batch_of(name, row=2 + i)], NOW)
-    links.take([step(name, rows=(6, 7), end=True)], NOW)
+        links.add_steps([batch_of(name, row=2 + i)], NOW)
+    links.add_steps([step(name, rows=(6, 7), end=True)], NOW)
     ear.hear()
 
     end = ear.chunks("r")[-1].end
     assert end is not None
-    assert (end.num_tokens, end.num_rows, links.is_gathering) == (6, 7, False)
+    assert (end.num_tokens, end.num_rows, links.dispatcher.is_gathering) == (6, 7, False)
 
 
 def test_other_weights_share_no_run() -> None:
@@ -61,11 +61,11 @@ def test_other_weights_share_no_run() -> None:
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", gathers=True)
-    links.take([batch_of(name, token=1)], NOW)
+    links.add_steps([batch_of(name, token=1)], NOW)
     links.versions.weight_version = 1
-    links.take([batch_of(name, token=2)], NOW)
+    links.add_steps([batch_of(name, token=2)], NOW)
     links.versions.weight_version = 2
-    links.hand_over()
+    links.flush()
     ear.hear()
 
     assert [(chunk.token_ids.tolist(), chunk.weight_version) for chunk in ear.chunks("r")] == [([1], 0), ([2], 1)]
@@ -77,17 +77,17 @@ def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
     ear = Ear(links)
     failed, _ = ear.offer("failed", gathers=True)
     unwanted, _ = ear.offer("unwanted", gathers=True)
-    links.take([batch_of(failed, unwanted)], NOW)
-    links.fail(failed, RequestError(code=ErrorCode.TIMEOUT, message="late"))
+    links.add_steps([batch_of(failed, unwanted)], NOW)
+    links.fail([failed], RequestError(code=ErrorCode.TIMEOUT, message="late"))
     links.on_link_message("alice", ear.message([RequestKey("unwanted")]), NOW)
-    links.hand_over()
+    links.flush()
     ear.hear()
-    assert (tokens(ear, "failed"), tokens(ear, "unwanted"), links.is_gathering) == ([], [], False)
+    assert (tokens(ear, "failed"), tokens(ear, "unwanted"), links.dispatcher.is_gathering) == ([], [], False)
 
     fenced, _ = ear.offer("fenced", gathers=True)
-    links.take([batch_of(fenced)], NOW)
+    links.add_steps([batch_of(fenced)], NOW)
     links.fence("w2", NOW, max_payload=1_000_000)
-    assert not links.is_gathering
+    assert not links.dispatcher.is_gathering
 
 
 def test_rows_that_make_no_sense_end_the_requests_of_their_batch() -> None:
@@ -96,10 +96,10 @@ def test_rows_that_make_no_sense_end_the_requests_of_their_batch() -> None:
     ear = Ear(links)
     wrong, _ = ear.offer("wrong", gathers=True, routing=True)
     right, _ = ear.offer("right", routing=True)
-    links.take([step(wrong, rows=(0, 2)), step(right, rows=(0, 2))], NOW)
-    links.take([batch_of(wrong, row=2)], NOW)
-    todo = links.take([batch_of(wrong, row=9)], NOW)
-    links.take([batch_of(right, row=2)], NOW)
+    links.add_steps([step(wrong, rows=(0, 2)), step(right, rows=(0, 2))], NOW)
+    links.add_steps([batch_of(wrong, row=2)], NOW)
+    todo = links.add_steps([batch_of(wrong, row=9)], NOW)
+    links.add_steps([batch_of(right, row=2)], NOW)
     ear.hear()
 
     assert todo.abort == [wrong]

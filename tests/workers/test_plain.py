@@ -10,40 +10,40 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from bus.connection import subscribe
-from bus.queue.streams import ensure_queue
-from bus.subjects import Subjects
-from schemas.chunk import FinishReason
-from schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
-from schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
+from rollbus.bus.nats.connection import subscribe
+from rollbus.bus.queue.streams import ensure_queue
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.requests.admission import check_reply_to
+from rollbus.workers.requests.links import WorkerLinks
+from rollbus.workers.requests.outbound import PlainOutbound
+from rollbus.workers.requests.worker_requests import RequestOrigin
 from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, greedy, short
 from tests.support.worker_process import worker_process
 from tests.workers.links_support import MAX_PAYLOAD, NOW, capabilities, make_links, queued, request_of, step
-from tests.workers.test_intake import endless, left_in_queue, short, until_left
-from workers.admission import check_reply_to
-from workers.engines.synthetic import SyntheticConfig
-from workers.held import Origin
-from workers.links import Links
-from workers.routes import PlainRoute
+from tests.workers.support import StartHeard
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_nats.py"
 PREFIX = "rb.v1.f.plain.hand."
 
 
-def plain_origin(num_delivered: int = 1) -> Origin:
+def plain_origin(num_delivered: int = 1) -> RequestOrigin:
     """A plain request as the intake reads it."""
     message = queued(client="hand", num_delivered=num_delivered)
-    return Origin("hand", "", RequestKey("r", num_delivered - 1), message, f"{PREFIX}x")
+    return RequestOrigin("hand", "", RequestKey("r", num_delivered - 1), message, f"{PREFIX}x")
 
 
-def frames_of(links: Links) -> list[Frame]:
+def frames_of(links: WorkerLinks) -> list[Frame]:
     """Take all that can be published."""
     frames = []
-    while routes := links.routes.sendable():
+    while routes := links.outbound.sendable():
         for route in routes:
             while outgoing := links.next_frame(route):
                 frames.append(decode_frame(outgoing.data))
@@ -54,33 +54,33 @@ def test_frames_need_no_credit_and_count_from_zero() -> None:
     """Each plain request has its own numbers; the first frame offers it; nothing waits for an acknowledgement."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(50_000, request_id="r"), capabilities(), NOW)
-    links.take([step(name, rows=(0, 50_000))], NOW)
+    links.add_steps([step(name, rows=(0, 50_000))], NOW)
     frames = frames_of(links)
 
     assert sum(chunk.routed_experts.shape[0] for f in frames for chunk in f.chunks if chunk.routed_experts) == 50_000
     assert [frame.number for frame in frames] == list(range(len(frames)))
     assert [frame.admitted for frame in frames if frame.admitted] == [[RequestKey("r")]]
     assert {(frame.link, frame.client_incarnation) for frame in frames} == {(0, "")}
-    assert len(links.messages) == 1
+    assert len(links.requests.messages) == 1
 
 
 def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
     """The last frame of a plain request comes with its message, and nothing is held of it afterwards."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
-    (route,) = links.routes.sendable()
+    (route,) = links.outbound.sendable()
     first = links.next_frame(route)
-    links.take([step(name, end=True)], NOW)
+    links.add_steps([step(name, end=True)], NOW)
     last = links.next_frame(route)
 
     assert first is not None
     assert first.message is None
     assert last is not None
-    assert isinstance(route, PlainRoute)
+    assert isinstance(route, PlainOutbound)
     assert last.message is route.message
-    assert links.routes.sendable() == []
-    assert links.routes.is_settled
-    assert (links.messages, links.routes.held_bytes) == ([], 0)
+    assert links.outbound.sendable() == []
+    assert links.outbound.is_acknowledged
+    assert (links.requests.messages, links.outbound.held_bytes) == ([], 0)
 
 
 def test_a_plain_request_ends_at_its_deadline() -> None:
@@ -100,14 +100,14 @@ def test_a_plain_request_that_is_refused_is_told() -> None:
     """The only chunk of a plain request that is wrong says why; then its message leaves the queue."""
     links = make_links()
     links.reject(plain_origin(), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
-    (route,) = links.routes.sendable()
+    (route,) = links.outbound.sendable()
     outgoing = links.next_frame(route)
 
     assert outgoing is not None
     assert outgoing.message is not None
     (chunk,) = decode_frame(outgoing.data).chunks
     assert chunk.finish_reason is FinishReason.ERROR
-    assert links.messages == []
+    assert links.requests.messages == []
 
 
 def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -> None:
@@ -116,10 +116,10 @@ def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
     again = plain_origin(num_delivered=2)
 
-    assert links.repeated(again) is not None
-    assert links.messages == [again.message]
-    (route,) = links.routes.sendable()
-    links.take([step(name, end=True)], NOW)
+    assert links.add_redelivery(again) is not None
+    assert links.requests.messages == [again.message]
+    (route,) = links.outbound.sendable()
+    links.add_steps([step(name, end=True)], NOW)
     outgoing = links.next_frame(route)
     assert outgoing is not None
     assert outgoing.message is again.message
@@ -178,14 +178,14 @@ async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, f
         first = await frames.get()
 
         assert first.admitted == [RequestKey("r")]
-        assert await left_in_queue(client) == 1
+        assert await client.left_in_queue() == 1
         await client.say("a", LinkMessage(WIRE_VERSION, [RequestKey("r")]))
         rest = await until_end(frames)
         assert [frame.number for frame in [first, *rest]] == list(range(len(rest) + 1))
         chunks = [chunk for frame in [first, *rest] for chunk in frame.chunks]
         assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
         assert chunks[-1].finish_reason is FinishReason.ABORT
-        await until_left(client, 0)
+        await client.until_left(0)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
         reply_to, frames = await listen(client)
         async with worker_process(nats_url, fleet, "--worker-id", "a", engine_args={"step_s": 0.05}) as process:
             await client.until_serving("a")
-            await client.enqueue(request(100), incarnation="", reply_to=reply_to)
+            await client.enqueue(greedy(1, 100, request_id="r"), incarnation="", reply_to=reply_to)
             while (await frames.get()).number < 5:
                 pass
             process.kill()
@@ -206,22 +206,12 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
     assert sum(chunk.num_tokens for chunk in chunks) == 100
 
 
-def request(max_tokens: int) -> GenerateRequest:
-    """A request for exactly so many tokens."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id="r")
-
-
 @pytest.mark.slow
-async def test_replies_to_elsewhere_are_dropped_and_counted(nats_url: str, fleet: str) -> None:
+async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartHeard) -> None:
     """A request whose `reply_to` is not the client's own leaves the queue unserved."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),
-    ):
-        await client.until_serving("a")
-        await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "a"))
-        await until_left(client, 0)
+    async with heard_worker() as (client, worker, _):
+        await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "w"))
+        await client.until_left(0)
 
         assert worker.stats().intake.bad == 1
         assert worker.stats().links.offered == 0
@@ -235,7 +225,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
     async with (
         opened(nats_url) as nats,
         synthetic_worker(nats_url, fleet, config=config, model=model),
-        asyncio.timeout(60),
+        asyncio.timeout(SOON_S),
     ):
         await ensure_queue(nats, Subjects(fleet), model)
         program = await asyncio.create_subprocess_exec(

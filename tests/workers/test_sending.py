@@ -6,16 +6,16 @@ from typing import cast
 
 import pytest
 
-from bus.connection import Connection
-from bus.protocol.states import WorkerEvent
-from schemas.messages import RequestKey
-from schemas.presence import WorkerPresence
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.protocol.states import WorkerEvent
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import WorkerPresence
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.lifecycle.lifecycle import WorkerLifecycle
+from rollbus.workers.requests.publisher import OutboundPublisher
+from rollbus.workers.requests.worker_requests import RequestOrigin
 from tests.support.connections import opened
 from tests.workers.links_support import NOW, capabilities, make_links, queued, request_of, step
-from workers.config import WorkerConfig
-from workers.held import Origin
-from workers.life import Life
-from workers.sending import Sending
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +27,11 @@ def describe() -> WorkerPresence:
     raise NotImplementedError
 
 
-def make_life(nats: Connection) -> Life:
+def make_life(nats: Connection) -> WorkerLifecycle:
     """Of a worker that serves."""
     config = WorkerConfig(nats_url="", model="m")
-    life = Life(config, nats, describe=describe, on_fenced=lambda: None, on_changed=lambda: None)
-    life.advance(WorkerEvent.READY)
+    life = WorkerLifecycle(config, nats, describe=describe, on_fenced=lambda: None, on_changed=lambda: None)
+    life.transition(WorkerEvent.READY)
     return life
 
 
@@ -45,19 +45,19 @@ async def test_a_fence_in_the_middle_of_a_round_ends_it(nats_url: str) -> None:
         async def in_progress(self) -> None:
             spoken.append(self)
             life.fence("test")
-            life.advance(WorkerEvent.CONFIRMED)
+            life.transition(WorkerEvent.CONFIRMED)
 
         nak = in_progress
 
     async with opened(nats_url) as nats:
         life = make_life(nats)
-        sending = Sending(nats, life, make_links(), on_broken=lambda _route: None)
-        for speak in (sending.keep, sending.give_back):
+        sending = OutboundPublisher(nats, life, make_links(), on_broken=lambda _route: None)
+        for answer in ("in_progress", "nak"):
             spoken.clear()
-            await speak([Message(), Message(), queued()])  # type: ignore[list-item]
+            await sending.publish_all([getattr(message, answer) for message in (Message(), Message(), queued())])
 
             assert len(spoken) == 1
-            assert life.may_speak()
+            assert life.may_publish()
 
 
 class Wire:
@@ -87,22 +87,22 @@ async def test_a_plain_request_is_acked_right_behind_its_last_frame(event: str) 
     nats = cast(Connection, wire)
     life = make_life(nats)
     links = make_links()
-    sending = Sending(nats, life, links, on_broken=lambda _route: None)
+    sending = OutboundPublisher(nats, life, links, on_broken=lambda _route: None)
 
     def fence() -> None:
         life.fence("test")
-        life.advance(WorkerEvent.CONFIRMED)
+        life.transition(WorkerEvent.CONFIRMED)
 
     def lose_connection() -> None:
         wire.is_connected = False
 
     wire.on_frame = {"nothing": lambda: None, "fence": fence, "outage": lose_connection}[event]
     message = queued(nats=nats)
-    origin = Origin("alice", "", RequestKey("r"), message, REPLY_TO)
+    origin = RequestOrigin("alice", "", RequestKey("r"), message, REPLY_TO)
     name = links.offer(origin, request_of(), capabilities(routing=False), NOW)
-    links.take([step(name, end=True)], NOW)
+    links.add_steps([step(name, end=True)], NOW)
     async with asyncio.TaskGroup() as tasks:
-        background = [tasks.create_task(sending.run_frames()), tasks.create_task(sending.run_words())]
+        background = [tasks.create_task(sending.publish_frames()), tasks.create_task(sending.publish_acks())]
         sending.wake()
         await wire.was_sent.wait()
         for _ in range(10):

@@ -3,16 +3,12 @@ from typing import Any
 
 import pytest
 
-from schemas.control import WeightSource
-from schemas.errors import ControlCode, ControlError
-from tests.support.checkpoints import write_adapter, write_checkpoint
-from workers.sources import Sources
+from rollbus.schemas.control import WeightSource
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.workers.sources import Sources
+from tests.support.checkpoints import ignore, write_adapter, write_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
-
-
-def ignore(stage: str) -> None:
-    """Take a report."""
 
 
 def sources(tmp_path: Path, *, is_own_known: bool = True) -> Sources:

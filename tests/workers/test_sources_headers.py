@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import ControlCode, ControlError
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.workers.sources.headers import Tensor, read_header
 from tests.support.checkpoints import MODEL, write_safetensors
-from workers.sources.headers import Tensor, read_header
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:

@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.connection import Connection
-from bus.objects import ObjectReader, delete_prefix, put_folder
-from schemas.control import WeightSource
-from schemas.errors import ControlCode, ControlError
-from tests.support.checkpoints import MODEL, write_adapter, write_checkpoint
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.objects import ObjectReader, delete_prefix, put_folder
+from rollbus.schemas.control import WeightSource
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.workers.sources import Sources
+from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
-from workers.sources import Sources
-
-
-def ignore(stage: str) -> None:
-    """Take a report."""
 
 
 @contextlib.asynccontextmanager

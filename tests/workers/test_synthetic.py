@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, split
-from schemas.chunk import FinishReason
-from schemas.errors import ControlCode, ControlError, InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 
 Collected = dict[str, list[RequestStep]]
 

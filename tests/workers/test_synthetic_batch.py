@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from bus.protocol.step import RequestStep, split
-from schemas.chunk import FinishReason
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 CONFIG = SyntheticConfig(vocab_size=24, max_model_len=48)
 """So few tokens that requests meet the end of the sequence, and what they stop at."""

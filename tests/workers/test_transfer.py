@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from schemas.chunk import FinishReason
-from schemas.control import (
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.control import (
     FinishWeightUpdate,
     InitWeightTransfer,
     StartWeightUpdate,
     UpdateWeightChunk,
 )
-from schemas.errors import ControlCode, ControlError, ErrorCode
+from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
+from rollbus.workers.control.transfer import SILENCE_S
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 from tests.workers.control_support import Rig, rig, update
-from workers.control.transfer import SILENCE_S
-from workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 
 LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
@@ -30,14 +30,14 @@ def chunk_of(path: Path) -> UpdateWeightChunk:
 
 def is_open(worker: Rig) -> bool:
     """A transfer is under way."""
-    return worker.transfer.is_open
+    return worker.weights.is_transferring
 
 
 async def transfer(worker: Rig, path: Path, version: int) -> None:
     """Pass a checkpoint to the engine, from start to finish."""
     await worker.transfer.init(InitWeightTransfer(info={}))
     await worker.transfer.start(StartWeightUpdate())
-    await worker.transfer.chunk(chunk_of(path))
+    await worker.transfer.add_chunk(chunk_of(path))
     await worker.transfer.finish(FinishWeightUpdate(version=version), worker.report)
 
 
@@ -57,11 +57,11 @@ async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -
         await worker.transfer.start(StartWeightUpdate())
         heard = len(worker.tokens("r"))
         assert is_open(worker)
-        await worker.transfer.chunk(chunk_of(path))
+        await worker.transfer.add_chunk(chunk_of(path))
         await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report)
         assert not is_open(worker)
         assert len(worker.tokens("r")) == heard
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", heard + 20)
         assert [token.weight_version for token in worker.tokens("r")[:heard]] == [1] * heard
         assert {token.weight_version for token in worker.tokens("r")[heard:]} == {2}
@@ -78,7 +78,7 @@ async def test_a_finish_comes_twice(tmp_path: Path) -> None:
         assert await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report) == canary
         for attempt in (
             worker.transfer.finish(FinishWeightUpdate(version=3), worker.report),
-            worker.transfer.chunk(chunk_of(worker.own)),
+            worker.transfer.add_chunk(chunk_of(worker.own)),
         ):
             with pytest.raises(ControlError, match="no transfer of weights was started"):
                 await attempt
@@ -94,7 +94,7 @@ async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeig
         await worker.transfer.start(StartWeightUpdate())
         attempt: Awaitable[object]
         if isinstance(command, UpdateWeightChunk):
-            attempt = worker.transfer.chunk(command)
+            attempt = worker.transfer.add_chunk(command)
         else:
             attempt = worker.transfer.finish(command, worker.report)
         with pytest.raises(ControlError):
@@ -103,7 +103,7 @@ async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeig
         assert not is_open(worker)
         assert was_fenced(worker, "r")
         await worker.weights.update(update(worker.own, 2), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         assert worker.standing == (2, False)
 
 
@@ -116,7 +116,7 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
         with pytest.raises(ControlError, match="refused to take weights"):
             await worker.transfer.start(StartWeightUpdate())
         assert (*worker.standing, is_open(worker)) == (1, False, False)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 5)
         worker.engine.faults = SyntheticFaults()
         await worker.transfer.start(StartWeightUpdate())
@@ -142,21 +142,21 @@ async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Pat
         await worker.transfer.start(StartWeightUpdate())
         gate.clear()
         with pytest.raises(ControlError, match="has not let go of 1 aborted requests") as caught:
-            await worker.flow.end_all(0.01)
+            await worker.flow.abort_all(0.01)
         assert caught.value.code is ControlCode.TIMEOUT
         end = worker.end("r")
         assert end is not None
         assert end.finish_reason is FinishReason.ABORT
         gate.set()
-        await worker.flow.end_all(10.0)
-        assert worker.flow.in_flight == 0
+        await worker.flow.abort_all(10.0)
+        assert worker.flow.count == 0
 
 
 async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
     """Whoever sent it is dead: the weights are poisoned, once."""
     async with rig(tmp_path) as worker:
         await worker.transfer.start(StartWeightUpdate())
-        heard_at = worker.transfer.heard_at
+        heard_at = worker.transfer.last_command_at
         assert not worker.transfer.expire(heard_at + SILENCE_S - 1)
         assert is_open(worker)
         assert worker.transfer.expire(heard_at + SILENCE_S + 1)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from schemas.control import CheckWeights, PauseMode
-from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.schemas.control import CheckWeights, PauseMode
+from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 from tests.support.checkpoints import write_checkpoint
 from tests.workers.control_support import PROMPT, rig, source, update
-from workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 
 LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
@@ -23,7 +23,7 @@ async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_p
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
         await worker.weights.update(update(path, 2), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 20)
         worker.stop()
         tokens = await worker.until_end("r")
@@ -44,7 +44,7 @@ async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseM
     async with rig(tmp_path / "a") as updated, rig(tmp_path / "b", fill=2) as fresh:
         before = updated.weights.canary
         canary = await updated.weights.update(update(updated.checkpoint("2", 2), 2, mode=mode), updated.report)
-        await updated.flow.go()
+        await updated.flow.resume()
         assert before != canary == updated.weights.canary == fresh.weights.canary
         assert await updated.generate("r") == await fresh.generate("r")
 
@@ -58,9 +58,9 @@ async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path)
         heard = len(worker.tokens("r"))
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         assert len(worker.tokens("r")) == heard
-        assert worker.runner.is_frozen
+        assert worker.runner.is_engine_paused
         assert not worker.door.is_open
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", heard + 20)
         assert {token.weight_version for token in worker.tokens("r")[heard:]} == {2}
 
@@ -72,7 +72,7 @@ async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp
         await worker.until_tokens("r", 5)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.weights.update(update(worker.checkpoint("3", 3), 3), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 1)
         versions = [token.weight_version for token in worker.tokens("r")]
         assert versions == sorted(versions)
@@ -94,7 +94,7 @@ async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint
     """A checkpoint that gave something else before poisons the worker, and what was held back is never heard."""
     async with rig(tmp_path) as worker:
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
@@ -171,7 +171,7 @@ async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Pat
             await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         assert caught.value.code is ControlCode.ENGINE_ERROR
         assert (*worker.standing, worker.weights.problem) == (1, False, None)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 20)
         worker.stop()
         tokens = await worker.until_end("r")
@@ -201,7 +201,7 @@ async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str,
 
         worker.engine.faults = SyntheticFaults()
         await worker.weights.update(update(path, 2, mode="wait"), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         assert (*worker.standing, worker.weights.problem) == (2, False, None)
         await worker.generate("s")
 
@@ -235,7 +235,7 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
             assert caught.value.code is ControlCode.BAD_SOURCE
         assert worker.standing == (1, False)
         assert worker.door.is_open
-        assert not worker.runner.is_frozen
+        assert not worker.runner.is_engine_paused
         await worker.weights.check(CheckWeights(source=source(worker.own)))
 
 
@@ -279,7 +279,7 @@ async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path)
         for request_id in ("a", "b"):
             await worker.generate(request_id)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
-        await worker.flow.go()
+        await worker.flow.resume()
         await worker.generate("c")
         cached = [worker.end(request_id).end.cached_tokens for request_id in ("a", "b", "c")]  # type: ignore[union-attr]
         assert cached == [0, 32, 0]
@@ -298,7 +298,7 @@ async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> Non
         await worker.weights.update(update(worker.checkpoint("other", 3), 2), worker.report)
         assert "loading" in worker.stages
         worker.stages.clear()
-        worker.weights.distrust("a controller fenced it")
+        worker.weights.mark_invalid("a controller fenced it")
         await worker.weights.update(update(worker.root / "other", 2), worker.report)
         assert "loading" in worker.stages
         assert worker.standing == (2, False)
@@ -310,7 +310,7 @@ async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> N
         path = worker.checkpoint("2", 2)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
         wrong = await worker.weights.update(update(path, 2), worker.report)
-        worker.weights.distrust("a controller fenced it")
+        worker.weights.mark_invalid("a controller fenced it")
         worker.engine.faults = SyntheticFaults()
         assert await worker.weights.update(update(path, 2), worker.report) != wrong
 
@@ -323,11 +323,11 @@ async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
             await worker.engine.sleep(2)
             await worker.engine.wake()
             await worker.weights.restore(worker.report, 10.0)
-            await worker.flow.go()
+            await worker.flow.resume()
             assert await worker.generate(f"after-{version}") == before
             assert worker.standing == (version, False)
             await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
-            await worker.flow.go()
+            await worker.flow.resume()
         worker.checkpoint("2", 3)
         with pytest.raises(ControlError, match="differs from the expected one"):
             await worker.weights.restore(worker.report, 10.0)

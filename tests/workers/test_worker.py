@@ -8,43 +8,58 @@ import numpy as np
 import pytest
 from nats.aio.msg import Msg
 
-import bus
-from bus import GenerateRequest, SamplingParams
-from bus.connection import subscribe
-from bus.embedded import EmbeddedServer
-from schemas.errors import EngineDead, ErrorCode, RequestRejected
-from schemas.messages import RequestKey, decode_frame, decode_presence
-from schemas.presence import WorkerState
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.nats.connection import subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
+from rollbus.schemas.messages import RequestKey, decode_frame, decode_presence
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.connections import count_tasks
-from tests.support.fleet import check_generation, is_idle, synthetic_worker
+from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, greedy, short
+from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
-from tests.workers.test_intake import endless, short, until_left
-from workers.engines.synthetic import SyntheticConfig
+from tests.workers.support import SLOW, StartHeard, heard_worker
 
 pytestmark = pytest.mark.slow
 
-LONG = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
 
-
-def greedy(max_tokens: int, **fields: object) -> GenerateRequest:
-    """A greedy request of exactly `max_tokens`."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
+async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: str, fleet: str) -> None:
+    """A worker says that it starts, and for how long it may go on, while its engine has not begun to load."""
+    engine = GatedEngine("start")
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        running(nats_url, fleet, engine, start_timeout_s=100.0),
+        asyncio.timeout(SOON_S),
+    ):
+        while not (workers := (await rb.fleet.state()).workers):
+            pass
+        (starting,) = workers
+        assert starting.state is WorkerState.STARTING
+        assert starting.start_left_s is not None
+        assert 0 < starting.start_left_s <= 100
+        engine.gates["start"].set()
+        await rb.fleet.wait_for_workers()
+        (serving,) = (await rb.fleet.state()).workers
+        assert serving.start_left_s is None
 
 
 async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str, fleet: str) -> None:
     """What waits in a stopped worker for its engine goes back to the queue at once, and what it had offered goes on."""
     engine = GatedEngine("add")
     async with (
-        bus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
         running(nats_url, fleet, engine) as (worker, _),
         asyncio.TaskGroup() as tasks,
-        asyncio.timeout(20),
+        asyncio.timeout(SOON_S),
     ):
         await rb.fleet.wait_for_workers()
-        waiting = [tasks.create_task(rb.complete(greedy(1))) for _ in range(10)]
+        waiting = [tasks.create_task(rb.complete(greedy(1, 1))) for _ in range(10)]
         await engine.reached["add"].wait()
         async with synthetic_worker(nats_url, fleet, worker_id="other"):
             await rb.fleet.wait_for_workers(2)
@@ -58,28 +73,28 @@ async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, 
     """While a stopped worker still closes its engine, every request goes to the worker that is left."""
     engine = GatedEngine("close")
     async with (
-        bus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         synthetic_worker(nats_url, fleet),
         running(nats_url, fleet, engine) as (worker, _),
     ):
         await rb.fleet.wait_for_workers(2)
         worker.stop()
         await engine.reached["close"].wait()
-        async with asyncio.timeout(20):
-            results = [generation async for generation in rb.complete_many(greedy(2) for _ in range(50))]
+        async with asyncio.timeout(SOON_S):
+            results = [generation async for generation in rb.complete_many(greedy(1, 2) for _ in range(50))]
 
     assert [generation.error for generation in results] == [None] * 50
 
 
 async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_url: str, fleet: str) -> None:
     """An abort that comes during `Engine.add`, which the engine would ignore, is carried out behind it."""
-    engine = GatedEngine("add", config=LONG)
+    engine = GatedEngine("add", config=SLOW)
     async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
         await client.until_serving("w")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.offers)
         await client.abort("w", RequestKey("r"))
-        await until_left(client, 0)
+        await client.until_left(0)
         engine.gates["add"].set()
         await client.until_ended("r")
 
@@ -93,17 +108,16 @@ async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> N
     async with (
         EmbeddedServer() as server,
         running(server.url, fleet, engine) as (worker, _),
-        bus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb,
-        asyncio.timeout(30),
+        rollbus.connect(server.url, fleet=fleet, worker_grace_s=0.1) as rb,
+        asyncio.timeout(SOON_S),
     ):
         await engine.reached["start"].wait()
-        while not worker.stats().puller.ensured:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
+        await until_true(lambda: worker.stats().puller.ensured)
         await server.kill()
         engine.gates["start"].set()
         await server.restart()
-        await rb.fleet.wait_for_workers(timeout_s=20)
-        check_generation(await rb.complete(greedy(2)), greedy(2))
+        await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+        check_generation(await rb.complete(greedy(1, 2)), greedy(1, 2))
 
 
 async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str) -> None:
@@ -129,6 +143,7 @@ async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) ->
                 await task
         await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
 
+        await client.until_ended("r")
         assert caught.group_contains(EngineDead, match="made no step for 1 s")
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
@@ -146,17 +161,14 @@ async def test_the_last_words_of_an_engine_are_cut(fleet: str) -> None:
                 await task
         await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
 
+        await client.until_ended("r")
         assert caught.group_contains(EngineDead)
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 
-async def test_an_idle_engine_is_not_dead(nats_url: str, fleet: str) -> None:
+async def test_an_idle_engine_is_not_dead(heard_worker: StartHeard) -> None:
     """An engine without requests makes no steps, and nobody minds."""
-    async with (
-        hand_client(nats_url, fleet) as client,
-        synthetic_worker(nats_url, fleet, worker_id="w", engine_timeout_s=0.5),
-    ):
-        await client.until_serving("w")
+    async with heard_worker(engine_timeout_s=0.5) as (client, *_):
         await client.until(lambda: client.presences["w"].uptime_s > 2.5)
         await client.enqueue(short("r"))
         await client.until_ended("r")
@@ -166,7 +178,7 @@ async def test_an_idle_engine_is_not_dead(nats_url: str, fleet: str) -> None:
 
 async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str) -> None:
     """At the stop, the last frames are kept and sent again on demand, until the client has them; then it is over."""
-    engine = GatedEngine(config=LONG)
+    engine = GatedEngine(config=SLOW)
     async with (
         hand_client(nats_url, fleet, answers=False) as client,
         running(nats_url, fleet, engine) as (worker, task),
@@ -182,34 +194,32 @@ async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str)
         await client.say("w", type(message)(1, [], client.incarnation, message.incarnation, 0, 0, 1 << 20, True))
         await client.until(lambda: len(client.frames) >= 2 * count)
         await client.answer("w")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             await task
         await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
 
 
 async def test_a_stopped_worker_does_not_wait_for_ever(nats_url: str, fleet: str) -> None:
     """A client that acknowledges nothing holds a stopping worker up for no more than two seconds."""
-    async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(20):
-        async with synthetic_worker(nats_url, fleet, worker_id="w", config=LONG) as (worker, _):
+    async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(SOON_S):
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
             await client.until_serving("w")
             await client.enqueue(endless("r"))
             await client.until(lambda: client.chunks["r"])
         await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
 
         # The next worker may answer for what nobody confirmed.
-        assert len(worker._links.messages) == 1
+        assert len(worker._links.requests.messages) == 1
 
 
 async def test_a_short_outage_changes_nothing(fleet: str) -> None:
     """A server that restarts within the lease finds the worker as it was: the link goes on, and no token is lost."""
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        synthetic_worker(server.url, fleet, worker_id="w", config=SyntheticConfig(step_s=0.002)) as (worker, _),
-        asyncio.timeout(60),
+        heard_worker(server.url, fleet, config=SyntheticConfig(step_s=0.002)) as (client, worker, _),
+        asyncio.timeout(SOON_S),
     ):
-        await client.until_serving("w")
-        await client.enqueue(greedy(600, request_id="r"))
+        await client.enqueue(greedy(1, 600, request_id="r"))
         await client.until(lambda: len(client.chunks["r"]) > 50)
         life = worker.presence().incarnation
         await server.kill()
@@ -224,22 +234,16 @@ async def test_a_short_outage_changes_nothing(fleet: str) -> None:
 
 async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) -> None:
     """A worker whose lease the server does not confirm drops all that it had, and serves again as another life."""
-    config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
     async with (
         EmbeddedServer() as server,
-        hand_client(server.url, fleet) as client,
-        synthetic_worker(server.url, fleet, worker_id="w", config=config, lease_s=2.0) as (worker, engine),
-        asyncio.timeout(60),
+        heard_worker(server.url, fleet, lease_s=2.0) as (client, worker, engine),
+        asyncio.timeout(SOON_S),
     ):
-        await client.until_serving("w")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         life = worker.presence().incarnation
         os.kill(server.pid, signal.SIGSTOP)
-        while worker.presence().state is not WorkerState.FENCED:  # noqa: ASYNC110 - nothing can be heard of it
-            await asyncio.sleep(0.01)
-        while not is_idle(engine):  # noqa: ASYNC110 - likewise
-            await asyncio.sleep(0.01)
+        await until_true(lambda: worker.presence().state is WorkerState.FENCED and is_idle(engine))
         assert worker.presence().in_flight == 0
         os.kill(server.pid, signal.SIGCONT)
         await client.until(lambda: client.presences["w"].incarnation != life)
@@ -269,7 +273,7 @@ async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: s
         worker_process(
             nats_url, fleet, "--worker-id", "w", "--lease-s", "2", engine_args={"step_s": 0.002, "max_model_len": 10**7}
         ) as process,
-        asyncio.timeout(60),
+        asyncio.timeout(SOON_S),
     ):
         # In one subscription, so in the order in which it was published.
         await subscribe(client.nats, f"{client.subjects.request('x', 'y', 'low').split('.req.')[0]}.>", take)
@@ -298,12 +302,10 @@ async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> N
     )
     async with (
         EmbeddedServer(max_payload_bytes=65_536) as server,
-        bus.connect(server.url, fleet=fleet) as rb,
+        served(server.url, fleet, worker_id="w", config=config) as (rb, *_),
         hand_client(server.url, fleet) as client,
-        synthetic_worker(server.url, fleet, worker_id="w", config=config),
-        asyncio.timeout(60),
+        asyncio.timeout(SOON_S),
     ):
-        await rb.fleet.wait_for_workers()
         generation = await rb.complete(request)
         check_generation(generation, request)
         alone = await rb.complete(request)
@@ -321,14 +323,12 @@ async def test_routing_that_fits_no_message_is_refused(fleet: str) -> None:
     config = SyntheticConfig(num_layers=1024, top_k=64, num_experts=64)
     async with (
         EmbeddedServer(max_payload_bytes=65_536) as server,
-        bus.connect(server.url, fleet=fleet) as rb,
-        synthetic_worker(server.url, fleet, config=config),
-        asyncio.timeout(60),
+        served(server.url, fleet, config=config) as (rb, *_),
+        asyncio.timeout(SOON_S),
     ):
-        await rb.fleet.wait_for_workers()
         with pytest.raises(RequestRejected, match="a row of this model's routed experts takes 65536 bytes") as caught:
-            await rb.complete(greedy(3))
-        generation = await rb.complete(greedy(3, return_routed_experts=False))
+            await rb.complete(greedy(1, 3))
+        generation = await rb.complete(greedy(1, 3, return_routed_experts=False))
 
     assert caught.value.code is ErrorCode.TOO_LARGE
     assert len(generation.token_ids) == 3

@@ -9,7 +9,7 @@ them in a model and checks rows against them, `rerouting` changes what one route
 that a call will be computed again.
 """
 
-from trainer.replay.context import replay
-from trainer.replay.formulas import SUPPORTED
+from .context import replay
+from .formulas import SUPPORTED
 
 __all__ = ["SUPPORTED", "replay"]

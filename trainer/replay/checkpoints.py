@@ -48,18 +48,18 @@ def _watchers(checkpoint: Any) -> list[Callable[[], None]]:
     watchers = []
     setattr(checkpoint, _WATCHERS, watchers)
 
-    def tell(*_: Any) -> None:
+    def notify(*_: Any) -> None:
         for watcher in watchers:
             watcher()
 
     if isinstance(checkpoint, torch.autograd.function.BackwardCFunction):
-        checkpoint.register_prehook(tell)
+        checkpoint.register_prehook(notify)
         return watchers
     recompute = checkpoint.recompute_fn
 
-    def told(*inputs: Any) -> None:
-        tell()
+    def recompute_and_notify(*inputs: Any) -> None:
+        notify()
         recompute(*inputs)
 
-    checkpoint.recompute_fn = told
+    checkpoint.recompute_fn = recompute_and_notify
     return watchers

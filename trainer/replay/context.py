@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from trainer.errors import ReplayError
-from trainer.replay.rerouting import Rerouting, is_rerouted, reroute, restore
-from trainer.replay.routers import check_rows, find_routers, layer_of_rows
+from ..errors import ReplayError
+from .rerouting import RouterPatch, is_rerouted, reroute, restore
+from .routers import check_rows, find_routers, layer_of_rows
 
 __all__ = ["replay"]
 
@@ -41,7 +41,9 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
         if is_rerouted(router.module):
             raise ReplayError(f"{router.name} is being replayed; blocks for one model do not nest")
     layers = layer_of_rows(routers, routed_experts.shape[2])
-    reroutings = [Rerouting(router, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)]
+    reroutings = [
+        RouterPatch(router, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)
+    ]
     try:
         for rerouting in reroutings:
             reroute(rerouting)
@@ -53,7 +55,7 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
     _check_recomputed(model, reroutings)
 
 
-def _check_called(reroutings: list[Rerouting]) -> None:
+def _check_called(reroutings: list[RouterPatch]) -> None:
     """Refuse a pass that went around a router, which some fused kernels do with a whole block."""
     uncalled = [rerouting.router.name for rerouting in reroutings if not rerouting.called]
     if uncalled:
@@ -63,7 +65,7 @@ def _check_called(reroutings: list[Rerouting]) -> None:
         )
 
 
-def _check_recomputed(model: nn.Module, reroutings: list[Rerouting]) -> None:
+def _check_recomputed(model: nn.Module, reroutings: list[RouterPatch]) -> None:
     """Refuse to leave a pass behind whose backward pass would recompute another routing."""
     # The least of all routers: a backward pass does not recompute layers below which nothing is trained.
     pending = min((len(rerouting.pending) for rerouting in reroutings if rerouting.checkpointed), default=0)

@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ReplayError
-from trainer.replay.checkpoints import watch_checkpoints
-from trainer.replay.formulas import TRANSFORMERS
-from trainer.replay.routers import Router
+from ..errors import ReplayError
+from .checkpoints import watch_checkpoints
+from .formulas import TRANSFORMERS
+from .routers import Router
 
-__all__ = ["Rerouting", "is_rerouted", "reroute", "restore"]
+__all__ = ["RouterPatch", "is_rerouted", "reroute", "restore"]
 
 _TICKET: Final = "_rollbus_replay"
 _CHECKED_TOKENS: Final = 256
@@ -29,7 +29,7 @@ _TAGS: Final[dict[str, Any]] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasatt
 
 
 @dataclass(slots=True)
-class Rerouting:
+class RouterPatch:
     """One router in one block."""
 
     router: Router
@@ -62,7 +62,7 @@ class Rerouting:
             raise ReplayError(
                 f"{self.router.name} weighs its own choice of experts otherwise than a "
                 f"{type(self.router.module).__bases__[0].__name__} should (transformers is {release}); "
-                f"allowed: the routers of transformers >= {TRANSFORMERS} in trainer.replay.SUPPORTED"
+                f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus.trainer.replay.SUPPORTED"
             )
         self.checked = True
 
@@ -81,7 +81,7 @@ class Rerouting:
             self.pending.add(call)
 
 
-_open: dict[int, Rerouting] = {}
+_open: dict[int, RouterPatch] = {}
 """By its number."""
 _rerouted_classes: dict[type[nn.Module], type[nn.Module]] = {}
 """By the class before."""
@@ -149,7 +149,7 @@ def is_rerouted(router: nn.Module) -> bool:
     return _TICKET in vars(router)
 
 
-def reroute(rerouting: Rerouting) -> None:
+def reroute(rerouting: RouterPatch) -> None:
     """Make a router use the rows, until `restore`."""
     module = rerouting.router.module
     _open[rerouting.number] = rerouting
@@ -158,7 +158,7 @@ def reroute(rerouting: Rerouting) -> None:
     module.__class__ = _rerouted(type(module), rerouting.router)
 
 
-def restore(rerouting: Rerouting) -> None:
+def restore(rerouting: RouterPatch) -> None:
     """Make a router what it was before `reroute`, if that was called at all."""
     _open.pop(rerouting.number, None)
     module = rerouting.router.module

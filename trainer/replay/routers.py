@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ReplayError
-from trainer.replay.formulas import TRANSFORMERS, Formula, formula_of
+from ..errors import ReplayError
+from .formulas import TRANSFORMERS, Formula, formula_of
 
 __all__ = ["Router", "check_rows", "find_routers", "layer_of_rows"]
 
 _ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in trainer.replay.SUPPORTED"
+_SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus.trainer.replay.SUPPORTED"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,25 @@
-"""Puts the control of a worker together."""
+"""Makes the parts of a worker that carry out commands, and gives each the parts it acts on."""
 
 from pathlib import Path
 
-from bus.objects import ObjectReader
-from workers.config import WorkerConfig
-from workers.control.control import Control
-from workers.control.loras import Loras
-from workers.control.parts import Parts
-from workers.control.registers import Registers
-from workers.control.transfer import Transfer
-from workers.control.weights import Weights
-from workers.sources import Sources
+from ...bus.control.store import DesiredStore
+from ...bus.nats.connection import Connection
+from ...bus.objects import ObjectReader
+from ...bus.subjects import Subjects
+from ..config import WorkerConfig
+from ..lifecycle.lifecycle import WorkerLifecycle
+from ..requests.in_flight import InFlightRequests
+from ..requests.publisher import OutboundPublisher
+from ..sources import Sources
+from .ack_publisher import AckPublisher
+from .command_handler import CommandHandler
+from .loras import Loras
+from .one_off import OneOffCommands
+from .reading import DesiredReader
+from .reconcile import Reconciler
+from .registers import Registers
+from .transfer import Transfer
+from .weights import WeightManager
 
 __all__ = ["make_control", "make_sources"]
 
@@ -25,10 +34,21 @@ def make_sources(config: WorkerConfig) -> Sources:
     )
 
 
-def make_control(parts: Parts, sources: Sources) -> Control:
-    """The control of the worker around it; nothing of it runs yet."""
-    runner, flow, versions = parts.runner, parts.flow, parts.links.versions
-    loras = Loras(runner, flow, sources, versions)
-    weights = Weights(parts.config, runner, flow, sources, loras, versions)
-    transfer = Transfer(runner, flow, weights)
-    return Control(parts, Registers(runner, flow, weights, loras, transfer))
+def make_control(
+    config: WorkerConfig,
+    nats: Connection,
+    lifecycle: WorkerLifecycle,
+    in_flight: InFlightRequests,
+    publisher: OutboundPublisher,
+    sources: Sources,
+) -> CommandHandler:
+    """Make the parts that carry out commands; nothing of them runs yet."""
+    versions = in_flight.links.versions
+    loras = Loras(in_flight, sources, versions)
+    weights = WeightManager(config, in_flight, sources, loras, versions)
+    registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
+    store = DesiredStore(nats, Subjects(config.fleet))
+    reader = DesiredReader(store, model=config.model, worker=config.worker_id)
+    reconciler = Reconciler(reader, registers, lifecycle, in_flight, publisher, config.engine_timeout_s)
+    acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
+    return CommandHandler(config, nats, lifecycle, acks, reconciler, OneOffCommands(lifecycle, in_flight, reconciler))

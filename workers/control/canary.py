@@ -10,17 +10,16 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from bus.protocol.canary import agrees, canary_request, check_expected
-from bus.protocol.step import RequestStep
-from schemas.control import Canary
-from schemas.errors import ControlCode, ControlError, InvalidRequest
-from schemas.limits import MAX_PRIORITY
-from schemas.presence import Capabilities
-from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, expected_rows
-from workers.control.deadline import Deadline
-from workers.control.flow import Flow
-from workers.engine_runner import EngineRunner
+from ...bus.protocol.fleet.canary import agrees, canary_request, check_expected
+from ...bus.protocol.stream.engine_step import RequestStep
+from ...schemas.control import Canary
+from ...schemas.errors import ControlCode, ControlError, InvalidRequest
+from ...schemas.limits import MAX_PRIORITY
+from ...schemas.presence import Capabilities
+from ...schemas.request import GenerateRequest
+from ...schemas.rows import DTYPES, expected_rows
+from ..requests.in_flight import InFlightRequests
+from .deadline import Deadline
 
 __all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
 
@@ -31,7 +30,7 @@ MAX_KNOWN: Final = 8
 
 
 def own_request(capabilities: Capabilities) -> GenerateRequest:
-    """`bus.protocol.canary.canary_request`, for which nothing cached is used, and which waits for no other."""
+    """`canary_request` of the protocol, for which nothing cached is used, and which waits for no other."""
     salt = f"canary {uuid.uuid4().hex}"
     return replace(canary_request(capabilities), request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY)
 
@@ -78,31 +77,29 @@ def _not_sound(problem: str) -> ControlError:
 
 
 class Canaries:
-    """Makes a worker's canaries, and knows what the checkpoints gave that it had before."""
+    """Samples canaries, and remembers those of earlier checkpoints. Sampling may raise `EngineDead`."""
 
-    def __init__(self, runner: EngineRunner, flow: Flow) -> None:
-        self._runner = runner
-        self._flow = flow
+    def __init__(self, in_flight: InFlightRequests) -> None:
+        self._in_flight = in_flight
         self._known: dict[Fingerprint, Canary] = {}
 
-    async def make(self, deadline: Deadline) -> Canary:
+    async def sample(self, deadline: Deadline) -> Canary:
         """Have the engine, which is not frozen, answer the fixed prompt.
 
         Raises:
             ControlError: `not_verified`, no sound model answers so; `timeout`.
-            EngineDead: the engine is gone.
         """
-        capabilities = self._runner.engine.capabilities
+        capabilities = self._in_flight.runner.engine.capabilities
         request = own_request(capabilities)
         try:
-            steps = await self._flow.run_alone(request, deadline.left_s)
+            steps = await self._in_flight.run_alone(request, deadline.left_s)
         except ControlError as exc:
             if exc.code is ControlCode.ENGINE_ERROR:
                 raise ControlError(ControlCode.NOT_VERIFIED, exc.message) from exc
             raise
         return read_canary(steps, request, capabilities)
 
-    def check(self, expected: Canary | None) -> None:
+    def check_expected(self, expected: Canary | None) -> None:
         """Refuse what no weights of this model could give, before anything is touched.
 
         Raises:
@@ -111,39 +108,41 @@ class Canaries:
         if expected is None:
             return
         try:
-            check_expected(expected, self._runner.engine.capabilities)
+            check_expected(expected, self._in_flight.runner.engine.capabilities)
         except InvalidRequest as exc:
             raise ControlError(ControlCode.INVALID_COMMAND, exc.message) from exc
 
-    def judge(self, canary: Canary, expected: Canary, whose: str) -> None:
-        """Refuse weights that give something else than they should.
+    def check_agrees(self, canary: Canary, expected: Canary | None, whose: str = "the expected one") -> None:
+        """Check that the weights give what they should.
 
         Args:
-            expected: without routing, where whoever made it knows none: then tokens and logprobs decide.
-            whose: that is, for people.
+            expected: None: anything; without routed experts, tokens and logprobs decide.
+            whose: names the expected canary in the error.
 
         Raises:
             ControlError: `not_verified`, with how they differ.
         """
+        if expected is None:
+            return
         if expected.routed_experts is None:
             canary = replace(canary, routed_experts=None, shape=None)
-        why = agrees(canary, expected, dtype=self._runner.engine.capabilities.dtype)
+        why = agrees(canary, expected, dtype=self._in_flight.runner.engine.capabilities.dtype)
         if why is not None:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
 
-    def known(self, fingerprint: Fingerprint) -> Canary | None:
-        """What a checkpoint gave, where it was loaded before and has not changed."""
-        return self._known.get(fingerprint)
+    def check_known(self, canary: Canary, fingerprint: Fingerprint) -> None:
+        """Check that a checkpoint gives what it gave before; raises as `check_agrees`."""
+        self.check_agrees(canary, self._known.get(fingerprint), "what this checkpoint gave before")
 
-    def remember(self, fingerprint: Fingerprint, canary: Canary) -> None:
-        """Keep what a checkpoint gave; the oldest is forgotten for it."""
+    def add(self, fingerprint: Fingerprint, canary: Canary) -> None:
+        """Add the canary of a checkpoint; removes the oldest above `MAX_KNOWN`."""
         self._known.pop(fingerprint, None)
         self._known[fingerprint] = canary
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    def forget(self, fingerprint: Fingerprint) -> None:
-        """What this checkpoint gave was wrong."""
+    def remove(self, fingerprint: Fingerprint) -> None:
+        """Remove the canary of a checkpoint, because it was wrong."""
         self._known.pop(fingerprint, None)
 
 

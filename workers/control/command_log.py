@@ -1,80 +1,77 @@
-"""Which commands a worker has heard, and what it said last of each. Plain state, no I/O.
+"""The commands that a worker has received, and the last ack of each. Plain state, no I/O.
 
-Invariants: of each command there is at most one final word; a command that comes again gets the last word again.
+Invariants: a command has at most one final ack; if it is received again, its last ack is published again.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from schemas.control import Ack, AnyCommand
-from schemas.limits import MAX_SEEN_COMMANDS
+from ...schemas.control import Ack, AnyCommand
+from ...schemas.limits import MAX_SEEN_COMMANDS
 
-__all__ = ["CommandLog", "Heard"]
+__all__ = ["CommandLog", "ReceivedCommand"]
 
 
 @dataclass(slots=True, eq=False)
-class Heard:
+class ReceivedCommand:
     """One command."""
 
     command: AnyCommand
     controller: str
-    """Who asked last: it gets the answers."""
-    heard_at: float
-    """On the clock that `CommandLog.begin` was given."""
+    """The controller that sent it last: it receives the acks."""
+    received_at: float
+    """On the clock that `CommandLog.add` was given."""
     epoch: int | None
-    """In which it is recorded, as far as is known; None for events too."""
+    """In which it is recorded; None: not known, or a one-off command."""
     needs_read: int = 0
-    """The look at the desired state that can tell what became of it, see `DesiredReader.look`."""
+    """The read of the desired state that can show its outcome, as `DesiredReader.request_read` counts them."""
     last: Ack | None = None
-    """What was said last."""
+    """The ack that was published last."""
 
 
 class CommandLog:
-    """Commands under way, and those that were answered for good.
-
-    Neither are more than `MAX_SEEN_COMMANDS`; of the latter the oldest are forgotten.
-    """
+    """Commands under way, and the last of those with a final ack: at most `MAX_SEEN_COMMANDS` of each."""
 
     def __init__(self) -> None:
-        self._under_way: dict[str, Heard] = {}
-        self._ended: OrderedDict[str, Heard] = OrderedDict()
+        self._under_way: dict[str, ReceivedCommand] = {}
+        self._ended: OrderedDict[str, ReceivedCommand] = OrderedDict()
 
     def __repr__(self) -> str:
         """One line with counts."""
         return f"<CommandLog under_way={len(self._under_way)} ended={len(self._ended)}>"
 
     @property
-    def under_way(self) -> list[Heard]:
-        """Commands without a final word, in the order in which they came."""
+    def under_way(self) -> list[ReceivedCommand]:
+        """Commands without a final ack, in the order of their arrival."""
         return list(self._under_way.values())
 
-    def find(self, command_id: str) -> Heard | None:
-        """The command of this id; None where it is new, or was forgotten."""
+    def find(self, command_id: str) -> ReceivedCommand | None:
+        """The command of this id; None if it is new, or was removed."""
         return self._under_way.get(command_id) or self._ended.get(command_id)
 
-    def begin(self, command: AnyCommand, controller: str, now: float) -> Heard | None:
-        """Take note of a new command; None where too many are under way."""
+    def add(self, command: AnyCommand, controller: str, now: float) -> ReceivedCommand | None:
+        """Add a new command; return None if too many are under way."""
         if len(self._under_way) >= MAX_SEEN_COMMANDS:
             return None
-        heard = self._under_way[command.id] = Heard(command, controller, now, command.epoch)
-        return heard
+        received = self._under_way[command.id] = ReceivedCommand(command, controller, now, command.epoch)
+        return received
 
-    def is_under_way(self, heard: Heard) -> bool:
-        """It waits for its final word."""
-        return self._under_way.get(heard.command.id) is heard
+    def is_under_way(self, received: ReceivedCommand) -> bool:
+        """True if it has no final ack and was not removed."""
+        return self._under_way.get(received.command.id) is received
 
-    def note(self, heard: Heard, ack: Ack) -> bool:
-        """Take note of a word; False: it must not be said, as the final one was, or the command was dropped."""
-        if not self.is_under_way(heard):
+    def add_ack(self, received: ReceivedCommand, ack: Ack) -> bool:
+        """Add an ack; return False if it must not be published: the command has its final ack, or was removed."""
+        if not self.is_under_way(received):
             return False
-        heard.last = ack
+        received.last = ack
         if ack.status.is_final:
-            del self._under_way[heard.command.id]
-            self._ended[heard.command.id] = heard
+            del self._under_way[received.command.id]
+            self._ended[received.command.id] = received
             while len(self._ended) > MAX_SEEN_COMMANDS:
                 self._ended.popitem(last=False)
         return True
 
-    def drop(self) -> None:
-        """Forget what is under way: another life of this worker must not answer for it."""
+    def clear(self) -> None:
+        """Remove the commands under way: another incarnation of this worker must not answer them."""
         self._under_way.clear()

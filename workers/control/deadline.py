@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError
 
 __all__ = ["Deadline"]
 

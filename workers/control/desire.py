@@ -1,19 +1,28 @@
-"""What is to be done next to be as desired, and what a worker is once all is done. Pure decisions over plain values."""
+"""Which register to apply next, and the target state of a worker after that. Pure decisions over plain values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bus.protocol.desired import WEIGHTS
-from bus.protocol.states import WorkerEvent
-from schemas.control import AckError, AckStatus, Canary, Drain, FinishWeightUpdate, Pause, Sleep
-from schemas.desired import Recorded
-from schemas.errors import ControlCode, ControlError
-from schemas.limits import MAX_ERROR_CHARS
+from ...bus.protocol.fleet.desired import WEIGHTS
+from ...bus.protocol.states import WorkerEvent
+from ...schemas.control import AckError, AckStatus, Canary, Drain, FinishWeightUpdate, Pause, Sleep, Verified
+from ...schemas.desired import Recorded
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.limits import MAX_ERROR_CHARS
 
-__all__ = ["PAUSE", "SLEEP", "Dealt", "Due", "Outcome", "failure", "next_due", "standing"]
+__all__ = [
+    "PAUSE",
+    "SLEEP",
+    "HandledRegister",
+    "PendingRegister",
+    "RegisterOutcome",
+    "failure",
+    "next_due",
+    "target_event",
+]
 
 PAUSE = "pause"
-"""The register that says whether requests are taken."""
+"""The register that says whether requests are accepted."""
 SLEEP = "sleep"
 """The register that says whether the engine keeps its memory."""
 
@@ -23,85 +32,79 @@ _STATUSES = {ControlCode.UNSUPPORTED: AckStatus.UNSUPPORTED, ControlCode.STALE: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How bringing a register went, as the final `Ack` says it."""
+class RegisterOutcome:
+    """The outcome of applying a register, as in the final `Ack`."""
 
     status: AckStatus = AckStatus.APPLIED
     error: AckError | None = None
     canary: Canary | None = None
+    verified: Verified | None = None
     frames: dict[str, int] | None = None
 
     @property
     def is_applied(self) -> bool:
-        """It is as desired."""
+        """True if the register is as desired."""
         return self.status is AckStatus.APPLIED
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """What was done about a register."""
+class HandledRegister:
+    """A register that was applied, successfully or not."""
 
     epoch: int
-    """For which of its commands; -1: for none that still counts."""
-    outcome: Outcome | None
-    """None: it shows once the worker has settled."""
+    """Of the command that was applied; -1: apply it again."""
+    outcome: RegisterOutcome | None
+    """None: not known before the worker has its target state."""
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """A register that is to be brought to what is desired."""
+class PendingRegister:
+    """A register that must be applied."""
 
     register: str
     recorded: Recorded | None
-    """None: nothing is desired of it any more."""
+    """None: the register is not desired any more."""
 
 
-def failure(error: ControlError) -> Outcome:
-    """The outcome where bringing a register raised `error`."""
+def failure(error: ControlError) -> RegisterOutcome:
+    """Return the outcome if applying a register raised `error`."""
     status = _STATUSES.get(error.code, AckStatus.FAILED)
-    return Outcome(status=status, error=AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS]))
+    return RegisterOutcome(status=status, error=AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS]))
 
 
-def next_due(effective: Mapping[str, Recorded], dealt: Mapping[str, Dealt]) -> Due | None:
-    """The register to bring next: what is no longer desired, then in the order of epochs; None: all are dealt with.
-
-    Args:
-        effective: what counts for this worker.
-        dealt: what was done about each register, well or not.
-    """
-    gone = sorted(register for register in dealt if register not in effective)
+def next_due(effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister]) -> PendingRegister | None:
+    """Return the register to apply next: first those no longer desired, then by epoch; None: all are handled."""
+    gone = sorted(register for register in handled if register not in effective)
     if gone:
-        return Due(gone[0], None)
+        return PendingRegister(gone[0], None)
     changed = [
         (recorded.epoch, register)
         for register, recorded in effective.items()
-        if register not in dealt or dealt[register].epoch != recorded.epoch
+        if register not in handled or handled[register].epoch != recorded.epoch
     ]
     if not changed:
         return None
     _, register = min(changed)
-    return Due(register, effective[register])
+    return PendingRegister(register, effective[register])
 
 
-def standing(effective: Mapping[str, Recorded], dealt: Mapping[str, Dealt], *, is_poisoned: bool) -> WorkerEvent:
-    """What a worker is for which nothing is due: what forbids to serve comes before what asks not to.
-
-    Args:
-        is_poisoned: its weights are not to be trusted.
-    """
+def target_event(
+    effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister], *, is_poisoned: bool
+) -> WorkerEvent:
+    """Return the event to the target state, if no register is due; invalid weights come before a desired pause."""
     if is_poisoned:
         return WorkerEvent.SPOILT
-    if WEIGHTS in effective and not _is_applied(dealt, WEIGHTS):
+    if WEIGHTS in effective and not _is_applied(handled, WEIGHTS):
         is_lost = isinstance(effective[WEIGHTS].command, FinishWeightUpdate)
         return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
     if isinstance(pause, Drain):
         return WorkerEvent.DRAINED
-    if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and _is_applied(dealt, SLEEP):
+    if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and _is_applied(handled, SLEEP):
         return WorkerEvent.SLEPT
     return WorkerEvent.PAUSED if isinstance(pause, Pause) else WorkerEvent.CAUGHT_UP
 
 
-def _is_applied(dealt: Mapping[str, Dealt], register: str) -> bool:
-    outcome = dealt[register].outcome if register in dealt else None
+def _is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:
+    outcome = handled[register].outcome if register in handled else None
     return outcome is not None and outcome.is_applied

@@ -1,12 +1,11 @@
-"""What each recorded command does to the worker: one method for each register, nothing that decides when."""
+"""What each recorded command does to the worker; the reconciler decides when."""
 
 import logging
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from bus.protocol.desired import WEIGHTS
-from schemas.control import (
+from ...bus.protocol.fleet.desired import WEIGHTS
+from ...schemas.control import (
     LORA_REGISTER,
     AnyCommand,
     Canary,
@@ -21,57 +20,54 @@ from schemas.control import (
     UpdateWeights,
     Wake,
 )
-from schemas.errors import ControlCode, ControlError
-from workers.control.desire import SLEEP
-from workers.control.flow import Flow
-from workers.control.loras import Loras
-from workers.control.transfer import Transfer
-from workers.control.weights import Weights
-from workers.engine_runner import EngineRunner
+from ...schemas.errors import ControlCode, ControlError
+from ..requests.in_flight import InFlightRequests
+from ..sources import Report
+from .desire import SLEEP
+from .loras import Loras
+from .transfer import Transfer
+from .weights import WeightManager
 
 __all__ = ["Registers"]
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[str], None]
-
 
 class Registers:
-    """Brings one register at a time to what a command says; requests are not taken meanwhile."""
+    """Applies one register at a time, while the worker accepts no requests. Coroutines may raise `EngineDead`."""
 
-    def __init__(self, runner: EngineRunner, flow: Flow, weights: Weights, loras: Loras, transfer: Transfer) -> None:
-        self._runner = runner
-        self._flow = flow
-        self._loras = loras
+    def __init__(
+        self,
+        in_flight: InFlightRequests,
+        weights: WeightManager,
+        loras: Loras,
+        transfer: Transfer,
+    ) -> None:
+        self._in_flight = in_flight
+        self.loras = loras
         self.weights = weights
         self.transfer = transfer
         self._sleep_level = 0
 
     def __repr__(self) -> str:
         """One line with the parts."""
-        return f"<Registers sleep_level={self._sleep_level} {self.weights!r} {self._loras!r} {self.transfer!r}>"
+        return f"<Registers sleep_level={self._sleep_level} {self.weights!r} {self.loras!r} {self.transfer!r}>"
 
     @property
     def is_asleep(self) -> bool:
-        """The engine has given up its memory."""
+        """True if the engine sleeps."""
         return self._sleep_level > 0
 
-    @property
-    def problem(self) -> str | None:
-        """What was had and is lost; None: nothing."""
-        return self._loras.problem
-
-    async def bring(self, command: AnyCommand, report: Report) -> Canary | None:
-        """Do what a command says; resume and drain show once the worker settles.
+    async def apply(self, command: AnyCommand, report: Report) -> Canary | None:
+        """Apply a command; resume and drain take effect with the target state.
 
         Returns:
-            What the weights give, after a command about weights.
+            The canary, after a command about weights.
 
         Raises:
-            ControlError: it was not done.
-            EngineDead: the engine is gone.
+            ControlError: it was not applied.
         """
-        if self.transfer.is_open:
+        if self.weights.is_transferring:
             self._check_in_transfer(command)
         match command:
             case Pause():
@@ -79,9 +75,9 @@ class Registers:
             case Resume():
                 pass
             case Drain():
-                self._flow.give_up("this worker is drained")
+                self._in_flight.fail_for_retry("this worker is drained")
             case FlushCache():
-                await self._flush(command, report)
+                await self._flush_cache(command, report)
             case Sleep():
                 await self._sleep(command, report)
             case Wake():
@@ -91,16 +87,16 @@ class Registers:
         return None
 
     def _check_in_transfer(self, command: AnyCommand) -> None:
-        """Refuse what cannot be had from half-written weights, with which the engine must make no step.
+        """Refuse commands that need an engine step, which half-written weights do not allow.
 
         Raises:
-            ControlError: `not_serving`; what is desired of the flow is seen to when the transfer has ended.
+            ControlError: `not_serving`; a desired pause or resume is applied when the transfer has ended.
         """
         match command:
             case Resume():
                 problem = "it goes on when that has ended"
-            case Pause(mode="wait") if self._flow.in_flight:
-                problem = f"{self._flow.in_flight} requests in flight stand still until that has ended"
+            case Pause(mode="wait") if self._in_flight.count:
+                problem = f"{self._in_flight.count} requests in flight stand still until that has ended"
             case Sleep() | LoadLora() | UnloadLora():
                 problem = "once that has ended this can be done"
             case _:
@@ -113,84 +109,83 @@ class Registers:
         match command:
             case UpdateWeights():
                 if await self._wake_engine() == 2:
-                    self.weights.distrust("the engine has dropped them to sleep")
-                return await self.weights.update(await self._break_off(command), report)
+                    self.weights.mark_invalid("the engine has dropped them to sleep")
+                return await self.weights.update(await self._abandon_transfer(command), report)
             case FinishWeightUpdate():
                 return await self._finish(command, report)
             case LoadLora():
-                if not self._loras.is_current(command):
-                    await self._loras.load(command, report)
+                if not self.loras.is_current(command):
+                    await self.loras.load(command, report)
             case UnloadLora():
-                await self._loras.unload(command)
+                await self.loras.unload(command)
             case _:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} sets no register")
         return None
 
-    async def _break_off(self, command: UpdateWeights) -> UpdateWeights:
-        """The same update, without steps on half-written weights where a transfer is open."""
-        if not self.transfer.is_open or command.mode == "keep":
+    async def _abandon_transfer(self, command: UpdateWeights) -> UpdateWeights:
+        """End an open transfer; return the update in a mode that needs no step on half-written weights."""
+        if not self.weights.is_transferring or command.mode == "keep":
             return command
         if command.mode == "abort":
-            await self._flow.end_where(lambda _lora: True)
-        self._flow.give_up("a transfer of weights into this worker was broken off")
+            await self._in_flight.abort_and_wait(self._in_flight.links.requests.names_using(None))
+        self._in_flight.fail_for_retry("a transfer of weights into this worker was broken off")
         return replace(command, mode="keep", clear_cache=command.clear_cache is not False)
 
     async def reset(self, register: str, report: Report, timeout_s: float) -> None:
-        """Nothing is desired of a register any more: undo what was, except weights, which stay, or are those before.
+        """Undo a register that is not desired any more, except valid weights, which stay.
 
         Raises:
-            ControlError: it was not done.
-            EngineDead: the engine is gone.
+            ControlError: it was not applied.
         """
         if register == SLEEP:
             await self._wake(report, timeout_s)
-        elif self.transfer.is_open:
+        elif self.weights.is_transferring:
             raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights has begun here")
         elif register == WEIGHTS:
             if self.weights.is_poisoned and not self.is_asleep:
-                # As after an update that failed everywhere, before which nobody had been told anything.
-                await self._flow.stop("abort", timeout_s)
+                # As after an update that failed everywhere, without a desired version before it.
+                await self._in_flight.stop("abort", timeout_s)
                 await self.weights.restore(report, timeout_s)
         elif register.startswith(LORA_REGISTER):
             name = register.removeprefix(LORA_REGISTER)
-            await self._loras.unload(UnloadLora(name=name, timeout_s=timeout_s))
+            await self.loras.unload(UnloadLora(name=name, timeout_s=timeout_s))
 
     async def _pause(self, command: Pause, report: Report) -> None:
         if self.is_asleep:
             return
         report("pausing")
-        if self.transfer.is_open:
-            # Stopped already, and the engine must not move.
+        if self.weights.is_transferring:
+            # Requests are stopped already, and the engine must not run.
             if command.mode == "abort":
-                await self._flow.end_all(command.timeout_s)
+                await self._in_flight.abort_all(command.timeout_s)
         else:
-            await self._flow.stop(command.mode, command.timeout_s)
+            await self._in_flight.stop(command.mode, command.timeout_s)
         if command.clear_cache:
             report("flushing")
             await self._reset_cache(preempt=command.mode == "keep")
 
-    async def _flush(self, command: FlushCache, report: Report) -> None:
+    async def _flush_cache(self, command: FlushCache, report: Report) -> None:
         if self.is_asleep:
             return
         report("flushing")
         await self._reset_cache(preempt=command.preempt)
 
     async def _reset_cache(self, *, preempt: bool) -> None:
-        if not await self._runner.engine.reset_cache(preempt=preempt):
+        if not await self._in_flight.runner.engine.reset_cache(preempt=preempt):
             raise ControlError(
                 ControlCode.CACHE_IN_USE,
-                f"the prefix cache could not be reset: {self._flow.in_flight} requests in flight hold parts of it",
+                f"the prefix cache could not be reset: {self._in_flight.count} requests in flight hold parts of it",
             )
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
         if self._sleep_level == command.level:
             return
-        if not self._runner.engine.capabilities.sleep:
+        if not self._in_flight.runner.engine.capabilities.sleep:
             raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot sleep")
         await self._wake(report, command.timeout_s)
-        self._flow.give_up("it goes to sleep")
-        await self._flow.stop("abort", command.timeout_s)
-        await self._runner.engine.sleep(command.level)
+        self._in_flight.fail_for_retry("it goes to sleep")
+        await self._in_flight.stop("abort", command.timeout_s)
+        await self._in_flight.runner.engine.sleep(command.level)
         self._sleep_level = command.level
 
     async def _wake(self, report: Report, timeout_s: float) -> None:
@@ -199,14 +194,14 @@ class Registers:
             await self.weights.restore(report, timeout_s)
 
     async def _wake_engine(self) -> int:
-        """Returns how deep it slept; 0: it did not."""
+        """Wake the engine; return the level of its sleep, 0 if it did not sleep."""
         if self.is_asleep:
-            await self._runner.engine.wake()
+            await self._in_flight.runner.engine.wake()
         level, self._sleep_level = self._sleep_level, 0
         return level
 
     async def _finish(self, command: FinishWeightUpdate, report: Report) -> Canary | None:
-        if self.transfer.is_open or self.weights.is_current(command):
+        if self.weights.is_transferring or self.weights.is_current(command):
             return await self.transfer.finish(command, report)
         raise ControlError(
             ControlCode.NOT_FOUND,

@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import InvalidRequest
-from schemas.presence import Role
-from workers.engine import Engine
+from ...schemas.errors import InvalidRequest
+from ...schemas.presence import Role
+from .engine import Engine
 
 __all__ = ["ENGINES", "make_engine"]
 
 
 def _vllm(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
     # Imported when chosen: a synthetic worker needs neither vllm nor torch.
-    from workers.engines.vllm import VllmEngine
+    from .vllm import VllmEngine
 
     return VllmEngine(model, engine_args=engine_args, role=role or "both")
 
 
 def _synthetic(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
-    from workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+    from .synthetic import SyntheticConfig, SyntheticEngine
 
     args = engine_args if role is None else {**engine_args, "role": role}
     return SyntheticEngine(SyntheticConfig.from_args(args), Path(model) if model else None)

@@ -1,5 +1,5 @@
 """Where weights and adapters come from: checked folders below allowed roots, or fetched from the object store."""
 
-from workers.sources.sources import Sources
+from .sources import Report, Sources
 
-__all__ = ["Sources"]
+__all__ = ["Report", "Sources"]

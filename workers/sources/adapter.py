@@ -7,9 +7,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from schemas.errors import ControlCode, ControlError
-from workers.sources.checkpoint import read_json
-from workers.sources.headers import FLOATS, Tensor, read_header
+from .checkpoint import read_json
+from .headers import FLOATS, Tensor, read_header
+from .roots import bad_source
 
 __all__ = ["check_adapter"]
 
@@ -36,27 +36,34 @@ class _Config(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
 
 
-def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None) -> None:
+def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:
     """Check that `folder` is a LoRA adapter whose every pair of matrices fits a weight of the base. Blocks.
 
     Args:
         own_tensors: of the worker's checkpoint; None: not known, so names and shapes are checked among themselves only.
+        max_rank: the largest that the worker's engine takes; None: it says nothing of ranks.
 
     Raises:
         ControlError: `bad_source`, naming file and module, what was expected and what was found.
     """
     for name in (CONFIG, TENSORS):
         if not (folder / name).exists():
-            raise _bad(folder / name, "is missing: an adapter is this file and another")
+            raise bad_source(folder / name, "is missing: an adapter is this file and another")
     config = read_json(folder / CONFIG, _Config)
     _check_config(folder / CONFIG, config)
+    if max_rank is not None and config.r > max_rank:
+        raise bad_source(
+            folder / CONFIG,
+            f"has the rank r={config.r}; allowed: up to {max_rank}, as the worker's engine was started (vLLM's engine "
+            "argument 'max_lora_rank')",
+        )
     file = folder / TENSORS
     pairs = _read_pairs(file, config)
     for module, (a, b) in sorted(pairs.items()):
         if a.shape[0] != b.shape[1]:
-            raise _bad(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
+            raise bad_source(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
         if a.shape[0] != config.r:
-            raise _bad(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as {CONFIG} says")
+            raise bad_source(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as {CONFIG} says")
         if own_tensors is not None:
             _check_base(file, module, (a, b), own_tensors)
 
@@ -64,14 +71,14 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None) -> Non
 def _check_config(path: Path, config: _Config) -> None:
     """Refuse adapters that engines do not serve, or would serve wrongly."""
     if config.peft_type != "LORA":
-        raise _bad(path, f"has peft_type={config.peft_type[:40]!r}; expected: 'LORA'")
+        raise bad_source(path, f"has peft_type={config.peft_type[:40]!r}; expected: 'LORA'")
     if not config.target_modules:
-        raise _bad(path, "has no target_modules; expected: at least one")
+        raise bad_source(path, "has no target_modules; expected: at least one")
     for name in ("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern"):
         if value := getattr(config, name):
-            raise _bad(path, f"has {name}={str(value)[:200]}; expected: plain LoRA without it")
+            raise bad_source(path, f"has {name}={str(value)[:200]}; expected: plain LoRA without it")
     if config.bias != "none":
-        raise _bad(path, f"has bias={config.bias[:40]!r}; expected: 'none'")
+        raise bad_source(path, f"has bias={config.bias[:40]!r}; expected: 'none'")
 
 
 def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]:
@@ -80,19 +87,21 @@ def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]
     for name, tensor in read_header(file).items():
         ending = next((ending for ending in _SIDES if name.endswith(ending)), None)
         if ending is None:
-            raise _bad(file, f"has the tensor {name[:200]!r}; expected: names that end in {' or '.join(_SIDES)}")
+            raise bad_source(file, f"has the tensor {name[:200]!r}; expected: names that end in {' or '.join(_SIDES)}")
         if tensor.dtype not in FLOATS or len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise _bad(file, f"has the tensor {name[:200]!r} as {tensor}; expected: a matrix of floats")
+            raise bad_source(file, f"has the tensor {name[:200]!r} as {tensor}; expected: a matrix of floats")
         module = name.removesuffix(ending).removeprefix(_PREFIX)
         sides.setdefault(module, {})[_SIDES[ending]] = tensor
     if not sides:
-        raise _bad(file, "has no tensors")
+        raise bad_source(file, "has no tensors")
     for module, found in sides.items():
         if len(found) != 2:
-            raise _bad(file, f"has only lora_{next(iter(found))} of {module[:200]!r}; expected: lora_A and lora_B")
+            raise bad_source(
+                file, f"has only lora_{next(iter(found))} of {module[:200]!r}; expected: lora_A and lora_B"
+            )
         targets = config.target_modules
         if isinstance(targets, list) and not any(f".{module}".endswith(f".{target}") for target in targets):
-            raise _bad(file, f"has {module[:200]!r}, which is none of the target_modules of {CONFIG}")
+            raise bad_source(file, f"has {module[:200]!r}, which is none of the target_modules of {CONFIG}")
     return {module: (found["A"], found["B"]) for module, found in sides.items()}
 
 
@@ -100,15 +109,11 @@ def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensor
     """Check that the pair's product has the shape of the base's weight."""
     weight = own_tensors.get(f"{module}.weight")
     if weight is None:
-        raise _bad(file, f"is for another base: it has {module[:200]!r}, which the worker's model does not have")
+        raise bad_source(file, f"is for another base: it has {module[:200]!r}, which the worker's model does not have")
     a, b = pair
     if weight.shape != (b.shape[0], a.shape[1]):
-        raise _bad(
+        raise bad_source(
             file,
             f"is for another base: {module!r} makes {[b.shape[0], a.shape[1]]}; expected: {list(weight.shape)}, as the "
             "worker's model",
         )
-
-
-def _bad(path: Path, problem: str) -> ControlError:
-    return ControlError(ControlCode.BAD_SOURCE, f"{path} {problem}")

@@ -7,9 +7,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from schemas.errors import ControlCode, ControlError
-from workers.sources.headers import Tensor, read_header
-from workers.sources.roots import open_regular
+from .headers import Tensor, read_header
+from .roots import bad_source, open_regular
 
 __all__ = ["check_model", "has_checkpoint", "read_checkpoint", "read_config", "read_json"]
 
@@ -64,7 +63,7 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         found = "no safetensors file" if not files else f"{len(files)} safetensors files and no {INDEX}"
-        raise _bad(f"{folder} has {found}; expected: one file, or an index and its shards")
+        raise bad_source(f"{folder} has {found}; expected: one file, or an index and its shards")
     return _checked(folder, read_header(files[0]))
 
 
@@ -78,18 +77,20 @@ def check_model(
     """
     missing = own_tensors.keys() - tensors.keys()
     if missing:
-        raise _bad(f"{folder} lacks {_some(missing)}: it is of another model, or incomplete")
+        raise bad_source(f"{folder} lacks {_some(missing)}: it is of another model, or incomplete")
     unknown = tensors.keys() - own_tensors.keys()
     if unknown:
-        raise _bad(f"{folder} has {_some(unknown)}, which the worker's model does not have")
+        raise bad_source(f"{folder} has {_some(unknown)}, which the worker's model does not have")
     for name in sorted(tensors):
         found, expected = tensors[name], own_tensors[name]
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-            raise _bad(f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model")
+            raise bad_source(
+                f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model"
+            )
     config = read_config(folder)
     for key in _SAME:
         if key in config and key in own_config and config[key] != own_config[key]:
-            raise _bad(
+            raise bad_source(
                 f"{folder / CONFIG} has {key}={_shown(config[key])}; expected: {_shown(own_config[key])}, as the "
                 "worker's model"
             )
@@ -116,24 +117,24 @@ def read_json(path: Path, kind: type[T]) -> T:
         try:
             data = file.read(MAX_JSON_BYTES + 1)
         except OSError as error:
-            raise _bad(f"{path} cannot be read: {error.strerror or error}") from error
+            raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) > MAX_JSON_BYTES:
-        raise _bad(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+        raise bad_source(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(f"{path} does not decode: {error}") from error
+        raise bad_source(f"{path} does not decode: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Read which file each tensor is in."""
     files = read_json(path, _Index).weight_map
     if len(set(files.values())) > MAX_SHARDS:
-        raise _bad(f"{path} names more than {MAX_SHARDS} files")
+        raise bad_source(f"{path} names more than {MAX_SHARDS} files")
     for name, file in files.items():
         # A path could lead past what was checked of the folder.
         if "/" in file or not file.endswith(".safetensors") or not file.isprintable():
-            raise _bad(f"{path} has {name[:200]!r} in {file[:200]!r}; expected: the name of a safetensors file")
+            raise bad_source(f"{path} has {name[:200]!r} in {file[:200]!r}; expected: the name of a safetensors file")
     return files
 
 
@@ -142,21 +143,21 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         if not (folder / file).exists():
-            raise _bad(f"{folder / file} is missing: the index names it")
+            raise bad_source(f"{folder / file} is missing: the index names it")
         for name, tensor in read_header(folder / file).items():
             if files.get(name) != file:
                 expected = f"in {files[name]}" if name in files else "nowhere"
-                raise _bad(f"{folder / file} has the tensor {name[:200]!r}; by the index it is {expected}")
+                raise bad_source(f"{folder / file} has the tensor {name[:200]!r}; by the index it is {expected}")
             tensors[name] = tensor
     for name, file in files.items():
         if name not in tensors:
-            raise _bad(f"{folder / file} lacks the tensor {name[:200]!r}, which the index says is in it")
+            raise bad_source(f"{folder / file} lacks the tensor {name[:200]!r}, which the index says is in it")
     return _checked(folder, tensors)
 
 
 def _checked(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not tensors:
-        raise _bad(f"{folder} has no tensors")
+        raise bad_source(f"{folder} has no tensors")
     return tensors
 
 
@@ -168,7 +169,3 @@ def _some(names: Iterable[str]) -> str:
 
 def _shown(value: object) -> str:
     return msgspec.json.encode(value).decode()[:200]
-
-
-def _bad(problem: str) -> ControlError:
-    return ControlError(ControlCode.BAD_SOURCE, problem)

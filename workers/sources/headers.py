@@ -12,8 +12,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from schemas.errors import ControlCode, ControlError
-from workers.sources.roots import open_regular
+from .roots import bad_source, open_regular
 
 __all__ = ["FLOATS", "Tensor", "read_header"]
 
@@ -47,7 +46,7 @@ class Tensor(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_DIMS)]
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
@@ -66,7 +65,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         file_bytes = os.fstat(fd).st_size
         header = _read_json(fd, path, file_bytes)
     except OSError as error:
-        raise _bad(path, f"cannot be read: {error.strerror or error}") from error
+        raise bad_source(path, f"cannot be read: {error.strerror or error}") from error
     finally:
         os.close(fd)
     return _check_entries(path, header, file_bytes)
@@ -76,10 +75,10 @@ def _read_json(fd: int, path: Path, file_bytes: int) -> bytes:
     """Read the header's JSON."""
     length = int.from_bytes(_read_exactly(fd, 8), "little")
     if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise _bad(path, f"is truncated or no safetensors file: {file_bytes} bytes, with a header of {length}")
+        raise bad_source(path, f"is truncated or no safetensors file: {file_bytes} bytes, with a header of {length}")
     header = _read_exactly(fd, length)
     if len(header) < length:
-        raise _bad(path, "became shorter while it was read")
+        raise bad_source(path, "became shorter while it was read")
     return header
 
 
@@ -96,29 +95,25 @@ def _check_entries(path: Path, header: bytes, file_bytes: int) -> dict[str, Tens
     try:
         raws = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raws.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in raws.items()}
+        entries = {name: msgspec.json.decode(raw, type=_TensorEntry) for name, raw in raws.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(path, f"is no safetensors file: its header does not decode: {error}") from error
+        raise bad_source(path, f"is no safetensors file: its header does not decode: {error}") from error
     data_bytes = file_bytes - 8 - len(header)
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         shown = f"the tensor {name[:200]!r}"
         if entry.dtype not in _BITS:
-            raise _bad(path, f"has {shown} of the unknown dtype {entry.dtype[:40]!r}")
+            raise bad_source(path, f"has {shown} of the unknown dtype {entry.dtype[:40]!r}")
         begin, previous_end, end = entry.data_offsets[0], end, entry.data_offsets[1]
         bits = math.prod(entry.shape) * _BITS[entry.dtype]
         if begin != previous_end or (end - begin) * 8 != bits:
-            raise _bad(
+            raise bad_source(
                 path,
                 f"has {shown} at bytes {begin} to {end}; expected: from {previous_end} on, and {bits / 8:g} bytes for "
                 f"{entry.dtype}{list(entry.shape)}",
             )
         if end > data_bytes:
-            raise _bad(path, f"is truncated: {shown} ends at byte {end} of the data, and there are {data_bytes}")
+            raise bad_source(path, f"is truncated: {shown} ends at byte {end} of the data, and there are {data_bytes}")
     if end != data_bytes:
-        raise _bad(path, f"has {data_bytes} bytes of data; its tensors are {end}")
+        raise bad_source(path, f"has {data_bytes} bytes of data; its tensors are {end}")
     return {name: Tensor(entry.dtype, entry.shape, path) for name, entry in entries.items()}
-
-
-def _bad(path: Path, problem: str) -> ControlError:
-    return ControlError(ControlCode.BAD_SOURCE, f"{path} {problem}")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError
 
-__all__ = ["allowed_folder", "open_regular"]
+__all__ = ["allowed_folder", "bad_source", "open_regular"]
 
 MAX_ENTRIES: Final = 16_384
 """Files and folders below a source: far more than a checkpoint has, few enough to look at each in a moment."""
@@ -34,17 +34,15 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
         )
     if not path.startswith("/") or "\0" in path:
         raise ControlError(ControlCode.PATH_REFUSED, f"{path[:1000]!r} is refused; allowed: an absolute path")
-    real_roots = [Path(os.path.realpath(root)) for root in roots]
     folder = Path(os.path.realpath(path))
-    _check_below(folder, real_roots, path)
+    _check_allowed(folder, roots, path)
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
-            raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no folder")
-        _check_entries(folder, real_roots)
+            raise bad_source(f"{path} is no folder")
+        _check_entries(folder, path, roots)
     except OSError as error:
-        raise ControlError(
-            ControlCode.BAD_SOURCE, f"{error.filename or path} cannot be read: {error.strerror or error}"
-        ) from error
+        shown = _shown(error.filename, folder, path)
+        raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
     return folder
 
 
@@ -57,26 +55,40 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{path} cannot be read: {error.strerror or error}") from error
+        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no regular file")
+        raise bad_source(f"{path} is no regular file")
     return fd
 
 
-def _check_below(real: Path, real_roots: list[Path], shown: str) -> None:
-    if any(real.is_relative_to(root) for root in real_roots):
+def bad_source(*words: object) -> ControlError:
+    """Make the error of a source that cannot be used; its message is `words`."""
+    return ControlError(ControlCode.BAD_SOURCE, " ".join(map(str, words)))
+
+
+def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
+    """Check that `real` lies below a root. The error names `shown`: clients must not learn where symlinks lead.
+
+    Raises:
+        ControlError: `path_refused`.
+    """
+    if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         return
-    allowed = ", ".join(str(root) for root in real_roots[:_MAX_SHOWN])
-    really = "" if str(real) == shown else f", really {real},"
+    allowed = ", ".join(map(str, roots[:_MAX_SHOWN]))
     raise ControlError(
         ControlCode.PATH_REFUSED,
-        f"{shown}{really} is below no allowed folder; allowed: {allowed}; --weight-root DIR allows another",
+        f"{shown} is below no allowed folder, or a symlink leads out of it; allowed: {allowed}; --weight-root DIR "
+        "allows another",
     )
 
 
-def _check_entries(folder: Path, real_roots: list[Path]) -> None:
-    """Check what is in the folder, where an engine would follow symlinks and read whatever lies there."""
+def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
+    """Check what is in the folder, where an engine would follow symlinks and read whatever lies there.
+
+    Args:
+        path: what errors call the folder.
+    """
 
     def fail(error: OSError) -> None:
         raise error
@@ -85,10 +97,18 @@ def _check_entries(folder: Path, real_roots: list[Path]) -> None:
     for parent, folders, files in os.walk(folder, onerror=fail):
         entries += len(folders) + len(files)
         if entries > MAX_ENTRIES:
-            raise ControlError(ControlCode.BAD_SOURCE, f"{folder} has more than {MAX_ENTRIES} files")
+            raise bad_source(f"{path} has more than {MAX_ENTRIES} files")
         for entry in (Path(parent, name) for name in folders + files):
+            shown = _shown(entry, folder, path)
             if entry.is_symlink():
-                _check_below(Path(os.path.realpath(entry)), real_roots, str(entry))
+                _check_allowed(Path(os.path.realpath(entry)), roots, shown)
             mode = entry.stat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise ControlError(ControlCode.BAD_SOURCE, f"{entry} is no regular file")
+                raise bad_source(f"{shown} is no regular file")
+
+
+def _shown(entry: str | Path | None, folder: Path, path: str) -> str:
+    """Say an entry of the real `folder` as an entry of `path`."""
+    if entry is None or not Path(entry).is_relative_to(folder):
+        return path
+    return str(Path(path, Path(entry).relative_to(folder)))

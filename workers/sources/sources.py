@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bus.objects import ObjectReader
-from bus.objects.reader import FOLDER_PREFIX, PARTIAL_PREFIX
-from schemas.control import WeightSource
-from schemas.errors import ControlCode, ControlError
-from schemas.limits import MAX_LORAS
-from workers.sources.adapter import check_adapter
-from workers.sources.checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
-from workers.sources.headers import Tensor
-from workers.sources.roots import allowed_folder
+from ...bus.objects import ObjectReader
+from ...bus.objects.reader import FOLDER_PREFIX, PARTIAL_PREFIX
+from ...schemas.control import WeightSource
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.limits import MAX_LORAS
+from .adapter import check_adapter
+from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
+from .headers import Tensor
+from .roots import allowed_folder
 
-__all__ = ["Sources"]
+__all__ = ["Report", "Sources"]
 
 logger = logging.getLogger(__name__)
 
+Report = Callable[[str], None]
+"""Called with the stage that a command has reached, for people."""
 KEPT_CHECKPOINTS: Final = 2
 """Fetched ones that stay: the one in use, and the one before, to go back to."""
 
@@ -67,7 +69,7 @@ class Sources:
         """One line with counts."""
         return f"<Sources roots={len(self._roots)} fetched={len(self._checkpoints)}+{len(self._adapters)}>"
 
-    async def checkpoint(self, source: WeightSource, report: Callable[[str], None]) -> Path:
+    async def checkpoint(self, source: WeightSource, report: Report) -> Path:
         """Return the real path of a complete checkpoint with the tensors, shapes and dtypes of the worker's own.
 
         What was fetched stays until `KEPT_CHECKPOINTS` others were.
@@ -82,12 +84,18 @@ class Sources:
         """
         return await self._get(source, report, self._checkpoints, KEPT_CHECKPOINTS, self._check_checkpoint)
 
-    async def adapter(self, source: WeightSource, report: Callable[[str], None]) -> Path:
+    async def adapter(self, source: WeightSource, report: Report, *, max_rank: int | None = None) -> Path:
         """Return the real path of a LoRA adapter whose modules and shapes fit the worker's own checkpoint.
 
         The rest is as in `checkpoint`; of fetched adapters as many stay as a desired state may have.
+
+        Args:
+            report: as in `checkpoint`.
+            max_rank: the largest that the engine takes; None: it says nothing of ranks.
         """
-        return await self._get(source, report, self._adapters, MAX_LORAS, self._check_adapter)
+        return await self._get(
+            source, report, self._adapters, MAX_LORAS, lambda folder: self._check_adapter(folder, max_rank)
+        )
 
     @contextlib.contextmanager
     def using(self, folder: Path) -> Iterator[None]:
@@ -108,7 +116,7 @@ class Sources:
     async def _get(
         self,
         source: WeightSource,
-        report: Callable[[str], None],
+        report: Report,
         kept: list[Path],
         max_kept: int,
         check: Callable[[Path], None],
@@ -132,7 +140,7 @@ class Sources:
                 await self._delete(unused)
             return folder
 
-    async def _fetch(self, source: WeightSource, report: Callable[[str], None]) -> Path:
+    async def _fetch(self, source: WeightSource, report: Report) -> Path:
         """Fetch a folder; return its real path."""
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
@@ -151,9 +159,9 @@ class Sources:
         if own is not None:
             check_model(folder, tensors, own.tensors, own.config)
 
-    def _check_adapter(self, folder: Path) -> None:
+    def _check_adapter(self, folder: Path, max_rank: int | None) -> None:
         own = self._read_own()
-        check_adapter(folder, None if own is None else own.tensors)
+        check_adapter(folder, None if own is None else own.tensors, max_rank)
 
     def _read_own(self) -> _Own | None:
         """Read the worker's own checkpoint, once: what the engine has does not change with the files."""

@@ -1,6 +1,6 @@
 """`rollbus bench`: how fast a fleet is, as its trainers see it."""
 
-from frontend.cli.bench.bench import Bench, Wanted
-from frontend.cli.bench.rounds import Outcome
+from .bench import Bench, BenchOptions
+from .rounds import ConcurrencyResult
 
-__all__ = ["Bench", "Outcome", "Wanted"]
+__all__ = ["Bench", "BenchOptions", "ConcurrencyResult"]

@@ -6,16 +6,17 @@ from typing import Final
 
 import numpy as np
 
-import bus
-from bus.protocol.fleet_view import FleetSnapshot
-from frontend.cli.bench.load import Load
-from frontend.cli.bench.rounds import Outcome, Round, measure
-from frontend.cli.console import progress
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.serving import serving_workers
-from schemas.presence import Capabilities, WorkerPresence
+from .... import bus
+from ....bus.protocol.fleet.presence_table import FleetSnapshot
+from ....schemas.presence import Capabilities, WorkerPresence
+from ..console import progress
+from ..exits import CommandFailed
+from ..figures import in_turns
+from ..serving import serving_workers
+from .load import Load, refused
+from .rounds import ConcurrencyResult, Round, measure
 
-__all__ = ["MAX_CONCURRENCY", "MAX_ROUND_TOKENS", "Bench", "Target", "Wanted", "target_of"]
+__all__ = ["MAX_CONCURRENCY", "MAX_ROUND_TOKENS", "Bench", "BenchOptions", "BenchTarget", "target_of"]
 
 REQUESTS_EACH: Final = 4
 """Requests of a round for each that is open at once, where none are named: its begin and end weigh little then."""
@@ -28,7 +29,7 @@ MAX_ROUND_TOKENS: Final = 50_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class BenchOptions:
     """What is to be measured.
 
     Raises:
@@ -48,12 +49,12 @@ class Wanted:
         """Check the numbers."""
         most = max(self.concurrencies)
         if most > MAX_CONCURRENCY:
-            raise _refused(f"--concurrency {most}", f"{MAX_CONCURRENCY}, for which a queue has room")
+            raise refused(f"--concurrency {most}", f"{MAX_CONCURRENCY}, for which a queue has room")
         if self.num_requests is not None and self.num_requests < most:
-            raise _refused(f"--requests {self.num_requests}", f"{most} or more, so many are open at --concurrency")
+            raise refused(f"--requests {self.num_requests}", f"{most} or more, so many are open at --concurrency")
         tokens = self.requests_at(most) * self.load.output_tokens
         if tokens > MAX_ROUND_TOKENS:
-            raise _refused(
+            raise refused(
                 f"{self.requests_at(most)} requests of {self.load.output_tokens} tokens are {tokens} in a round",
                 f"{MAX_ROUND_TOKENS}, with fewer --requests or --output-tokens",
             )
@@ -64,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A model, and the workers that serve it."""
 
     model: str
@@ -76,7 +77,7 @@ class Target:
         return [worker.capabilities for worker in self.workers if worker.capabilities is not None]
 
 
-def target_of(workers: Sequence[WorkerPresence], model: str | None, *, nats_url: str, fleet: str) -> Target:
+def target_of(workers: Sequence[WorkerPresence], model: str | None, *, nats_url: str, fleet: str) -> BenchTarget:
     """What to measure, of the live workers of a fleet.
 
     Args:
@@ -92,7 +93,7 @@ def target_of(workers: Sequence[WorkerPresence], model: str | None, *, nats_url:
         model = snapshot.resolve_model(model)
     of_model = [worker for worker in workers if model in (None, worker.model)]
     serving = serving_workers(of_model, nats_url=nats_url, fleet=fleet)
-    target = Target(serving[0].model, serving)
+    target = BenchTarget(serving[0].model, serving)
     if not target.engines:
         raise CommandFailed(f"the workers of {target.model} do not say what their engines can do")
     return target
@@ -103,42 +104,39 @@ class Bench:
     """One run over a fleet."""
 
     rb: bus.Client
-    target: Target
-    wanted: Wanted
+    target: BenchTarget
+    options: BenchOptions
     shows_progress: bool = True
 
-    async def run(self) -> list[Outcome]:
+    async def run(self) -> list[ConcurrencyResult]:
         """Warm up, then measure: the concurrencies take turns, so that what slows the machine slows all of them.
 
         Cancellation: aborts what is open.
 
         Raises:
-            CommandFailed: every request of a round failed, or the engines cannot do what is wanted.
+            CommandFailed: every request of a round failed, or the engines cannot do what the options say.
             NoWorkers: none is left; alone or in a group.
         """
-        wanted = self.wanted
-        wanted.load.check(self.target.engines)
-        outcomes = [Outcome(concurrency, wanted.requests_at(concurrency)) for concurrency in wanted.concurrencies]
-        total = sum(outcome.concurrency + wanted.rounds * outcome.num_requests for outcome in outcomes)
-        rng = np.random.default_rng(wanted.seed)
+        options = self.options
+        options.load.check(self.target.engines)
+        outcomes = [
+            ConcurrencyResult(concurrency, options.requests_at(concurrency)) for concurrency in options.concurrencies
+        ]
+        total = sum(outcome.concurrency + options.rounds * outcome.num_requests for outcome in outcomes)
+        rng = np.random.default_rng(options.seed)
         with progress("measuring", total, shown=self.shows_progress) as advance:
             for outcome in outcomes:
                 outcome.add_failures(await self._round(outcome, outcome.concurrency, rng, advance))
-            for _ in range(wanted.rounds):
-                for outcome in outcomes:
-                    outcome.add(await self._round(outcome, outcome.num_requests, rng, advance))
+            for outcome in in_turns(options.rounds, outcomes):
+                outcome.add(await self._round(outcome, outcome.num_requests, rng, advance))
         return outcomes
 
     async def _round(
-        self, outcome: Outcome, count: int, rng: np.random.Generator, advance: Callable[[], None]
+        self, outcome: ConcurrencyResult, count: int, rng: np.random.Generator, advance: Callable[[], None]
     ) -> Round:
         vocab_size = min(engine.vocab_size for engine in self.target.engines)
-        requests = self.wanted.load.requests(self.target.model, vocab_size, count, rng)
-        taken = await measure(self.rb, requests, outcome.concurrency, streams=self.wanted.streams, advance=advance)
-        if not taken.requests:
-            raise CommandFailed(f"all {count} requests of a round failed; the first: {taken.first_failure}")
-        return taken
-
-
-def _refused(what: str, allowed: str) -> CommandFailed:
-    return CommandFailed(f"{what}; allowed: {allowed}", ExitCode.USAGE)
+        requests = self.options.load.requests(self.target.model, vocab_size, count, rng)
+        result = await measure(self.rb, requests, outcome.concurrency, streams=self.options.streams, advance=advance)
+        if not result.requests:
+            raise CommandFailed(f"all {count} requests of a round failed; the first: {result.first_failure}")
+        return result

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bus import GenerateRequest, SamplingParams
-from frontend.cli.exits import CommandFailed, ExitCode
-from schemas.presence import Capabilities
+from ....bus import GenerateRequest, SamplingParams
+from ....schemas.presence import Capabilities
+from ..exits import CommandFailed, ExitCode
 
-__all__ = ["Load"]
+__all__ = ["Load", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,15 @@ class Load:
         positions = self.input_tokens + self.output_tokens
         max_model_len = min(engine.max_model_len for engine in engines)
         if positions > max_model_len:
-            raise _refused(
+            raise refused(
                 f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} are {positions} together",
                 f"{max_model_len}, the max_model_len of the workers",
             )
         max_logprobs = min(engine.max_logprobs for engine in engines)
         if self.logprobs is not None and self.logprobs > max_logprobs:
-            raise _refused(f"--logprobs {self.logprobs}", f"none, or 0 to {max_logprobs}, as the workers say")
+            raise refused(f"--logprobs {self.logprobs}", f"none, or 0 to {max_logprobs}, as the workers say")
         if self.routing and any(engine.routed_experts is None for engine in engines):
-            raise _refused("--routing", "--no-routing, as the model has no experts")
+            raise refused("--routing", "--no-routing, as the model has no experts")
 
     def requests(self, model: str, vocab_size: int, count: int, rng: np.random.Generator) -> Iterator[GenerateRequest]:
         """Make `count` requests, each as it is needed; their prompts are what `rng` gives next."""
@@ -58,5 +58,6 @@ class Load:
             )
 
 
-def _refused(what: str, allowed: str) -> CommandFailed:
+def refused(what: str, allowed: str) -> CommandFailed:
+    """Return the error for options that cannot be measured."""
     return CommandFailed(f"{what}; allowed: {allowed}", ExitCode.USAGE)

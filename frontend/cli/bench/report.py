@@ -1,15 +1,16 @@
 """What a bench says: how it was called, where, of what fleet, and its figures."""
 
-import importlib.metadata
 import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from frontend.cli.bench.bench import Target, Wanted
-from frontend.cli.bench.rounds import FIGURES, Outcome
-from frontend.cli.console import print_table, say
+from .... import __version__
+from ..console import print_table, write
+from ..figures import as_json, cell, machine, spreads
+from .bench import BenchOptions, BenchTarget
+from .rounds import FIGURES, ConcurrencyResult
 
 __all__ = ["Report"]
 
@@ -23,9 +24,9 @@ class Report:
     command: str
     """As it was typed, without passwords."""
     fleet: str
-    target: Target
-    wanted: Wanted
-    outcomes: Sequence[Outcome]
+    target: BenchTarget
+    options: BenchOptions
+    outcomes: Sequence[ConcurrencyResult]
     is_synthetic: bool
     """Server and worker are the bench's own, and its engine makes tokens up."""
 
@@ -44,21 +45,21 @@ class Report:
 
     def show(self) -> None:
         """Print it for people."""
-        say(self.command)
-        say(f"rollbus {_version()}; {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-        say(self._fleet_line())
-        say(self._load_line())
+        write(self.command)
+        write(f"rollbus {__version__}; {machine()}")
+        write(self._fleet_line())
+        write(self._load_line())
         print_table(("at once", *(str(outcome.concurrency) for outcome in self.outcomes)), self.rows())
-        if not self.wanted.streams:
-            say("Times to the first token and between chunks: --stream.")
+        if not self.options.streams:
+            write("Times to the first token and between chunks: --stream.")
 
     def rows(self) -> list[list[str]]:
         """The table: a row for each figure and count, a column for each concurrency."""
-        spreads = [outcome.spreads() for outcome in self.outcomes]
+        found = [spreads(outcome.figures) for outcome in self.outcomes]
         rows = [
-            [figure.label, *(one[figure.name].text() if figure.name in one else NONE for one in spreads)]
-            for figure in FIGURES
-            if any(figure.name in one for one in spreads)
+            [label, *(cell(one.get(name, NONE)) for one in found)]
+            for name, label in FIGURES.items()
+            if any(name in one for one in found)
         ]
         counts = (
             ("attempts above the first", lambda outcome: str(outcome.retries)),
@@ -70,28 +71,34 @@ class Report:
 
     def as_json(self) -> Mapping[str, object]:
         """The same for programs; names of figures end with their unit."""
-        load = self.wanted.load
+        load = self.options.load
         return {
             "command": self.command,
-            "rollbus": _version(),
-            "machine": _machine(),
+            "rollbus": __version__,
+            "machine": {
+                "platform": f"{platform.system()} {platform.machine()}",
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+            },
             "fleet": self.fleet,
             "model": self.target.model,
-            "engines": sorted({f"{engine.engine} {engine.engine_version}" for engine in self.target.engines}),
+            "engines": self._engines(),
             "workers": [worker.worker for worker in self.target.workers],
             "transport_only": self.is_synthetic,
             "input_tokens": load.input_tokens,
             "output_tokens": load.output_tokens,
             "logprobs": load.logprobs,
             "routing": load.routing,
-            "stream": self.wanted.streams,
-            "seed": self.wanted.seed,
-            "rounds": self.wanted.rounds,
+            "stream": self.options.streams,
+            "seed": self.options.seed,
+            "rounds": self.options.rounds,
             "results": [_outcome_as_json(outcome) for outcome in self.outcomes],
         }
 
+    def _engines(self) -> list[str]:
+        return sorted({f"{engine.engine} {engine.engine_version}" for engine in self.target.engines})
+
     def _fleet_line(self) -> str:
-        engines = ", ".join(sorted({f"{engine.engine} {engine.engine_version}" for engine in self.target.engines}))
         if self.is_synthetic:
             return (
                 "TRANSPORT ONLY: a NATS server and a worker of this bench's own, whose engine makes its tokens up; "
@@ -99,25 +106,25 @@ class Report:
             )
         num_workers = len(self.target.workers)
         workers = f"{num_workers} worker{'s' * (num_workers > 1)}"
-        return f"fleet {self.fleet}: {self.target.model} on {workers}, {engines}"
+        return f"fleet {self.fleet}: {self.target.model} on {workers}, {', '.join(self._engines())}"
 
     def _load_line(self) -> str:
-        load = self.wanted.load
+        load = self.options.load
         has_routing = load.routing is not False and any(engine.routed_experts for engine in self.target.engines)
         extras = [
             "no logprobs" if load.logprobs is None else f"logprobs {load.logprobs}",
             "routing" if has_routing else "no routing",
-            "chunk by chunk" if self.wanted.streams else "complete results",
-            f"median of {self.wanted.rounds} rounds (lowest to highest)",
+            "chunk by chunk" if self.options.streams else "complete results",
+            f"median of {self.options.rounds} rounds (lowest to highest)",
         ]
         return f"{load.input_tokens} tokens in, {load.output_tokens} out; {', '.join(extras)}"
 
 
-def _outcome_as_json(outcome: Outcome) -> dict[str, object]:
+def _outcome_as_json(outcome: ConcurrencyResult) -> dict[str, object]:
     return {
         "concurrency": outcome.concurrency,
         "requests": outcome.num_requests,
-        **{name: asdict(spread) for name, spread in outcome.spreads().items()},
+        **{name: as_json(spread) for name, spread in spreads(outcome.figures).items()},
         "retries": outcome.retries,
         "gaps": outcome.gaps,
         "failures": dict(outcome.failures),
@@ -128,18 +135,3 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, object]:
 
 def _counted(failures: Counter[str]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in failures.most_common())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("rollbus")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a folder"
-
-
-def _machine() -> dict[str, object]:
-    return {
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-import bus
-from bus import FinishReason, GenerateRequest, Generation, NoWorkers, RequestError
-from frontend.cli.figures import Spread, percentile
+from .... import bus
+from ....bus import FinishReason, GenerateRequest, Generation, NoWorkers, RequestError
+from ..figures import percentile
 
-__all__ = ["FIGURES", "Figure", "Outcome", "Round", "measure"]
+__all__ = ["FIGURES", "ConcurrencyResult", "Round", "measure"]
 
 
 def _times() -> "array[float]":
@@ -20,8 +20,35 @@ def _times() -> "array[float]":
     return array("f")
 
 
-@dataclass(slots=True)
-class Round:
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What is counted beside the figures: of one round, or of all rounds of one concurrency."""
+
+    cached_tokens: int = 0
+    """Of the prompts, what was not computed."""
+    weight_versions: set[int] = field(default_factory=set)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Requests that did not end as they should, by error code, or by finish reason if they ended too early."""
+    first_failure: str = ""
+    """Message of the first of them."""
+    retries: int = 0
+    """Attempts that followed one which was given up."""
+    gaps: int = 0
+    """How often frames were missing, and were asked for again."""
+
+    def fail(self, kind: str, why: str) -> None:
+        """Count a request that did not end as it should."""
+        self.failures[kind] += 1
+        self.first_failure = self.first_failure or why
+
+    def add_failures(self, other: "Tally") -> None:
+        """Count what failed in a round, be it one to warm up."""
+        self.failures += other.failures
+        self.first_failure = self.first_failure or other.first_failure
+
+
+@dataclass(slots=True, kw_only=True)
+class Round(Tally):
     """What came of the requests of one round.
 
     Tokens and routing are those of the requests that ended as they should: with as many tokens as were asked for.
@@ -34,28 +61,12 @@ class Round:
     """Those that ended as they should."""
     tokens: int = 0
     routing_bytes: int = 0
-    cached_tokens: int = 0
-    """Of the prompts, what was not computed."""
-    weight_versions: set[int] = field(default_factory=set)
-    failures: Counter[str] = field(default_factory=Counter)
-    """All others, by error code; by finish reason where they ended too early without an error."""
-    first_failure: str = ""
-    """What the first of them said."""
-    retries: int = 0
-    """Attempts that followed one which was given up."""
-    gaps: int = 0
-    """How often frames were missing, and were asked for again."""
     first_token_s: "array[float]" = field(default_factory=_times)
     """From the sending of each request to its first token; of a round that streams, like the next two."""
     chunk_s: "array[float]" = field(default_factory=_times)
     """From each chunk with tokens to the next one of the same request."""
     request_s: "array[float]" = field(default_factory=_times)
     """From the sending of each request to its end."""
-
-    def fail(self, kind: str, why: str) -> None:
-        """Count a request that did not end as it should."""
-        self.failures[kind] += 1
-        self.first_failure = self.first_failure or why
 
     def finish(self, reason: FinishReason, tokens: int, routing_bytes: int, cached_tokens: int | None) -> None:
         """Count a request that ended without an error."""
@@ -76,10 +87,10 @@ async def measure(
     streams: bool,
     advance: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Send `requests`, `concurrency` at a time, and take all that comes of them.
+    """Send `requests`, `concurrency` at a time, and read all that comes of them.
 
     Args:
-        streams: take chunk by chunk with `generate` rather than results with `complete_many`.
+        streams: read chunk by chunk with `generate` rather than results with `complete_many`.
         advance: called at the end of each request.
 
     Cancellation: aborts what is open.
@@ -87,35 +98,35 @@ async def measure(
     Raises:
         NoWorkers: none is left to serve them; alone or in a group.
     """
-    taken = Round()
+    result = Round()
     before, cpu_before, started = rb.stats(), time.process_time(), time.perf_counter()
-    await (_stream_all if streams else _complete_all)(rb, requests, concurrency, taken, advance)
-    taken.seconds = time.perf_counter() - started
-    taken.cpu_s = time.process_time() - cpu_before
+    await (_stream_all if streams else _complete_all)(rb, requests, concurrency, result, advance)
+    result.seconds = time.perf_counter() - started
+    result.cpu_s = time.process_time() - cpu_before
     after = rb.stats()
-    taken.retries = sum(after.retries.values()) - sum(before.retries.values())
-    taken.gaps = after.resends_asked - before.resends_asked
-    return taken
+    result.retries = sum(after.retries.values()) - sum(before.retries.values())
+    result.gaps = after.resends_asked - before.resends_asked
+    return result
 
 
 async def _complete_all(
-    rb: bus.Client, requests: Iterable[GenerateRequest], concurrency: int, taken: Round, advance: Callable[[], None]
+    rb: bus.Client, requests: Iterable[GenerateRequest], concurrency: int, result: Round, advance: Callable[[], None]
 ) -> None:
     async for generation in rb.complete_many(requests, max_in_flight=concurrency):
-        _take(generation, taken)
+        _add_generation(generation, result)
         advance()
 
 
-def _take(generation: Generation, taken: Round) -> None:
+def _add_generation(generation: Generation, result: Round) -> None:
     error = generation.error
     if isinstance(error, NoWorkers):
         raise error
     if error is not None:
-        taken.fail(error.code, str(error))
+        result.fail(error.code, str(error))
         return
-    taken.weight_versions.update(set(generation.weight_versions.tolist()))
+    result.weight_versions.update(set(generation.weight_versions.tolist()))
     rows = generation.routed_experts
-    taken.finish(
+    result.finish(
         generation.finish_reason,
         len(generation.token_ids),
         0 if rows is None else rows.nbytes,
@@ -124,29 +135,29 @@ def _take(generation: Generation, taken: Round) -> None:
 
 
 async def _stream_all(
-    rb: bus.Client, requests: Iterable[GenerateRequest], concurrency: int, taken: Round, advance: Callable[[], None]
+    rb: bus.Client, requests: Iterable[GenerateRequest], concurrency: int, result: Round, advance: Callable[[], None]
 ) -> None:
     source = iter(requests)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):
-            tasks.create_task(_stream_next(rb, source, taken, advance), name="bench.stream")
+            tasks.create_task(_stream_next(rb, source, result, advance), name="bench.stream")
 
 
 async def _stream_next(
-    rb: bus.Client, source: Iterator[GenerateRequest], taken: Round, advance: Callable[[], None]
+    rb: bus.Client, source: Iterator[GenerateRequest], result: Round, advance: Callable[[], None]
 ) -> None:
-    """Stream one request after the other, as long as `source`, which others take from as well, has any."""
+    """Stream one request after the other, as long as `source`, from which other tasks take requests too, has any."""
     for request in source:
         try:
-            await _stream(rb, request, taken)
+            await _stream(rb, request, result)
         except NoWorkers:
             raise
         except RequestError as exc:
-            taken.fail(exc.code, str(exc))
+            result.fail(exc.code, str(exc))
         advance()
 
 
-async def _stream(rb: bus.Client, request: GenerateRequest, taken: Round) -> None:
+async def _stream(rb: bus.Client, request: GenerateRequest, result: Round) -> None:
     sent = before = time.perf_counter()
     tokens = routing_bytes = 0
     async for chunk in rb.generate(request):
@@ -154,92 +165,58 @@ async def _stream(rb: bus.Client, request: GenerateRequest, taken: Round) -> Non
             routing_bytes += len(chunk.routed_experts.data)
         if chunk.num_tokens:
             now = time.perf_counter()
-            (taken.chunk_s if tokens else taken.first_token_s).append(now - before)
+            (result.chunk_s if tokens else result.first_token_s).append(now - before)
             before = now
             tokens += chunk.num_tokens
-            taken.weight_versions.add(chunk.weight_version)
+            result.weight_versions.add(chunk.weight_version)
         if chunk.end is not None:
-            taken.request_s.append(time.perf_counter() - sent)
-            taken.finish(chunk.end.finish_reason, tokens, routing_bytes, chunk.end.cached_tokens)
+            result.request_s.append(time.perf_counter() - sent)
+            result.finish(chunk.end.finish_reason, tokens, routing_bytes, chunk.end.cached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Something that each round gives a number for."""
-
-    name: str
-    """For programs; the unit last."""
-    label: str
-    """For people."""
-    of: Callable[[Round], float | None]
-    """Its value in a round; None: there was nothing to measure."""
-
-
-def _percentile_ms(times: Callable[[Round], "array[float]"], percent: float) -> Callable[[Round], float | None]:
-    def value(taken: Round) -> float | None:
-        seconds = times(taken)
-        return 1000 * percentile(seconds, percent) if seconds else None
-
-    return value
+FIGURES: Final = {
+    "tokens_per_s": "tokens/s",
+    "requests_per_s": "requests/s",
+    "first_token_p50_ms": "time to first token, p50, ms",
+    "first_token_p99_ms": "time to first token, p99, ms",
+    "chunk_p50_ms": "time between chunks, p50, ms",
+    "chunk_p99_ms": "time between chunks, p99, ms",
+    "request_p50_ms": "time of a request, p50, ms",
+    "request_p99_ms": "time of a request, p99, ms",
+    "client_cpu_ms_per_1000_tokens": "client CPU, ms per 1,000 tokens",
+    "routing_mb_per_s": "routing, MB/s",
+}
+"""What is measured, in the order in which it is shown: the name for programs, unit last, and the label for people."""
 
 
-TIMES: Final[tuple[tuple[str, str, Callable[[Round], "array[float]"]], ...]] = (
-    ("first_token", "time to first token", lambda taken: taken.first_token_s),
-    ("chunk", "time between chunks", lambda taken: taken.chunk_s),
-    ("request", "time of a request", lambda taken: taken.request_s),
-)
-FIGURES: Final = (
-    Figure("tokens_per_s", "tokens/s", lambda taken: taken.tokens / taken.seconds),
-    Figure("requests_per_s", "requests/s", lambda taken: taken.requests / taken.seconds),
-    *(
-        Figure(f"{name}_p{percent}_ms", f"{label}, p{percent}, ms", _percentile_ms(times, percent))
-        for name, label, times in TIMES
-        for percent in (50, 99)
-    ),
-    Figure(
-        "client_cpu_ms_per_1000_tokens",
-        "client CPU, ms per 1,000 tokens",
-        lambda taken: 1e6 * taken.cpu_s / taken.tokens,
-    ),
-    Figure("routing_mb_per_s", "routing, MB/s", lambda taken: taken.routing_bytes / taken.seconds / 1e6 or None),
-)
-"""What is measured, in the order in which it is shown. Each needs a round of which a request ended as it should."""
+def figures_of(result: Round) -> dict[str, float]:
+    """Return the figures of a round in which a request ended as it should, in the order of `FIGURES`."""
+    figures = {"tokens_per_s": result.tokens / result.seconds, "requests_per_s": result.requests / result.seconds}
+    times = {"first_token": result.first_token_s, "chunk": result.chunk_s, "request": result.request_s}
+    for name, seconds in times.items():
+        if seconds:
+            figures |= {f"{name}_p{percent}_ms": 1000 * percentile(seconds, percent) for percent in (50, 99)}
+    figures["client_cpu_ms_per_1000_tokens"] = 1e6 * result.cpu_s / result.tokens
+    if result.routing_bytes:
+        figures["routing_mb_per_s"] = result.routing_bytes / result.seconds / 1e6
+    return figures
 
 
 @dataclass(slots=True)
-class Outcome:
+class ConcurrencyResult(Tally):
     """What the rounds of one concurrency gave."""
 
     concurrency: int
     num_requests: int
     """Of each round."""
-    values: dict[str, list[float]] = field(default_factory=dict)
-    """By figure: one for each round."""
-    weight_versions: set[int] = field(default_factory=set)
-    failures: Counter[str] = field(default_factory=Counter)
-    """Also those of the warm-up."""
-    first_failure: str = ""
-    retries: int = 0
-    gaps: int = 0
-    cached_tokens: int = 0
+    figures: list[dict[str, float]] = field(default_factory=list)
+    """Of each round; the failures are those of the warm-up too."""
 
-    def add_failures(self, taken: Round) -> None:
-        """Count what failed in a round, be it one to warm up."""
-        self.failures += taken.failures
-        self.first_failure = self.first_failure or taken.first_failure
-
-    def add(self, taken: Round) -> None:
+    def add(self, result: Round) -> None:
         """Count a round."""
-        for figure in FIGURES:
-            value = figure.of(taken)
-            if value is not None:
-                self.values.setdefault(figure.name, []).append(value)
-        self.add_failures(taken)
-        self.weight_versions |= taken.weight_versions
-        self.retries += taken.retries
-        self.gaps += taken.gaps
-        self.cached_tokens += taken.cached_tokens
-
-    def spreads(self) -> dict[str, Spread]:
-        """The median and range of each figure that was measured."""
-        return {name: Spread.of(values) for name, values in self.values.items()}
+        self.figures.append(figures_of(result))
+        self.add_failures(result)
+        self.weight_versions |= result.weight_versions
+        self.retries += result.retries
+        self.gaps += result.gaps
+        self.cached_tokens += result.cached_tokens

@@ -6,7 +6,7 @@ request may have ended by itself, unless none of them was found.
 
 import argparse
 
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -19,6 +19,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Abort."""
-    return run_control(args, lambda fleet, options: fleet.abort(args.request_ids, **options))
+run = command(lambda args, fleet, options: fleet.abort(args.request_ids, **options))

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontend.cli.exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    from bus.users import Entry, Wanted
+    from ....bus.auth.users import UserFile, WantedUser
 
 __all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Change the folder, and say what became of it."""
-    wanted = tuple(_wanted(args))
-    return _init(args, wanted) if args.action == "init" else _remove(args, wanted)
+    users = tuple(_users_of(args))
+    return _init(args, users) if args.action == "init" else _remove(args, users)
 
 
-def _wanted(args: argparse.Namespace) -> Iterator["Wanted"]:
-    from bus.credentials import DEFAULT_FLEET, Role
+def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
+    from ....bus.auth.credentials import DEFAULT_FLEET, Role
 
     fleet = args.fleet or DEFAULT_FLEET
     for role in ROLES:
@@ -63,14 +63,14 @@ def _wanted(args: argparse.Namespace) -> Iterator["Wanted"]:
         yield from ((fleet, Role(role), name) for name in names)
 
 
-def _init(args: argparse.Namespace, wanted: "tuple[Wanted, ...]") -> int:
-    from bus.server import Tls
-    from bus.users import SERVER_FILE, ensure_users, write_server_config
-    from frontend.cli.console import note, print_json
+def _init(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
+    from ....bus.auth.tls import Tls
+    from ....bus.auth.users import SERVER_FILE, ensure_users, write_server_config
+    from ..console import note, print_json
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
         raise CommandFailed("TLS takes --server-cert and --server-key, and then --client-ca too", ExitCode.USAGE)
-    entries = ensure_users(args.dir, wanted)
+    entries = ensure_users(args.dir, users)
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     server = args.dir / SERVER_FILE
     if not write_server_config(args.dir, args.listen, tls) and args.server_cert:
@@ -82,30 +82,30 @@ def _init(args: argparse.Namespace, wanted: "tuple[Wanted, ...]") -> int:
     return ExitCode.OK
 
 
-def _remove(args: argparse.Namespace, wanted: "tuple[Wanted, ...]") -> int:
-    from bus.users import remove_user
-    from frontend.cli.console import print_json, say
+def _remove(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
+    from ....bus.auth.users import remove_user
+    from ..console import print_json, write
 
-    if not wanted:
+    if not users:
         raise CommandFailed("which users? as in --trainer NAME", ExitCode.USAGE)
-    removed = [one for one in wanted if remove_user(args.dir, one)]
+    removed = [one for one in users if remove_user(args.dir, one)]
     if args.json:
         print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
-    for fleet, role, name in wanted:
+    for fleet, role, name in users:
         if (fleet, role, name) not in removed:
             raise CommandFailed(f"there is no {role} {name} of fleet {fleet} in {args.dir}")
         if not args.json:
-            say(f"removed {role} {name} of fleet {fleet}; once the server has reloaded, it is let in no more")
+            write(f"removed {role} {name} of fleet {fleet}; once the server has reloaded, it is let in no more")
     return ExitCode.OK
 
 
-def _as_json(entry: "Entry") -> dict[str, object]:
+def _as_json(entry: "UserFile") -> dict[str, object]:
     user = entry.user
     return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
 
 
-def _show(server: Path, entries: "tuple[Entry, ...]") -> None:
-    from frontend.cli.console import print_table, program, say
+def _show(server: Path, entries: "tuple[UserFile, ...]") -> None:
+    from ..console import print_table, program, write
 
     rows = [
         (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))
@@ -113,5 +113,5 @@ def _show(server: Path, entries: "tuple[Entry, ...]") -> None:
     ]
     print_table(("role", "name", "fleet", "key", "credentials"), rows)
     admin = next(entry for entry in entries if entry.user.role == "admin")
-    say(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP.")
-    say(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")
+    write(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP; send it twice.")
+    write(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")

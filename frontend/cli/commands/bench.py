@@ -16,16 +16,16 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from frontend.cli.arguments import non_negative_int, positive_int, without_password
-from frontend.cli.exits import CommandFailed, ExitCode
+from ..arguments import non_negative_int, positive_int, without_password
+from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    import bus
-    from frontend.cli.bench import Wanted
+    from .... import bus
+    from ..bench import BenchOptions
 
 __all__ = ["HELP", "add_arguments", "names_nobody", "run"]
 
@@ -79,11 +79,10 @@ def number_or_none(text: str) -> int | None:
     return None if text == "none" else non_negative_int(text)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     """Measure, and say what came of it."""
-    from frontend.cli.app import run_async
-    from frontend.cli.bench import Wanted
-    from frontend.cli.bench.load import Load
+    from ..bench import BenchOptions
+    from ..bench.load import Load
 
     if args.synthetic and args.model is not None:
         raise CommandFailed("--model is of a fleet, and --synthetic has a model of its own", ExitCode.USAGE)
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         logprobs=args.logprobs,
         routing=args.routing,
     )
-    wanted = Wanted(
+    options = BenchOptions(
         load=load,
         concurrencies=list(dict.fromkeys(args.concurrency)),
         rounds=args.rounds,
@@ -102,18 +101,18 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     args.synthetic = args.synthetic or names_nobody(args)
-    return run_async(_bench(args, wanted))
+    return _bench(args, options)
 
 
 def names_nobody(args: argparse.Namespace) -> bool:
     """No fleet was named, and nobody listens where one would be."""
     from urllib.parse import urlsplit
 
-    from frontend.cli import app
+    from .. import app
 
     if args.model is not None or args.fleet != app.DEFAULT_FLEET or args.nats != app.DEFAULT_NATS:
         return False
-    if os.environ.get(app.LOGIN_VARIABLES["creds"]):
+    if os.environ.get(app.CREDENTIALS_VARIABLE):
         return False
     address = urlsplit(args.nats)
     try:
@@ -123,21 +122,21 @@ def names_nobody(args: argparse.Namespace) -> bool:
     return False
 
 
-async def _bench(args: argparse.Namespace, wanted: "Wanted") -> int:
-    import bus
-    from frontend.cli.bench.bench import Bench, target_of
-    from frontend.cli.bench.report import Report
-    from frontend.cli.console import print_json
+async def _bench(args: argparse.Namespace, options: "BenchOptions") -> int:
+    from .... import bus
+    from ..bench.bench import Bench, target_of
+    from ..bench.report import Report
+    from ..console import print_json
 
-    async with _server(args, wanted) as server, bus.connect(server, fleet=args.fleet) as rb:
+    async with _server(args, options) as server, bus.connect(server, fleet=args.fleet) as rb:
         workers = (await rb.fleet.state()).workers
         target = target_of(workers, args.model, nats_url=args.nats, fleet=args.fleet)
-        outcomes = await Bench(rb, target, wanted, shows_progress=not args.json).run()
+        outcomes = await Bench(rb, target, options, shows_progress=not args.json).run()
     report = Report(
         command=shlex.join(["rollbus", *map(without_password, sys.argv[1:])]),
         fleet=args.fleet,
         target=target,
-        wanted=wanted,
+        options=options,
         outcomes=outcomes,
         is_synthetic=args.synthetic,
     )
@@ -152,23 +151,23 @@ async def _bench(args: argparse.Namespace, wanted: "Wanted") -> int:
 
 
 @asynccontextmanager
-async def _server(args: argparse.Namespace, wanted: "Wanted") -> "AsyncIterator[str | bus.Server]":
+async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIterator[str | bus.Server]":
     """Where the fleet is, or one of the bench's own."""
     if not args.synthetic:
         yield args.nats
         return
-    from frontend.cli.console import note
-    from frontend.cli.local_fleet import LocalFleet, run_fleet
+    from ..console import note
+    from ..local_fleet import LocalFleet, run_fleet
 
     note("starting a NATS server and a worker that makes its tokens up: what is measured is the transport alone")
     # All requests are in its batch: it is no engine's queue that is measured.
-    engine_args = json.dumps({"max_num_seqs": max(wanted.concurrencies)})
+    engine_args = json.dumps({"max_num_seqs": max(options.concurrencies)})
     flags = ("--engine", "synthetic", "--engine-args", engine_args)
     fleet = LocalFleet(fleet=args.fleet, worker_flags=flags)
 
-    def hear(worker: str, line: str) -> None:
+    def on_line(worker: str, line: str) -> None:
         if args.verbose:
             note(f"[{worker}] {line}")
 
-    async with run_fleet(fleet, hear) as server:
+    async with run_fleet(fleet, on_line) as server:
         yield server

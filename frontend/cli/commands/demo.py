@@ -8,19 +8,20 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 
-from frontend.cli.arguments import positive_int
-from frontend.cli.exits import CommandFailed, ExitCode
+from ..arguments import positive_int
+from ..exits import CommandFailed, ExitCode
+from ..package import EXAMPLES
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "the tour: real questions through a real engine"
 
-QUESTIONS = Path(__file__).resolve().parents[1] / "questions.jsonl"
-"""In a checkout a link to examples/questions.jsonl, so that an installed package has them, too."""
-RL_LOOP = Path("examples", "rl_loop.py")
-"""Beside this package where it is installed, else in the checkout. It is a program of its own, and run as one."""
+QUESTIONS = EXAMPLES / "questions.jsonl"
+RL_LOOP = EXAMPLES / "rl_loop.py"
+"""A program of its own, and run as one."""
 RL_LOOP_NEEDS = ("matplotlib", "torch", "transformers")
 
 
@@ -43,12 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     """Give the tour."""
-    from frontend.cli.app import run_async
-    from frontend.cli.local_fleet import check_vllm, default_state_dir
-    from frontend.cli.prompts import Defaults, read_prompts
-    from frontend.cli.tour import Tour
+    from ..local_fleet import check_vllm, default_state_dir
+    from ..prompts import Defaults, read_prompts
+    from ..tour import Tour
 
     if args.rl:
         return _learn()
@@ -67,22 +67,16 @@ def run(args: argparse.Namespace) -> int:
         as_json=args.json,
         is_verbose=args.verbose,
     )
-    return run_async(tour.run())
+    return tour.run()
 
 
 def _learn() -> int:
     """Run the loop that learns; returns its exit code."""
-    from frontend.cli.local_fleet import check_vllm
-    from frontend.cli.worker_options import python_env
+    from ..local_fleet import check_vllm
+    from ..worker_options import python_env
 
     check_vllm()
     missing = [name for name in RL_LOOP_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandFailed(f"{', '.join(missing)} not installed: pip install 'rollbus[rl]'")
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package, package.parents[1]):
-        if (folder / RL_LOOP).is_file():
-            return subprocess.run(
-                [sys.executable, "-P", str(folder / RL_LOOP)], env=python_env(), check=False
-            ).returncode
-    raise CommandFailed(f"{RL_LOOP} is not there: it comes with the wheel and with a checkout")
+    return subprocess.run([sys.executable, "-P", str(RL_LOOP)], env=python_env(), check=False).returncode

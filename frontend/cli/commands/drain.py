@@ -6,10 +6,10 @@ Requests go on elsewhere from the tokens that they have. The worker may then be 
 import argparse
 from typing import TYPE_CHECKING, cast
 
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 if TYPE_CHECKING:
-    from bus.client.fleet import DrainOptions
+    from ....bus.client.fleet import DrainOptions
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -22,6 +22,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser, has_worker=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Drain."""
-    return run_control(args, lambda fleet, options: fleet.drain(args.workers, **cast("DrainOptions", options)))
+run = command(lambda args, fleet, options: fleet.drain(args.workers, **cast("DrainOptions", options)))

@@ -8,7 +8,7 @@ After an update of the weights nothing need be flushed: new requests never find 
 
 import argparse
 
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -21,6 +21,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Flush."""
-    return run_control(args, lambda fleet, options: fleet.flush_cache(preempt=args.preempt, **options))
+run = command(lambda args, fleet, options: fleet.flush_cache(preempt=args.preempt, **options))

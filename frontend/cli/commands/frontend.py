@@ -7,21 +7,20 @@ for requests, ROLLBUS_ADMIN_TOKEN for what changes the fleet. With --json, one l
 import argparse
 import asyncio
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 
-from frontend.cli.arguments import positive_float, positive_int
-from frontend.cli.exits import ExitCode
-from frontend.cli.http_service import (
-    CLIENT_TIMEOUT_S,
+from ...http.settings import Settings
+from ..arguments import add_tokenizer, positive_float, positive_int
+from ..exits import ExitCode
+from ..http_service import (
     DEFAULT_ADDRESS,
-    MAX_IN_FLIGHT,
+    add_allowed_host,
     address,
+    bind_address,
     check_installed,
     serve_http,
-    settings_of,
-    take_address,
+    settings_from_environment,
 )
-from schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -30,70 +29,58 @@ HELP = "serve the fleet over HTTP"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+    defaults = Settings()
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
         default=DEFAULT_ADDRESS,
         help="where to listen (default: %(default)s); port 0: any",
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        type=Path,
-        help="folder of the tokenizer (default: that of a worker on this machine)",
-    )
+    add_allowed_host(parser)
+    add_tokenizer(parser)
     parser.add_argument(
         "--max-in-flight",
         metavar="N",
         type=positive_int,
-        default=MAX_IN_FLIGHT,
+        default=defaults.max_in_flight,
         help="requests for tokens at a time; one more is answered 429 (default: %(default)s)",
     )
     parser.add_argument(
         "--client-timeout",
         metavar="S",
         type=positive_float,
-        default=CLIENT_TIMEOUT_S,
-        help="seconds until a client that does not read its answer loses its connection (default: %(default)g)",
+        default=defaults.client_timeout_s,
+        help="seconds for a client to send its request, and to read each piece of its answer (default: %(default)g)",
     )
     parser.add_argument(
         "--prefill-min-tokens",
         metavar="N",
         type=positive_int,
-        default=DEFAULT_PREFILL_MIN_TOKENS,
+        default=defaults.prefill_min_tokens,
         help="prompts of at least so many tokens go to a prefill worker first, where there is one (default: "
         "%(default)s)",
     )
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    from frontend.cli.app import run_async
+    from ..app import until_signalled
+    from ..console import note, print_json
 
     host, port = address(args.http)
     check_installed()
-    return run_async(_serve(args, host, port))
-
-
-async def _serve(args: argparse.Namespace, host: str, port: int) -> int:
-    from frontend.cli.app import cancel_on_signals
-    from frontend.cli.console import note, print_json
-
-    cancel_on_signals()
-    settings = settings_of(
+    settings = replace(
+        settings_from_environment(),
+        allowed_hosts=frozenset({host, *args.allowed_host}),
         max_in_flight=args.max_in_flight,
         client_timeout_s=args.client_timeout,
         prefill_min_tokens=args.prefill_min_tokens,
         tokenizer=args.tokenizer,
     )
-    try:
-        with closing(take_address(host, port)) as listening:
-            async with serve_http(args.nats, args.fleet, settings, listening) as url:
-                note(f"HTTP: {url}")
-                if args.json:
-                    print_json({"http": url})
-                await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        # Nobody else cancels this task.
-        note("stopped")
+    with until_signalled(), closing(bind_address(host, port)) as listening:
+        async with serve_http(args.nats, args.fleet, settings, listening) as url:
+            note(f"HTTP: {url}")
+            if args.json:
+                print_json({"http": url})
+            await asyncio.Event().wait()
     return ExitCode.OK

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from frontend.cli.arguments import non_negative_int, positive_float, positive_int
-from frontend.cli.exits import CommandFailed, ExitCode
-from schemas.limits import DEFAULT_MAX_IN_FLIGHT
+from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
+from ..arguments import add_tokenizer, non_negative_int, positive_float, positive_int
+from ..exits import CommandFailed, ExitCode
 
 __all__ = ["HELP", "add_arguments", "describe", "run"]
 
@@ -35,12 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="inline",
         help="base64 in each line, arrays in an .npz beside the output, or none (default: %(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        type=Path,
-        help="folder of the tokenizer (default: that of a worker on this machine)",
-    )
+    add_tokenizer(parser)
     parser.add_argument(
         "--max-in-flight",
         metavar="N",
@@ -60,16 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the files, generate, and say what came of it."""
-    from frontend.cli.app import run_async
-    from frontend.cli.console import print_json, say
-    from frontend.cli.job import Job
-    from frontend.cli.prompts import Defaults, check_input
-    from frontend.cli.results import open_results
+    from ..app import run_async
+    from ..console import print_json, write
+    from ..job import GenerateRun
+    from ..prompts import Defaults, check_input
+    from ..results import open_results
 
     rows_path = _check_paths(args)
     defaults = Defaults(*_default_fields(args))
     with open_results(args.output, rows_path) as results:
-        job = Job(
+        job = GenerateRun(
             input=args.input,
             defaults=defaults,
             summary=check_input(args.input, defaults, results.finished),
@@ -90,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        say(describe(report))
+        write(describe(report))
     return ExitCode.FAILED if job.counts.failed else ExitCode.OK
 
 

@@ -8,8 +8,10 @@ A load that fails leaves the adapter of before. Workers that start later load it
 
 import argparse
 
-from frontend.cli.arguments import non_negative_int
-from frontend.cli.control import add_send_options, add_source_options, run_control, source_of
+from msgspec.structs import astuple
+
+from ..arguments import non_negative_int
+from ..control import add_send_options, add_source_options, command, source_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -26,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Load."""
-    source = source_of(args)
-    return run_control(
-        args,
-        lambda fleet, options: fleet.load_lora(
-            args.name, **source, upload=args.upload, version=args.version, **options
-        ),
+    path, objects = astuple(source_of(args))
+    send = command(
+        lambda args, fleet, options: fleet.load_lora(
+            args.name, path, objects=objects, upload=args.upload, version=args.version, **options
+        )
     )
+    return await send(args)

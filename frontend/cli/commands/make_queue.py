@@ -1,37 +1,50 @@
-"""Make the queues of models, and the bucket of what workers are told, on a server where only admins may.
+"""Make the queues of models and the bucket of desired states, on a server where only admins may; and set limits.
 
-Workers of a server without `rollbus auth` make them by themselves. What is there already stays as it is, with all that
-waits in it.
+Workers of a server without `rollbus auth` make them by themselves. Queues that exist stay as they are. Their limits
+change only if an option names them, and never below what the queue holds.
 """
 
 import argparse
 
-from frontend.cli.exits import ExitCode
+from ..arguments import positive_int
+from ..exits import ExitCode
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "make a model's queue, where workers may not"
+HELP = "make a model's queue, or set its limits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("models", metavar="MODEL", nargs="+", help="served name of a model")
+    parser.add_argument(
+        "--max-requests",
+        metavar="N",
+        type=positive_int,
+        help="requests that may wait, of all clients (a new queue: 65,536)",
+    )
+    parser.add_argument(
+        "--max-bytes", metavar="N", type=positive_int, help="their total size in bytes (a new queue: 1 GiB)"
+    )
+    parser.add_argument(
+        "--max-per-client",
+        metavar="N",
+        type=positive_int,
+        help="requests of one client that may wait in one lane; the client keeps the rest (a new queue: 1,024)",
+    )
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Make them."""
-    from bus.provision import provision
-    from bus.server import Server
-    from frontend.cli.app import run_async
-    from frontend.cli.console import print_json, say
+    from ....bus.control.provision import provision
+    from ....bus.nats.server import Server
+    from ..console import print_json, write
 
-    async def make() -> int:
-        await provision(Server.named(args.nats), args.fleet, args.models)
-        return ExitCode.OK
-
-    run_async(make())
+    given = {"max_msgs": args.max_requests, "max_bytes": args.max_bytes, "max_per_client": args.max_per_client}
+    given = {name: value for name, value in given.items() if value is not None}
+    await provision(Server.named(args.nats), args.fleet, args.models, given)
     if args.json:
         print_json({"models": args.models})
     else:
-        say(f"the queue of {', '.join(args.models)} is there")
+        write(f"the queue of {', '.join(args.models)} is there")
     return ExitCode.OK

@@ -10,8 +10,8 @@ A worker that starts later is paused too, unless --worker was given.
 import argparse
 from typing import get_args
 
-from frontend.cli.control import add_send_options, run_control
-from schemas.control import PauseMode
+from ....schemas.control import PauseMode
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -27,8 +27,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Pause."""
-    return run_control(
-        args, lambda fleet, options: fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options)
-    )
+run = command(lambda args, fleet, options: fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options))

@@ -6,7 +6,7 @@ with the weights of their own options.
 
 import argparse
 
-from frontend.cli.exits import ExitCode
+from ..exits import ExitCode
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -18,21 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="of the workers of this model (default: of every live model)")
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Forget."""
-    from frontend.cli.app import run_async
-
-    return run_async(_reset(args))
-
-
-async def _reset(args: argparse.Namespace) -> int:
-    import bus
-    from frontend.cli.console import print_json, say
+    from .... import bus
+    from ..console import print_json, write
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         models = await rb.fleet.reset(args.model)
     if args.json:
         print_json({"models": models})
     else:
-        say(f"forgot what was told the workers of {', '.join(models)}" if models else "nothing was recorded")
+        write(f"forgot what was told the workers of {', '.join(models)}" if models else "nothing was recorded")
     return ExitCode.OK

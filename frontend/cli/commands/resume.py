@@ -3,20 +3,11 @@
 A worker whose weights could not be updated stays as it is; see `rollbus status`.
 """
 
-import argparse
-
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "undo pause and drain"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    add_send_options(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Resume."""
-    return run_control(args, lambda fleet, options: fleet.resume(**options))
+add_arguments = add_send_options
+run = command(lambda args, fleet, options: fleet.resume(**options))

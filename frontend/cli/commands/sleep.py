@@ -2,7 +2,7 @@
 
 import argparse
 
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -21,6 +21,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Put to sleep."""
-    return run_control(args, lambda fleet, options: fleet.sleep(level=args.level, **options))
+run = command(lambda args, fleet, options: fleet.sleep(level=args.level, **options))

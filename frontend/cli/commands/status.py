@@ -6,11 +6,11 @@ Exits with 5 when no worker answers.
 import argparse
 from typing import TYPE_CHECKING
 
-from frontend.cli.arguments import without_password
-from frontend.cli.exits import CommandFailed, ExitCode
+from ..arguments import without_password
+from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    from bus import FleetState
+    from ....bus import FleetState
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -21,17 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """No options of its own."""
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Print the fleet's state."""
-    from frontend.cli.app import run_async
-
-    return run_async(_status(args))
-
-
-async def _status(args: argparse.Namespace) -> int:
-    import bus
-    from frontend.cli.console import print_json
-    from frontend.cli.fleet_tables import state_as_json
+    from .... import bus
+    from ..console import print_json
+    from ..fleet_tables import state_as_json
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
@@ -49,8 +43,8 @@ async def _status(args: argparse.Namespace) -> int:
 
 
 def _show(state: "FleetState") -> None:
-    from frontend.cli import fleet_tables as tables
-    from frontend.cli.console import print_table, say
+    from .. import fleet_tables as tables
+    from ..console import print_table, write
 
     print_table(tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers])
     for columns, rows in (
@@ -60,5 +54,5 @@ def _show(state: "FleetState") -> None:
         (tables.ERROR_COLUMNS, tables.error_rows(state.workers)),
     ):
         if rows:
-            say()
+            write()
             print_table(columns, rows)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from frontend.cli.control import add_send_options, run_control
+from ..control import add_send_options, command
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -15,6 +15,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Unload."""
-    return run_control(args, lambda fleet, options: fleet.unload_lora(args.name, **options))
+run = command(lambda args, fleet, options: fleet.unload_lora(args.name, **options))

@@ -8,8 +8,9 @@ workers' logs are on stderr.
 With --secure only users with credentials are let in, and each may do what its role needs: those of the workers, the
 HTTP service and the others are made in --auth-dir, where they stay for the next run.
 
-A worker that ends by itself is reported, and the others go on; with the last one, or the NATS server, everything is
-stopped and the command ends with 1.
+A worker that ends by itself is started again after 1 s, then 2, 4 ... 60 s, five times in ten minutes. After that, or
+if it ended as told, was given a wrong option or its name is taken, it stays ended, and the others go on. With the last
+one, or the NATS server, everything is stopped and the command ends with 1.
 """
 
 import argparse
@@ -17,25 +18,27 @@ import asyncio
 import json
 import socket
 from contextlib import AsyncExitStack, ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from frontend.cli.arguments import non_negative_int, positive_float, positive_int, without_password
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.http_service import (
+from ..arguments import non_negative_int, positive_float, positive_int, without_password
+from ..exits import CommandFailed, ExitCode
+from ..http_service import (
     DEFAULT_ADDRESS,
+    add_allowed_host,
     address,
+    bind_address,
     check_installed,
     serve_http,
-    settings_of,
-    take_address,
+    settings_from_environment,
 )
-from frontend.cli.worker_options import add_worker_options, worker_flags
+from ..worker_options import add_worker_options, worker_flags
 
 if TYPE_CHECKING:
-    from frontend.cli.local_fleet import LocalFleet
+    from ..local_fleet import LocalFleet
 
 __all__ = ["HELP", "add_arguments", "nats_port", "run"]
 
@@ -62,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
     )
+    add_allowed_host(parser)
     add_worker_options(parser)
     parser.add_argument(
         "--start-timeout",
@@ -81,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run until told to stop."""
-    from frontend.cli.app import run_async
-    from frontend.cli.local_fleet import check_vllm
+    from ..app import run_async
+    from ..local_fleet import check_vllm
 
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
@@ -110,7 +114,7 @@ def through_folder(folder: str) -> str:
 
 def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
     """Where the HTTP service is to listen; None: it is not installed, and nobody asked for it."""
-    from frontend.cli.console import note
+    from ..console import note
 
     try:
         check_installed()
@@ -120,39 +124,37 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
         note(f"no HTTP service: {exc}")
         return None
     if at is not None:
-        return take_address(*at)
+        return bind_address(*at)
     host, port = address(DEFAULT_ADDRESS)
     try:
-        return take_address(host, port)
+        return bind_address(host, port)
     except CommandFailed:
-        return take_address(host, 0)
+        return bind_address(host, 0)
 
 
 async def _up(args: argparse.Namespace, port: int, listening: socket.socket | None) -> int:
-    from frontend.cli.app import cancel_on_signals
-    from frontend.cli.console import note
-    from frontend.cli.local_fleet import run_fleet
+    from ..app import until_signalled
+    from ..console import note
+    from ..local_fleet import run_fleet
 
     # The second signal cancels the orderly stop, too: then everything is killed.
-    cancel_on_signals()
-    try:
+    with until_signalled():
         fleet = await _prepare(args, port)
         note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
-        async with run_fleet(fleet, _hear) as server, AsyncExitStack() as stack:
+        async with run_fleet(fleet, _write_line) as server, AsyncExitStack() as stack:
             http = None
             if listening is not None:
-                http = await stack.enter_async_context(serve_http(server, args.fleet, settings_of(), listening))
+                host, _ = address(args.http or DEFAULT_ADDRESS)
+                settings = replace(settings_from_environment(), allowed_hosts=frozenset({host, *args.allowed_host}))
+                http = await stack.enter_async_context(serve_http(server, args.fleet, settings, listening))
             _announce(args, fleet, server.url, http)
             await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        # Nobody else cancels this task.
-        note("stopped")
     return ExitCode.OK
 
 
-def _hear(name: str, line: str) -> None:
-    from bus.logs import adopted, is_json, write_line
-    from frontend.cli.console import note
+def _write_line(name: str, line: str) -> None:
+    from ....bus.logs import adopted, is_json, write_line
+    from ..console import note
 
     if is_json():
         write_line(adopted(line, name))
@@ -161,9 +163,10 @@ def _hear(name: str, line: str) -> None:
 
 
 async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
-    from frontend.cli.console import note
-    from frontend.cli.local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe, worker_names
-    from frontend.cli.local_users import local_users
+    from ..console import note
+    from ..local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe, worker_names
+    from ..local_users import local_users
+    from ..restarts import RestartRule
 
     users = None
     if args.secure:
@@ -186,26 +189,27 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
         nats_port=port,
         start_timeout_s=args.start_timeout,
         served_model=args.served_model_name or (Path("synthetic") if model is None else model.resolve()).name,
+        restarts=RestartRule(),
         users=users,
     )
 
 
 def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str | None) -> None:
-    from frontend.cli.console import print_json, program, say
+    from ..console import print_json, program, write
 
     if args.json:
         print_json({"nats": url, "http": http, "workers": fleet.worker_ids})
         return
     where = f" --nats {url}" if urlsplit(url).port != DEFAULT_PORT else ""
-    say(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving.")
+    write(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving.")
     if http is not None:
-        say(f"HTTP at {http}, for clients of OpenAI, vLLM and Dynamo.")
-    say("From another terminal:")
-    say(f"    {program()} status{where}{_as_user(fleet, 'viewer')}")
-    say(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}{_as_user(fleet, 'trainer')}")
+        write(f"HTTP at {http}, for clients of OpenAI, vLLM and Dynamo.")
+    write("From another terminal:")
+    write(f"    {program()} status{where}{_as_user(fleet, 'viewer')}")
+    write(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}{_as_user(fleet, 'trainer')}")
     if fleet.users is not None:
-        say(f"    {program()} pause{where}{_as_user(fleet, 'admin')}")
-    say("Ctrl-C stops everything.")
+        write(f"    {program()} pause{where}{_as_user(fleet, 'admin')}")
+    write("Ctrl-C stops everything.")
 
 
 def _as_user(fleet: "LocalFleet", role: str) -> str:

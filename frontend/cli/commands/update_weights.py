@@ -16,13 +16,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from frontend.cli.arguments import non_negative_int
-from frontend.cli.control import add_send_options, add_source_options, run_control, source_of
-from frontend.cli.exits import CommandFailed, ExitCode
-from schemas.control import PauseMode
+from msgspec.structs import astuple
+
+from ....schemas.control import PauseMode
+from ..arguments import non_negative_int
+from ..control import add_send_options, add_source_options, command, source_of
+from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    from schemas.control import Canary
+    from ....schemas.control import Canary
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -49,28 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_send_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+async def run(args: argparse.Namespace) -> int:
     """Update, or check."""
-    source = source_of(args)
+    path, objects = astuple(source_of(args))
     if args.check:
         if args.upload:
             raise CommandFailed("--check looks at what the workers can reach; --upload changes that", ExitCode.USAGE)
-        return run_control(args, lambda fleet, options: fleet.check_weights(**source, **options))
+        return await command(lambda _, fleet, options: fleet.check_weights(path, objects=objects, **options))(args)
     if args.version is None:
         raise CommandFailed("--version N is needed: tokens of the new weights bear it", ExitCode.USAGE)
     canary = None if args.expected_canary is None else read_canary(args.expected_canary)
-    return run_control(
-        args,
-        lambda fleet, options: fleet.update_weights(
-            **source,
+    send = command(
+        lambda args, fleet, options: fleet.update_weights(
+            path,
+            objects=objects,
             upload=args.upload,
             version=args.version,
             mode=args.mode,
             allow_rollback=args.allow_rollback,
             expected_canary=canary,
             **options,
-        ),
+        )
     )
+    return await send(args)
 
 
 def read_canary(path: Path) -> "Canary":
@@ -81,7 +84,7 @@ def read_canary(path: Path) -> "Canary":
     """
     import msgspec
 
-    from schemas.control import Canary
+    from ....schemas.control import Canary
 
     try:
         return msgspec.json.decode(path.read_bytes(), type=Canary)

@@ -7,8 +7,8 @@ import argparse
 import os
 from typing import get_args
 
-from frontend.cli.worker_options import add_worker_options, python_env, python_module, worker_flags
-from schemas.presence import Role
+from ....schemas.presence import Role
+from ..worker_options import add_worker_options, flags_of, python_env, python_module, worker_flags
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -27,14 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker-id", metavar="ID", help="its name, unique in the fleet (default: host, process id and some letters)"
     )
+    parser.add_argument(
+        "--listen-s",
+        metavar="S",
+        type=float,
+        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
-    flags = ["--nats", args.nats, "--fleet", args.fleet, *worker_flags(args)]
-    for name in ("model", "role", "worker_id"):
-        value = getattr(args, name)
-        if value is not None:
-            flags += [f"--{name.replace('_', '-')}", value]
-    command = [*python_module("workers"), *flags]
+    own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "listen_s"))
+    command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
     os.execve(command[0], command, python_env())

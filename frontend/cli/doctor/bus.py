@@ -2,25 +2,26 @@
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from bus.address import redact
-from bus.client.fleet_watch import FleetWatch
-from bus.connection import Connection, close_connection, open_connection, subscribe
-from bus.control.store import BUCKET
-from bus.credentials import CLIENT_ROLES, Credentials, User, is_private, load_credentials
-from bus.jetstream import ApiError, ask
-from bus.permissions import permissions
-from bus.permitted import check_permitted
-from bus.server import Server, Tls
-from bus.subjects import Subjects
-from frontend.cli.doctor.findings import Finding, fail, gib, ok, warn
-from schemas.errors import BusBroken, PermissionDenied
+from ....bus.auth.credentials import CLIENT_ROLES, Credentials, User, is_private, load_credentials
+from ....bus.auth.permissions import permissions
+from ....bus.auth.tls import Tls
+from ....bus.client.presence_watcher import PresenceWatcher
+from ....bus.nats.address import redact
+from ....bus.nats.connection import Connection, connected, subscribe
+from ....bus.nats.jetstream import ApiError, ask
+from ....bus.nats.permitted import check_permitted
+from ....bus.nats.server import Server
+from ....bus.nats.storage import free_storage
+from ....bus.subjects import BUCKET, Subjects
+from ....schemas.errors import BusBroken, PermissionDenied
+from .door import explain, tls_finding
+from .findings import Finding, fail, gib, ok, size, warn
 
-__all__ = ["Target", "examine_bus"]
+__all__ = ["DoctorTarget", "examine_bus"]
 
 GOOD_PAYLOAD_BYTES: Final = 1024**2
 """NATS's own default. Below it, routing is split into many small parts, and long prompts are refused."""
@@ -33,7 +34,7 @@ PROBE: Final = "doctor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class DoctorTarget:
     """What is to be looked at."""
 
     url: str
@@ -43,7 +44,7 @@ class Target:
     """None: that of the credentials, else `default`."""
 
 
-async def examine_bus(target: Target) -> AsyncIterator[Finding]:
+async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
     """Look at everything that needs a server; what comes first may make the rest impossible."""
     credentials: Credentials | None = None
     if target.creds is not None:
@@ -56,8 +57,9 @@ async def examine_bus(target: Target) -> AsyncIterator[Finding]:
     server = Server(target.url, credentials, Tls.from_environment())
     fleet = target.fleet or ("default" if credentials is None else credentials.fleet)
     try:
-        async with _connected(server) as nats:
+        async with connected(server, name="rollbus doctor") as nats:
             yield ok("server", f"nats-server {_version(nats)} at {redact(target.url)}")
+            yield tls_finding(nats, server)
             async for finding in _server(nats):
                 yield finding
             async for finding in _permissions(nats, fleet, credentials):
@@ -66,22 +68,7 @@ async def examine_bus(target: Target) -> AsyncIterator[Finding]:
                 async for finding in _fleet(nats, fleet):
                     yield finding
     except BusBroken as error:
-        yield fail("server", str(error), _how_to_start(str(error)))
-
-
-@asynccontextmanager
-async def _connected(server: Server) -> AsyncIterator[Connection]:
-    nats = await open_connection(server, name="rollbus doctor")
-    try:
-        yield nats
-    finally:
-        await close_connection(nats)
-
-
-def _how_to_start(problem: str) -> str:
-    if "uthorization" in problem:
-        return "name your credentials with --creds FILE; the server may have to read its configuration again (SIGHUP)"
-    return "start one (`rollbus up`: with all else, on this machine; `nats-server -js`: alone), or name it with --nats"
+        yield await explain(error, server)
 
 
 def _credentials(path: str, credentials: Credentials) -> Finding:
@@ -112,33 +99,48 @@ async def _server(nats: Connection) -> AsyncIterator[Finding]:
             "jetstream", str(error), "jetstream { store_dir: DIR } in the server's configuration, or nats-server -js"
         )
         return
-    yield _storage(info)
+    yield _storage(info, await free_storage(nats, QUEUE_BYTES))
     clock = await _clock(nats)
     if clock is not None:
         yield clock
 
 
-def _storage(info: dict[str, Any]) -> Finding:
+def _storage(info: dict[str, Any], free: int | None) -> Finding:
+    """Say how much is stored and how much room there is.
+
+    Args:
+        free: what the server can set aside, `QUEUE_BYTES` at most; None: it does not tell this user.
+    """
     used, limit = max(info["storage"], info["reserved_storage"]), info["limits"]["max_storage"]
-    found = f"on, {gib(info['storage'])} stored in {info['streams']} streams"
-    if limit < 0:
-        return ok("jetstream", f"{found}, no limit but the server's disk")
-    if limit - used < QUEUE_BYTES and not info["streams"]:
-        return warn("jetstream", f"{found}, {gib(limit - used)} left", "max_file_store of 5 GiB for each model")
-    return ok("jetstream", f"{found}, {gib(limit - used)} left")
+    found = f"on, {size(info['storage'])} stored in {info['streams']} streams"
+    if free is None and limit >= 0:
+        free = max(0, limit - used)
+    if free is None:
+        return ok("jetstream", f"{found}; how much room there is, the server tells admins only, and not in a cluster")
+    if free >= QUEUE_BYTES:
+        return ok("jetstream", f"{found}, room for the queues of another model ({gib(QUEUE_BYTES)})")
+    found = f"{found}, {size(free)} left to set aside"
+    if info["reserved_storage"] >= QUEUE_BYTES:
+        return ok("jetstream", f"{found}: for what is there, not for another model ({gib(QUEUE_BYTES)})")
+    return warn(
+        "jetstream",
+        f"{found}; the queues of a model set aside {gib(QUEUE_BYTES)}",
+        f"max_file_store of {QUEUE_BYTES // 1024**3}GB for each model in the server's jetstream block, on a disk that "
+        "has it; a queue without that room refuses requests early",
+    )
 
 
 async def _clock(nats: Connection) -> Finding | None:
     """Compare this machine's clock with the server's, where it says what it shows. Nothing here depends on either."""
     before = time.time()
     try:
-        told = (await ask(nats, f"STREAM.INFO.KV_{BUCKET}")).get("ts")
+        timestamp = (await ask(nats, f"STREAM.INFO.KV_{BUCKET}")).get("ts")
     except (BusBroken, ApiError):
         return None
-    if not isinstance(told, str):
+    if not isinstance(timestamp, str):
         return None
     # Nine digits follow the seconds, of which Python reads six.
-    there = datetime.fromisoformat(told[:26].rstrip("Z")).replace(tzinfo=UTC).timestamp()
+    there = datetime.fromisoformat(timestamp[:26].rstrip("Z")).replace(tzinfo=UTC).timestamp()
     offset = there - (before + time.time()) / 2
     found = f"the server's is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'}"
     if abs(offset) > FAR_OFF_S:
@@ -194,10 +196,10 @@ def _is_allowed(user: User, subject: str) -> bool:
 
 
 def _covers(pattern: str, subject: str) -> bool:
-    wanted, given = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
-    return len(wanted) == len(given) and all(a in ("*", b) for a, b in zip(wanted, given, strict=True))
+    expected, given = pattern.split("."), subject.split(".")
+    if expected[-1] == ">":
+        expected, given = expected[:-1], given[: len(expected) - 1] if len(given) >= len(expected) else []
+    return len(expected) == len(given) and all(a in ("*", b) for a, b in zip(expected, given, strict=True))
 
 
 async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials) -> Finding:
@@ -216,9 +218,9 @@ async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials)
 async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     """Ask who is there, but not as a client: a live one of the same name would lose its requests."""
     subjects = Subjects(fleet)
-    watch = FleetWatch(nats, subjects, lambda _gone: None, lambda: None)
+    watch = PresenceWatcher(nats, subjects, lambda _gone: None, lambda: None)
     await subscribe(nats, subjects.presences, watch.receive)
-    workers, queues = await watch.announced()
+    workers, queues = await watch.workers_and_queues()
     if not workers:
         yield warn(
             "fleet", f"no live workers in {fleet!r}", "start some: `rollbus worker --model DIR`, or `rollbus up`"

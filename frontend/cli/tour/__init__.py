@@ -1,5 +1,5 @@
 """What `rollbus demo` shows, step by step."""
 
-from frontend.cli.tour.tour import Tour
+from .tour import Tour
 
 __all__ = ["Tour"]

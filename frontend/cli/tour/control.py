@@ -7,11 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import bus
-from bus import GenerateRequest, Generation
-from frontend.cli.exits import CommandFailed
-from frontend.cli.results import first_error
-from frontend.cli.tour.guide import Guide, quoted, require, took
+from .... import bus
+from ....bus import GenerateRequest, Generation
+from ..exits import CommandFailed
+from ..results import first_error
+from .guide import Guide, quoted, require, took
 
 __all__ = ["FIRST_VERSION", "flush_cache", "pause_and_resume", "update_weights"]
 
@@ -33,19 +33,19 @@ MAX_TOKENS = 8192
 
 async def pause_and_resume(guide: Guide) -> None:
     """Send requests to a paused fleet: they wait in the queue, and are answered after the resume."""
-    guide.say("Pause and resume")
+    guide.write("Pause and resume")
     prompts = guide.prompts[:NUM_PAUSED]
     requests = [guide.request(prompt, max_tokens=16) for prompt in prompts]
-    guide.tell(await guide.rb.fleet.pause())
+    guide.write_result(await guide.rb.fleet.pause())
     async with asyncio.TaskGroup() as tasks:
         answers = tasks.create_task(_complete(guide.rb, requests), name="requests of the paused fleet")
         await _until_waiting(guide.rb, len(requests))
         require(not answers.done(), "a paused worker answered")
-        guide.say(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
+        guide.write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
         started = time.monotonic()
-        guide.tell(await guide.rb.fleet.resume())
+        guide.write_result(await guide.rb.fleet.resume())
     num_tokens = sum(len(generation.token_ids) for generation in answers.result())
-    guide.say(f"      all {len(requests)} are answered: {num_tokens} tokens, {took(started)} after the resume")
+    guide.write(f"      all {len(requests)} are answered: {num_tokens} tokens, {took(started)} after the resume")
     guide.report["pause"] = {"waited": len(requests), "tokens": num_tokens}
 
 
@@ -76,29 +76,29 @@ async def _until_waiting(rb: bus.Client, count: int) -> None:
 async def update_weights(guide: Guide, checkpoint: Path) -> None:
     """Replace the weights while an answer is being written, and compare an answer of before with one of after."""
     question = guide.request(guide.first_question, max_tokens=NUM_COMPARED, temperature=0.0, ignore_eos=True)
-    guide.say("New weights while an answer is being written")
+    guide.write("New weights while an answer is being written")
     answers = [await guide.rb.complete(question)]
     await _stream_across(guide, checkpoint)
     answers.append(await guide.rb.complete(question))
-    guide.say(f"      {quoted(guide.first_question)}, greedily, before and after:")
+    guide.write(f"      {quoted(guide.first_question)}, greedily, before and after:")
     for generation, version in zip(answers, (FIRST_VERSION, NEXT_VERSION), strict=True):
         require(set(generation.weight_versions.tolist()) == {version}, f"an answer is not of version {version}")
-        guide.say(f"        version {version}: {guide.tokenizer.decode(generation.token_ids.tolist())!r}")
+        guide.write(f"        version {version}: {guide.tokenizer.decode(generation.token_ids.tolist())!r}")
 
 
 async def flush_cache(guide: Guide) -> None:
     """Send a long prompt until it is in the prefix cache, then forget the cache."""
-    guide.say("Flush the prefix cache")
+    guide.write("Flush the prefix cache")
     token_ids = [token_id for prompt in guide.prompts for token_id in guide.request(prompt).prompt_token_ids]
     request = GenerateRequest(
         prompt_token_ids=token_ids[: guide.max_model_len - 1], sampling=bus.SamplingParams(max_tokens=1)
     )
     await guide.rb.complete(request)
     cached = await _cached_tokens(guide, request)
-    guide.say(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} of them are in the cache")
-    guide.tell(await guide.rb.fleet.flush_cache())
+    guide.write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} of them are in the cache")
+    guide.write_result(await guide.rb.fleet.flush_cache())
     left = await _cached_tokens(guide, request)
-    guide.say(f"      and once more: {left}")
+    guide.write(f"      and once more: {left}")
     require(left == 0, "the flushed cache is not empty")
     guide.report["flush"] = {"cached_before": cached, "cached_after": left}
 
@@ -112,21 +112,21 @@ async def _stream_across(guide: Guide, checkpoint: Path) -> None:
     request = guide.request(guide.first_question, ignore_eos=True)
     room = min(MAX_TOKENS, guide.max_model_len - request.prompt_len)
     request = guide.request(guide.first_question, ignore_eos=True, max_tokens=room)
-    guide.say(f"      {'token id':>8}  {'text':<14}{'version':>7}")
-    cut = Cut(guide.say)
+    guide.write(f"      {'token id':>8}  {'text':<14}{'version':>7}")
+    cut = Cut(guide.write)
     async with asyncio.TaskGroup() as tasks, contextlib.aclosing(guide.rb.generate(request)) as chunks:
-        update: asyncio.Task[bus.Ledger] | None = None
+        update: asyncio.Task[bus.CommandResult] | None = None
         async for chunk in chunks:
             for token_id in chunk.token_ids.tolist():
                 text = f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{chunk.weight_version:>7}"
-                cut.take(chunk.weight_version, text)
+                cut.add(chunk.weight_version, text)
             if update is None and cut.counts[FIRST_VERSION] >= NUM_SHOWN:
                 update = tasks.create_task(guide.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
             if cut.counts[NEXT_VERSION] >= NUM_SHOWN:
                 break
         require(update is not None and cut.counts[NEXT_VERSION] > 0, "the answer ended before the weights changed")
     if update is not None:
-        guide.tell(update.result())
+        guide.write_result(update.result())
     guide.report["update"] = {"tokens": {str(version): count for version, count in cut.counts.items() if count}}
 
 
@@ -134,17 +134,17 @@ class Cut:
     """Prints the first tokens of an answer, and those on either side of its change of weights.
 
     Args:
-        say: prints a line.
+        write: prints a line.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         self.counts: Counter[int] = Counter()
         """Tokens by version."""
-        self._say = say
-        self._unsaid: deque[str] = deque(maxlen=NUM_SHOWN)
+        self._write = write
+        self._held_back: deque[str] = deque(maxlen=NUM_SHOWN)
 
-    def take(self, version: int, line: str) -> None:
-        """Take the next token, as a line.
+    def add(self, version: int, line: str) -> None:
+        """Add the next token, as a line.
 
         Raises:
             CommandFailed: its weights are not those expected, or older than those of the token before.
@@ -155,16 +155,16 @@ class Cut:
         if version == FIRST_VERSION:
             require(not self.counts[NEXT_VERSION], "a token of the old weights came after one of the new")
         elif count == 1:
-            self._say_cut()
+            self._write_cut()
         if count <= NUM_SHOWN:
-            self._say(line)
+            self._write(line)
         elif version == FIRST_VERSION:
-            self._unsaid.append(line)
+            self._held_back.append(line)
 
-    def _say_cut(self) -> None:
+    def _write_cut(self) -> None:
         """Print what is left of the old weights."""
-        skipped = self.counts[FIRST_VERSION] - NUM_SHOWN - len(self._unsaid)
+        skipped = self.counts[FIRST_VERSION] - NUM_SHOWN - len(self._held_back)
         if skipped > 0:
-            self._say(f"           ... {skipped} more ...")
-        for line in self._unsaid:
-            self._say(line)
+            self._write(f"           ... {skipped} more ...")
+        for line in self._held_back:
+            self._write(line)

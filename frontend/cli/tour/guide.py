@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-import bus
-from bus import GenerateRequest
-from frontend.cli.exits import CommandFailed
-from frontend.cli.prompts import Prompt
-from frontend.tokenization import Tokenizer
-from schemas.presence import RoutedExpertsInfo
+from .... import bus
+from ....bus import GenerateRequest
+from ....schemas.presence import RoutedExpertsInfo
+from ...tokenization import Tokenizer
+from ..exits import CommandFailed
+from ..prompts import PromptLine
 
 __all__ = ["Guide", "quoted", "require", "took"]
 
@@ -26,32 +26,32 @@ class Guide:
 
     rb: bus.Client
     tokenizer: Tokenizer
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptLine]
     routing: RoutedExpertsInfo
     max_model_len: int
-    say: Callable[[str], None]
+    write: Callable[[str], None]
     shows_progress: bool
     report: dict[str, Any] = field(default_factory=dict)
     """What the steps found out, for --json."""
 
     @property
-    def first_question(self) -> Prompt:
+    def first_question(self) -> PromptLine:
         """The first prompt that is text, or the first."""
         return next((prompt for prompt in self.prompts if prompt.text is not None), self.prompts[0])
 
-    def request(self, prompt: Prompt, **sampling: Any) -> GenerateRequest:
+    def request(self, prompt: PromptLine, **sampling: Any) -> GenerateRequest:
         """One sample of `prompt`, with other fields of its sampling."""
         request = prompt.request(self.tokenizer)
         return replace(request, sampling=replace(request.sampling, n=1, **sampling))
 
-    def tell(self, ledger: bus.Ledger) -> None:
-        """Say what came of a command, as the command line does."""
-        from frontend.cli.ledger import summary
+    def write_result(self, result: bus.CommandResult) -> None:
+        """Write the result of a command as the command line does."""
+        from ..ledger import summary
 
-        self.say(f"      {summary(ledger)}")
+        self.write(f"      {summary(result)}")
 
 
-def quoted(prompt: Prompt) -> str:
+def quoted(prompt: PromptLine) -> str:
     """The prompt as far as it fits a line."""
     if prompt.text is None:
         return "(given as token ids)"

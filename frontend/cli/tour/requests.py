@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from bus import Generation
-from frontend.cli.console import print_table, progress
-from frontend.cli.exits import CommandFailed
-from frontend.cli.expert_counts import COLUMNS, count_experts, expert_rows
-from frontend.cli.results import first_error
-from frontend.cli.tour.guide import Guide, quoted
-from schemas.rows import expected_rows
+from ....bus import Generation
+from ....schemas.rows import expected_rows
+from ..console import print_table, progress
+from ..exits import CommandFailed
+from ..expert_counts import COLUMNS, count_experts, expert_rows
+from ..results import first_error
+from .guide import Guide, quoted
 
 __all__ = ["complete_all", "stream_one"]
 
@@ -23,9 +23,9 @@ async def stream_one(guide: Guide) -> None:
     """Print the tokens of one answer as they arrive."""
     prompt = guide.first_question
     request = guide.request(prompt, max_tokens=NUM_STREAMED)
-    guide.say(f"One question, streamed: {quoted(prompt)}")
-    guide.say(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it comes")
-    guide.say(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  experts behind it (layer 0)")
+    guide.write(f"One question, streamed: {quoted(prompt)}")
+    guide.write(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it comes")
+    guide.write(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  experts behind it (layer 0)")
     async for chunk in guide.rb.generate(request):
         if not chunk.num_tokens:
             continue
@@ -36,12 +36,12 @@ async def stream_one(guide: Guide) -> None:
         rows = chunk.routed_experts.numpy()[-chunk.num_tokens :]
         for token_id, logprob, row in zip(chunk.token_ids.tolist(), logprobs.tolist(), rows, strict=True):
             experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
-            guide.say(f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
+            guide.write(f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
 
 
 async def complete_all(guide: Guide, source: Path, out: IO[str]) -> None:
     """Complete all prompts at once; every result must be whole. Their routing is a table on `out`."""
-    guide.say(f"All {len(guide.prompts)} questions of {source.name} at once")
+    guide.write(f"All {len(guide.prompts)} questions of {source.name} at once")
     requests = [prompt.request(guide.tokenizer) for prompt in guide.prompts]
     generations: list[Generation] = []
     started = time.monotonic()
@@ -73,17 +73,17 @@ def _summarize(guide: Guide, generations: Sequence[Generation], seconds: float, 
     )
     longest = max(generations, key=lambda generation: len(generation.token_ids))
     rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
-    guide.say(f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine")
-    guide.say(
+    guide.write(f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine")
+    guide.write(
         f"      Routing of one answer: an array of shape {rows.shape} (rows, layers, top k), dtype {rows.dtype}, "
         f"{rows.nbytes} bytes"
     )
-    guide.say(
+    guide.write(
         f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
         "the last token was not fed back"
     )
-    guide.say(f"      Of all {len(arrays)}: {num_rows} rows, {num_bytes} bytes; every answer has all of its rows")
-    guide.say(
+    guide.write(f"      Of all {len(arrays)}: {num_rows} rows, {num_bytes} bytes; every answer has all of its rows")
+    guide.write(
         f"        an even share would be {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
     )
     print_table(COLUMNS, expert_rows(counts), out=out)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-import bus
-from frontend.cli.console import note, print_json, program, say, waiting
-from frontend.cli.exits import CommandFailed, ExitCode
-from frontend.cli.local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
-from frontend.cli.prompts import Prompt
-from frontend.cli.tour.control import FIRST_VERSION, flush_cache, pause_and_resume, update_weights
-from frontend.cli.tour.guide import Guide, took
-from frontend.cli.tour.requests import complete_all, stream_one
-from frontend.tokenization import Tokenizer, load_tokenizer
-from schemas.presence import RoutedExpertsInfo
+from .... import bus
+from ....schemas.presence import RoutedExpertsInfo
+from ...tokenization import Tokenizer, load_tokenizer
+from ..console import note, print_json, program, waiting, write
+from ..exits import CommandFailed, ExitCode
+from ..local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
+from ..prompts import PromptLine
+from .control import FIRST_VERSION, flush_cache, pause_and_resume, update_weights
+from .guide import Guide, took
+from .requests import complete_all, stream_one
 
 __all__ = ["Tour"]
 
@@ -32,7 +32,7 @@ NEXT_SEED: Final = 1
 class Tour:
     """One run of the demo; `run` raises `CommandFailed` where reality is not as told."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptLine]
     source: Path
     fleet: str
     state_dir: Path
@@ -43,41 +43,41 @@ class Tour:
     def _out(self) -> IO[str]:
         return sys.stderr if self.as_json else sys.stdout
 
-    def _say(self, text: str = "", *, end: str = "\n") -> None:
-        say(text, end=end, out=self._out)
+    def _write(self, text: str = "", *, end: str = "\n") -> None:
+        write(text, end=end, out=self._out)
 
     def _begin(self, step: int) -> None:
         """Begin the line of a step; what is said next is its title."""
-        self._say(f"\n[{step}/{NUM_STEPS}] ", end="")
+        self._write(f"\n[{step}/{NUM_STEPS}] ", end="")
 
     async def run(self) -> int:
         """Give the tour."""
-        self._say("rollbus: real questions through a real vLLM engine, over NATS, on this machine.")
-        self._say("The model is tiny and untrained: its text is noise. Ids, logprobs and routing are the engine's.")
+        self._write("rollbus: real questions through a real vLLM engine, over NATS, on this machine.")
+        self._write("The model is tiny and untrained: its text is noise. Ids, logprobs and routing are the engine's.")
         started = time.monotonic()
         self._begin(1)
-        self._say("A tiny mixture-of-experts model with random weights, and the same with others for later")
+        self._write("A tiny mixture-of-experts model with random weights, and the same with others for later")
         with waiting("making them"):
             model = await make_tiny_moe(self.state_dir)
             next_weights = await make_tiny_moe(self.state_dir, seed=NEXT_SEED)
         for folder in (model, next_weights):
-            self._say(f"      {folder}")
-        self._say(f"      ({took(started)})")
+            self._write(f"      {folder}")
+        self._write(f"      ({took(started)})")
 
         started = time.monotonic()
         self._begin(2)
-        self._say("A NATS server and one vLLM worker; a cold start takes some ten seconds")
+        self._write("A NATS server and one vLLM worker; a cold start takes some ten seconds")
         flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
         roots = ("--weight-root", str(self.state_dir))
         local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
         async with AsyncExitStack() as stack:
             with waiting("starting"):
-                server = await stack.enter_async_context(run_fleet(local, self._hear))
+                server = await stack.enter_async_context(run_fleet(local, self._on_line))
                 tokenizer = await asyncio.to_thread(load_tokenizer, model)
-            self._say(f"      {server.url} ({took(started)})")
+            self._write(f"      {server.url} ({took(started)})")
             await self.show(server, tokenizer, next_weights)
         if not self.as_json:
-            self._say(NEXT.format(program=program(), questions=_short_path(self.source), folder=self.state_dir))
+            self._write(NEXT.format(program=program(), questions=_short_path(self.source), folder=self.state_dir))
         return ExitCode.OK
 
     async def show(self, server: str | bus.Server, tokenizer: Tokenizer, next_weights: Path) -> None:
@@ -87,14 +87,14 @@ class Tour:
             known = workers[0].capabilities if workers else None
             if known is None or known.routed_experts is None:
                 raise CommandFailed("no worker returns routed experts")
-            self._say(f"      vLLM {known.engine_version}, {_described(known.routed_experts)}")
+            self._write(f"      vLLM {known.engine_version}, {_described(known.routed_experts)}")
             guide = Guide(
                 rb=rb,
                 tokenizer=tokenizer,
                 prompts=self.prompts,
                 routing=known.routed_experts,
                 max_model_len=known.max_model_len,
-                say=self._say,
+                write=self._write,
                 shows_progress=not self.as_json,
             )
             self._begin(3)
@@ -110,7 +110,7 @@ class Tour:
         if self.as_json:
             print_json(guide.report)
 
-    def _hear(self, worker: str, line: str) -> None:
+    def _on_line(self, worker: str, line: str) -> None:
         if self.is_verbose:
             note(f"[{worker}] {line}")
 

@@ -4,66 +4,76 @@ Whatever changes the fleet is for admins; what only looks is for all who may sen
 the workers hear of it: a client that leaves does not end it.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from frontend.http.control import bodies, not_served, operations, reads, rl, transfer, vllm
-from frontend.http.service import Handler, RouteTable
+from starlette.requests import Request
+from starlette.responses import Response
 
-__all__ = ["ADMIN_ROUTES", "ANSWERS", "BODIES", "QUERIES", "ROUTES"]
+from ..service import HttpRoute, RouteTable, Service
+from . import bodies, commands, not_served, operations, reads
+from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
+from .commands import Call
+from .reading import read_fields
 
-_COMMANDS: Final[dict[tuple[str, str], tuple[Handler, type[bodies.SendBody]]]] = {
-    ("POST", "/v1/rl/pause"): (rl.pause, bodies.PauseBody),
-    ("POST", "/v1/rl/resume"): (rl.resume, bodies.ResumeBody),
-    ("POST", "/v1/rl/flush_cache"): (rl.flush_cache, bodies.FlushBody),
-    ("POST", "/v1/rl/update_weights"): (rl.update_weights, bodies.UpdateBody),
-    ("POST", "/v1/rl/load_lora_adapter"): (rl.load_lora, bodies.LoadLoraBody),
-    ("POST", "/v1/rl/unload_lora_adapter"): (rl.unload_lora, bodies.UnloadLoraBody),
-    ("POST", "/v1/rl/abort"): (rl.abort, bodies.AbortBody),
-    ("POST", "/pause"): (vllm.pause, bodies.PauseBody),
-    ("POST", "/resume"): (vllm.resume, bodies.ResumeBody),
-    ("POST", "/abort_requests"): (vllm.abort_requests, bodies.AbortBody),
-    ("POST", "/sleep"): (vllm.sleep, bodies.SleepBody),
-    ("POST", "/wake_up"): (vllm.wake_up, bodies.WakeBody),
-    ("POST", "/reset_prefix_cache"): (vllm.reset_prefix_cache, bodies.FlushBody),
-    ("POST", "/update_weights"): (vllm.update_weights, bodies.UpdateBody),
-    ("POST", "/load_lora_adapter"): (vllm.load_lora, bodies.LoadLoraBody),
-    ("POST", "/unload_lora_adapter"): (vllm.unload_lora, bodies.UnloadLoraBody),
-    ("POST", "/v1/load_lora_adapter"): (vllm.load_lora_adapter, bodies.LoadLoraBody),
-    ("POST", "/v1/unload_lora_adapter"): (vllm.unload_lora_adapter, bodies.UnloadLoraBody),
-    ("POST", "/init_weight_transfer_engine"): (transfer.init_weight_transfer_engine, bodies.InitTransferBody),
-    ("POST", "/start_weight_update"): (transfer.start_weight_update, bodies.StartTransferBody),
-    ("POST", "/finish_weight_update"): (transfer.finish_weight_update, bodies.FinishTransferBody),
+__all__ = ["ADMIN_ROUTES", "ROUTES"]
+
+Command = Callable[[Call[Any]], Awaitable[Response]]
+_COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]] = {
+    "/v1/rl/pause": (commands.pause, bodies.PauseBody, RL),
+    "/v1/rl/resume": (commands.resume, bodies.ResumeBody, RL),
+    "/v1/rl/flush_cache": (commands.flush_cache, bodies.FlushBody, RL),
+    "/v1/rl/update_weights": (commands.update_weights, bodies.UpdateBody, RL),
+    "/v1/rl/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, RL),
+    "/v1/rl/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, RL),
+    "/v1/rl/abort": (commands.abort, bodies.AbortBody, RL),
+    "/pause": (commands.pause, bodies.PauseBody, VLLM),
+    "/resume": (commands.resume, bodies.ResumeBody, VLLM),
+    "/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
+    "/sleep": (commands.sleep, bodies.SleepBody, VLLM),
+    "/wake_up": (commands.wake, bodies.WakeBody, VLLM),
+    "/reset_prefix_cache": (commands.flush_cache, bodies.FlushBody, VLLM),
+    "/update_weights": (commands.update_weights, bodies.UpdateBody, VLLM),
+    "/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LORA_OF_PRIME),
+    "/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, VLLM),
+    "/v1/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LOAD_LORA_OF_VLLM),
+    "/v1/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, UNLOAD_LORA_OF_VLLM),
+    "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
+    "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
+    "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
 }
-"""What carries out a command, and what it reads: from a body, or from the query."""
+"""By path, all of them `POST`: what carries the command out, what it reads (from a body, or from the query), and how
+the route answers."""
+
+
+def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
+    async def handle(service: Service, request: Request) -> Response:
+        return await command(Call(service, request, await read_fields(service, request, body), style))
+
+    # The OpenAPI document says it of the route.
+    handle.__doc__ = command.__doc__
+    answer: object = Any
+    if style.text is not None:
+        answer = "text/plain"
+    elif command is commands.pause:
+        answer = {200: Any, 202: Any, 207: Any}
+    elif style is RL:
+        answer = {200: Any, 207: Any}
+    return HttpRoute(handle, body, answer, body)
+
+
 ADMIN_ROUTES: Final[RouteTable] = {
-    **{route: handler for route, (handler, _) in _COMMANDS.items()},
+    **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
     **not_served.ROUTES,
 }
 """They change the fleet, or would."""
 ROUTES: Final[RouteTable] = {
-    ("GET", "/v1/rl/operations/{id}"): operations.operation,
-    ("GET", "/v1/rl/health"): reads.rl_health,
-    ("GET", "/v1/rl/weight_version"): reads.weight_version,
-    ("GET", "/is_paused"): reads.is_paused,
-    ("GET", "/is_sleeping"): reads.is_sleeping,
-    ("GET", "/weight_info"): reads.weight_info,
-    ("GET", "/liveness"): reads.liveness,
+    ("GET", "/v1/rl/operations/{id}"): HttpRoute(operations.operation),
+    ("GET", "/v1/rl/health"): HttpRoute(reads.rl_health, query=reads.FleetQuery),
+    ("GET", "/v1/rl/weight_version"): HttpRoute(reads.weight_version, query=reads.FleetQuery),
+    ("GET", "/is_paused"): HttpRoute(reads.is_paused, query=reads.FleetQuery),
+    ("GET", "/is_sleeping"): HttpRoute(reads.is_sleeping, query=reads.FleetQuery),
+    ("GET", "/weight_info"): HttpRoute(reads.weight_info, query=reads.FleetQuery),
+    ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
 }
 """They only look."""
-BODIES: Final[dict[tuple[str, str], object]] = {
-    **{route: body for route, (_, body) in _COMMANDS.items()},
-    **dict.fromkeys(not_served.ROUTES),
-}
-"""What the routes read."""
-QUERIES: Final[dict[tuple[str, str], type]] = {
-    **{route: body for route, (_, body) in _COMMANDS.items()},
-    **{route: reads.FleetQuery for route, handler in ROUTES.items() if handler is not operations.operation},
-}
-"""What they take as query parameters: commands the same as in their bodies, as far as it fits into one."""
-ANSWERS: Final[dict[tuple[str, str], object]] = {
-    **{route: {} for route in not_served.ROUTES},
-    **{route: {200: Any, 207: Any} for route in _COMMANDS if route[1].startswith("/v1/rl/")},
-    **{("POST", path): {200: Any, 202: Any, 207: Any} for path in ("/v1/rl/pause", "/pause")},
-    **{("POST", f"/v1/{verb}_lora_adapter"): "text/plain" for verb in ("load", "unload")},
-}
-"""Where they answer something else than JSON with status 200."""

@@ -1,7 +1,7 @@
 """What control routes read: our own names, and those of vLLM and prime-rl, which the same routes take.
 
-The names of fields are those of `bus.fleet`'s options. One struct for each route says all that it may be given; which
-of its fields exclude each other is checked where they are used.
+The names of fields are those of `rollbus.Fleet`'s options. One struct for each route says all that it may be given;
+which of its fields exclude each other is checked where they are used.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from schemas import limits
-from schemas.control import PauseMode
-from schemas.weights import Canary
+from ....schemas import limits
+from ....schemas.control import PauseMode
+from ....schemas.weights import Canary
 
 __all__ = [
     "AbortBody",

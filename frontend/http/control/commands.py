@@ -1,54 +1,119 @@
 """The commands that a fleet is given over HTTP, whichever names a client calls them by."""
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-import bus
-from bus.objects.layout import split_objects
-from bus.protocol.desired import wanted_loras
-from frontend.http.control.answers import Manner, answer, status_of
-from frontend.http.control.bodies import (
-    AbortBody,
-    FlushBody,
-    LoadLoraBody,
-    PauseBody,
-    ResumeBody,
-    SleepBody,
-    UnloadLoraBody,
-    UpdateBody,
-    WakeBody,
-)
-from frontend.http.control.operations import begin_pause, wants_async
-from frontend.http.control.reading import either, read_fields, send_options
-from frontend.http.control.versions import with_version
-from frontend.http.errors import HttpError, invalid
-from frontend.http.service import Service
-from schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
-from schemas.errors import ControlError
+from .... import bus
+from ....bus.objects.layout import split_objects
+from ....bus.protocol.fleet.desired import desired_loras
+from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
+from ....schemas.errors import ControlError, ErrorCode, InvalidRequest, LocalProtocolError
+from ....schemas.limits import MAX_WEIGHT_VERSION
+from ...ledger import ledger_as_json
+from ..errors import HttpError, http_error, invalid
+from ..service import Service
+from ..status import json_response
+from . import bodies
+from .answers import NAMES, ResponseStyle, ledger_response, status_of
+from .operations import begin_pause, wants_async
+from .reading import either
+from .versions import with_version
 
-__all__ = ["abort", "flush_cache", "load_lora", "pause", "resume", "sleep", "unload_lora", "update_weights", "wake"]
+__all__ = [
+    "Call",
+    "abort",
+    "finish_weight_update",
+    "flush_cache",
+    "init_weight_transfer",
+    "load_lora",
+    "pause",
+    "resume",
+    "sleep",
+    "start_weight_update",
+    "unload_lora",
+    "update_weights",
+    "wake",
+]
 
-CHUNK_FIELDS = {"update_info", "model", "workers", "timeout_s"}
+CHUNK_FIELDS: Final = frozenset({"update_info", "model", "workers", "timeout_s"})
 """What may stand beside a part of the weights."""
 
+Fields = TypeVar("Fields", bound=bodies.SendBody)
 
-async def pause(service: Service, request: Request, manner: Manner) -> Response:
-    """Pause, and answer when it is done; or when it is recorded, where the client wants no more."""
-    fields = await read_fields(service, request, PauseBody)
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Fields]):
+    """One HTTP request for a command: what was read, and how its route answers."""
+
+    service: Service
+    request: Request
+    fields: Fields
+    style: ResponseStyle
+
+    @property
+    def fleet(self) -> bus.Fleet:
+        """Carries the command out."""
+        return self.service.rb.fleet
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that all commands have, as `rollbus.Fleet` takes them; what was not given is left out."""
+        fields = self.fields
+        options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s}
+        return {name: value for name, value in options.items() if value is not None}
+
+    async def answer(
+        self,
+        work: Awaitable[bus.CommandResult],
+        command: str,
+        extra: Mapping[str, object] | Callable[[bus.CommandResult], Mapping[str, object]],
+        names: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Wait for a command, and answer with its ledger.
+
+        A client that leaves meanwhile changes nothing: the command goes on, for as long as its own time allows.
+
+        Args:
+            command: its name, to tell it from the commands that `work` sends before it.
+            extra: fields of the answer beside the ledger, if all workers have applied the command.
+            names: what the route calls fields, where it has names of its own.
+
+        Raises:
+            HttpError: 400, a field is wrong; 413, the command is larger than one message may be.
+            RollbusError: what `rollbus.Fleet` raises, but for an incomplete command.
+        """
+        try:
+            ledger = await work
+        except bus.CommandIncomplete as error:
+            return ledger_response(error, command, self.style)
+        except InvalidRequest as error:
+            raise http_error(error, {**NAMES, **(names or {})}) from None
+        except LocalProtocolError as error:
+            # A command raises it only if NATS would not carry the message. No worker has received it.
+            raise HttpError(413, str(error), code=ErrorCode.TOO_LARGE) from None
+        if self.style.text is not None:
+            return PlainTextResponse(self.style.text)
+        return json_response({**(extra(ledger) if callable(extra) else extra), **ledger_as_json(ledger)})
+
+
+async def pause(call: Call[bodies.PauseBody]) -> Response:
+    """Have workers take no more requests; with `async`, 202 and an operation that can be asked for."""
+    fields = call.fields
     mode = _pause_mode(fields)
     clear_cache = fields.clear_cache
     if clear_cache is None:
-        clear_cache = manner.is_vllm and mode != "keep"
-    options: dict[str, Any] = send_options(fields)
-    command = Pause(mode=mode, clear_cache=clear_cache, **options)
-    if fields.is_async or wants_async(request):
-        return await begin_pause(service, command)
-    return await answer(service.rb.fleet.send(command), "pause", manner, words=_is_paused)
+        clear_cache = call.style.is_vllm and mode != "keep"
+    command = Pause(mode=mode, clear_cache=clear_cache, **call.options)
+    if fields.is_async or wants_async(call.request):
+        return await begin_pause(call.service, command)
+    return await call.answer(call.fleet.send(command), "pause", _is_paused)
 
 
-def _pause_mode(fields: PauseBody) -> PauseMode:
+def _pause_mode(fields: bodies.PauseBody) -> PauseMode:
     if not fields.wait_for_inflight_requests:
         return fields.mode or "keep"
     if fields.mode not in (None, "wait"):
@@ -56,43 +121,38 @@ def _pause_mode(fields: PauseBody) -> PauseMode:
     return "wait"
 
 
-def _is_paused(ledger: bus.Ledger) -> dict[str, object]:
+def _is_paused(ledger: bus.CommandResult) -> dict[str, object]:
     in_flight = sum(ack.in_flight for ack in ledger.applied.values())
     return {"status": "paused", "inflight_requests": in_flight}
 
 
-async def resume(service: Service, request: Request, manner: Manner) -> Response:
-    """Resume, and answer when all take requests again."""
-    options: dict[str, Any] = send_options(await read_fields(service, request, ResumeBody))
-    work = service.rb.fleet.resume(**options)
-    return await answer(work, "resume", manner, words=lambda _ledger: {"status": "resumed"})
+async def resume(call: Call[bodies.ResumeBody]) -> Response:
+    """Have workers take requests again: it undoes a pause, and a drain."""
+    return await call.answer(call.fleet.resume(**call.options), "resume", {"status": "resumed"})
 
 
-async def flush_cache(service: Service, request: Request, manner: Manner) -> Response:
-    """Forget the prefix caches, and answer when all have."""
-    fields = await read_fields(service, request, FlushBody)
+async def flush_cache(call: Call[bodies.FlushBody]) -> Response:
+    """Forget the prefix caches; requests in flight make it fail, unless `preempt` or `reset_running_requests`."""
+    fields = call.fields
     if fields.reset_external:
         raise invalid("reset_external", "is true", "false, as the fleet has no external caches")
     preempt = either("preempt", fields.preempt, "reset_running_requests", fields.reset_running_requests)
-    options: dict[str, Any] = send_options(fields)
-    work = service.rb.fleet.flush_cache(preempt=bool(preempt), **options)
-    return await answer(work, "flush_cache", manner, words=lambda _ledger: {"status": "ok", "success": True})
+    work = call.fleet.flush_cache(preempt=bool(preempt), **call.options)
+    return await call.answer(work, "flush_cache", {"status": "ok", "success": True})
 
 
-async def update_weights(service: Service, request: Request, manner: Manner) -> Response:
-    """Replace the weights from a folder or the object store, or pass on a part of them, and answer when all have."""
-    fields = await read_fields(service, request, UpdateBody)
-    options: dict[str, Any] = send_options(fields)
+async def update_weights(call: Call[bodies.UpdateBody]) -> Response:
+    """Replace the weights of all workers of a model, as one; with vLLM's `update_info`, pass on a part of them."""
+    fields = call.fields
     if fields.update_info is not None:
         _check_chunk(fields)
-        options.setdefault("timeout_s", LOAD_TIMEOUT_S)
-        chunk = service.rb.fleet.update_weight_chunk(fields.update_info, **options)
-        return await answer(chunk, "update_weight_chunk", manner, words=_is_updated)
+        chunk = call.fleet.update_weight_chunk(fields.update_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
+        return await call.answer(chunk, "update_weight_chunk", _is_updated)
     path = either("path", fields.path, "weight_dir", fields.weight_dir)
-    _check_source("weight_dir" if manner.is_vllm and fields.objects is None else "path", path, fields.objects)
+    _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
 
-    async def update(version: int) -> bus.Ledger:
-        return await service.rb.fleet.update_weights(
+    async def update(version: int) -> bus.CommandResult:
+        return await call.fleet.update_weights(
             path,
             version=version,
             objects=fields.objects,
@@ -100,21 +160,21 @@ async def update_weights(service: Service, request: Request, manner: Manner) -> 
             clear_cache=fields.clear_cache,
             allow_rollback=fields.allow_rollback,
             expected_canary=fields.expected_canary,
-            **options,
+            **call.options,
         )
 
-    work = with_version(service, update, fields.version, fields.model)
-    return await answer(work, "update_weights", manner, words=_is_updated)
+    work = with_version(call.service, update, fields.version, fields.model)
+    return await call.answer(work, "update_weights", _is_updated)
 
 
-def _check_chunk(fields: UpdateBody) -> None:
+def _check_chunk(fields: bodies.UpdateBody) -> None:
     """Refuse what a part of the weights cannot have: their version, for one, is said when all have come."""
     for name in fields.__struct_fields__:
-        if name not in CHUNK_FIELDS and getattr(fields, name) != getattr(UpdateBody(), name):
+        if name not in CHUNK_FIELDS and getattr(fields, name) != getattr(bodies.UpdateBody(), name):
             raise invalid(name, "is given beside update_info", f"only {', '.join(sorted(CHUNK_FIELDS))}")
 
 
-def _is_updated(ledger: bus.Ledger) -> dict[str, object]:
+def _is_updated(ledger: bus.CommandResult) -> dict[str, object]:
     versions = {ack.weight_version for ack in ledger.applied.values()}
     return {"status": "ok", "message": "Weights updated", "weight_version": max(versions, default=None)}
 
@@ -131,92 +191,113 @@ def _check_source(name: str, path: str | None, objects: str | None) -> None:
             raise HttpError(400, f"objects: {error.message}", code=error.code, param="objects") from None
 
 
-async def load_lora(service: Service, request: Request, manner: Manner, *, load_inplace: bool = True) -> Response:
-    """Load an adapter, or replace the one of its name, and answer when all have.
-
-    Args:
-        load_inplace: where the client does not say: one of that name may be there already.
-    """
-    fields = await read_fields(service, request, LoadLoraBody)
+async def load_lora(call: Call[bodies.LoadLoraBody]) -> Response:
+    """Load a LoRA adapter into all workers of a model, or replace the one of the same name where that is allowed."""
+    fields = call.fields
     name = _lora_name(fields)
     shown = "path" if fields.lora_name is None else "lora_path"
     path = either("path", fields.path, "lora_path", fields.lora_path)
     _check_source(shown, path, fields.objects)
     if fields.is_3d_lora_weight:
         raise invalid("is_3d_lora_weight", "is true", "false")
-    if fields.load_inplace is not None:
-        load_inplace = fields.load_inplace
-    if not load_inplace and await _is_loaded(service, name, fields.model):
+    may_replace = call.style.may_replace if fields.load_inplace is None else fields.load_inplace
+    if not may_replace and await _is_loaded(call.fleet, name, fields.model):
         raise invalid("lora_name", f"is {name!r}, which is loaded", "another name, or load_inplace: true")
-    options: dict[str, Any] = send_options(fields)
-    work = service.rb.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **options)
+    work = call.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **call.options)
     names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
-    return await answer(work, "load_lora", manner, words=lambda _ledger: {"status": "ok"}, names=names)
+    return await call.answer(work, "load_lora", {"status": "ok"}, names)
 
 
-async def _is_loaded(service: Service, name: str, model: str | None) -> bool:
+async def _is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
     """Some worker has the adapter, or should have it."""
-    state = await service.rb.fleet.state()
+    state = await fleet.state()
     has_it = any(
         lora.name == name for worker in state.workers if model in (None, worker.model) for lora in worker.loras
     )
-    return has_it or any(name in wanted_loras(each) for each in state.desired.values() if model in (None, each.model))
+    return has_it or any(name in desired_loras(each) for each in state.desired.values() if model in (None, each.model))
 
 
-async def unload_lora(service: Service, request: Request, manner: Manner) -> Response:
-    """Unload an adapter, and answer when none has it."""
-    fields = await read_fields(service, request, UnloadLoraBody)
-    options: dict[str, Any] = send_options(fields)
-    work = service.rb.fleet.unload_lora(_lora_name(fields), **options)
+async def unload_lora(call: Call[bodies.UnloadLoraBody]) -> Response:
+    """Unload a LoRA adapter; one that is not there is fine."""
+    fields = call.fields
+    work = call.fleet.unload_lora(_lora_name(fields), **call.options)
     names = {"name": "name" if fields.lora_name is None else "lora_name"}
-    return await answer(work, "unload_lora", manner, words=lambda _ledger: {"status": "ok"}, names=names)
+    return await call.answer(work, "unload_lora", {"status": "ok"}, names)
 
 
-def _lora_name(fields: LoadLoraBody | UnloadLoraBody) -> str:
+def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
     name = either("name", fields.name, "lora_name", fields.lora_name)
     if name is None:
         raise invalid("name", "is missing", "the adapter's name")
     return name
 
 
-async def abort(service: Service, request: Request, manner: Manner) -> Response:
-    """End requests in flight, and answer when they have ended."""
-    fields = await read_fields(service, request, AbortBody)
-    # OpenAI's routes put their own word before the id.
-    bare = [name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in fields.request_ids]
-    names = tuple(dict.fromkeys([*fields.request_ids, *bare]))
-    options: dict[str, Any] = send_options(fields)
-    return await answer(_aborted(service, names, options, manner), "abort", manner, words=_num_aborted)
+async def abort(call: Call[bodies.AbortBody]) -> Response:
+    """End requests in flight, of any client; 404 if no worker has any of them, but not under vLLM's name."""
+    # OpenAI's routes put a prefix before the id.
+    bare = [name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in call.fields.request_ids]
+    names = tuple(dict.fromkeys([*call.fields.request_ids, *bare]))
+    return await call.answer(_aborted(call, names), "abort", _num_aborted)
 
 
-async def _aborted(service: Service, names: tuple[str, ...], options: dict[str, Any], manner: Manner) -> bus.Ledger:
+async def _aborted(call: Call[bodies.AbortBody], names: tuple[str, ...]) -> bus.CommandResult:
     try:
-        return await service.rb.fleet.abort(names, **options)
+        return await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
         # vLLM does not mind requests that it does not have: they may just have ended.
-        if manner.is_vllm and status_of(error.ledger, "abort")[0] == 404:
+        if call.style.is_vllm and status_of(error.ledger, "abort")[0] == 404:
             return error.ledger
         raise
 
 
-def _num_aborted(ledger: bus.Ledger) -> dict[str, object]:
+def _num_aborted(ledger: bus.CommandResult) -> dict[str, object]:
     return {"status": "aborted", "aborted": sum(len(ack.request_ids or ()) for ack in ledger.applied.values())}
 
 
-async def sleep(service: Service, request: Request, manner: Manner) -> Response:
-    """Have engines give up their memory, and answer when all have."""
-    fields = await read_fields(service, request, SleepBody)
-    if fields.mode != "abort":
-        raise invalid("mode", f"is {fields.mode}", f"abort, behind a pause with mode={fields.mode}")
-    options: dict[str, Any] = send_options(fields)
-    work = service.rb.fleet.sleep(fields.level, **options)
-    return await answer(work, "sleep", manner, words=lambda _ledger: {"status": "asleep"})
+async def sleep(call: Call[bodies.SleepBody]) -> Response:
+    """Have engines give up their memory; requests in flight go back to the queue."""
+    mode = call.fields.mode
+    if mode != "abort":
+        raise invalid("mode", f"is {mode}", f"abort, behind a pause with mode={mode}")
+    return await call.answer(call.fleet.sleep(call.fields.level, **call.options), "sleep", {"status": "asleep"})
 
 
-async def wake(service: Service, request: Request, manner: Manner) -> Response:
-    """Undo `sleep`, and answer when all have."""
-    fields = await read_fields(service, request, WakeBody)
-    if fields.tags:
+async def wake(call: Call[bodies.WakeBody]) -> Response:
+    """Have engines take their memory back."""
+    if call.fields.tags:
         raise invalid("tags", "is given", "null: all memory comes back at once")
-    options: dict[str, Any] = send_options(fields)
-    return await answer(service.rb.fleet.wake(**options), "wake", manner, words=lambda _ledger: {"status": "awake"})
+    return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
+
+
+async def init_weight_transfer(call: Call[bodies.InitTransferBody]) -> Response:
+    """Set up vLLM's own transfer of weights in the engines of all workers of a model."""
+    work = call.fleet.init_weight_transfer(call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
+    extra = {"message": "Weight transfer initialized"}
+    return await call.answer(work, "init_weight_transfer", extra, {"info": "init_info"})
+
+
+async def start_weight_update(call: Call[bodies.StartTransferBody]) -> Response:
+    """Hold the requests in flight, and begin to take weights."""
+    work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
+    return await call.answer(work, "start_weight_update", {"message": "Weight update started"})
+
+
+async def finish_weight_update(call: Call[bodies.FinishTransferBody]) -> Response:
+    """Use the weights that came, under a version: the client's, or the next."""
+    fields = call.fields
+    version = either("version", fields.version, "weight_version", _version(fields.weight_version))
+
+    async def finish(version: int) -> bus.CommandResult:
+        return await call.fleet.finish_weight_update(version, allow_rollback=fields.allow_rollback, **call.options)
+
+    work = with_version(call.service, finish, version, fields.model)
+    return await call.answer(work, "finish_weight_update", {"message": "Weight update finished"})
+
+
+def _version(text: str | None) -> int | None:
+    """The number in vLLM's string, which may be any there."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= MAX_WEIGHT_VERSION):
+        raise invalid("weight_version", "is no number", f"an integer from 0 to {MAX_WEIGHT_VERSION}")
+    return int(text)

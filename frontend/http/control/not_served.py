@@ -8,8 +8,8 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.http.errors import HttpError
-from frontend.http.service import Handler, RouteTable, Service
+from ..errors import HttpError
+from ..service import Handler, HttpRoute, RouteTable, Service
 
 __all__ = ["ROUTES"]
 
@@ -28,10 +28,9 @@ INSTEAD: Final = {
         " /v1/rl/update_weights"
     ),
     ("POST", "/start_draft_weight_update"): "use /update_weights: draft models have no weights of their own here",
-    (
-        "POST",
-        "/collective_rpc",
-    ): "methods inside the engines cannot be called; use the commands, such as /v1/rl/update_weights",
+    ("POST", "/collective_rpc"): (
+        "methods inside the engines cannot be called; use the commands, such as /v1/rl/update_weights"
+    ),
     ("POST", "/reset_mm_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
     ("POST", "/reset_encoder_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
     ("GET", "/server_info"): "use /v1/rl/state, which has what workers say of themselves",
@@ -47,6 +46,4 @@ def _refusal(method: str, path: str, instead: str) -> Handler:
     return refuse
 
 
-ROUTES: Final[RouteTable] = {
-    (method, path): _refusal(method, path, instead) for (method, path), instead in INSTEAD.items()
-}
+ROUTES: Final[RouteTable] = {key: HttpRoute(_refusal(*key, instead), answer={}) for key, instead in INSTEAD.items()}

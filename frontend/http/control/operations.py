@@ -14,30 +14,30 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from bus.protocol.desired import effective
-from bus.protocol.roster import muster
-from frontend.http.control.answers import NAMES, ledger_response
-from frontend.http.errors import HttpError, http_error
-from frontend.http.service import Service
-from frontend.http.status import json_response
-from schemas.control import Ack, Pause
-from schemas.desired import DesiredState
-from schemas.errors import InvalidRequest, RollbusError
-from schemas.presence import WorkerPresence, WorkerState
+from .... import bus
+from ....bus.protocol.fleet.desired import effective
+from ....bus.protocol.fleet.roster import workers_that_must_ack
+from ....schemas.control import Ack, Pause
+from ....schemas.desired import DesiredState
+from ....schemas.errors import InvalidRequest, RollbusError
+from ....schemas.presence import WorkerPresence, WorkerState
+from ..errors import HttpError, http_error
+from ..service import Service
+from ..status import json_response
+from .answers import NAMES, ledger_response
 
 __all__ = ["begin_pause", "operation", "operation_as_json", "wants_async"]
 
 SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
 """Workers that serve nothing, and bring themselves to what is recorded before they do."""
-LOOK_S: Final = 0.5
-"""Without a word of any worker, until what is recorded is looked at."""
+READ_S: Final = 0.5
+"""Seconds to wait for a worker's ack before the recorded state is read."""
 
 
 def wants_async(request: Request) -> bool:
     """The client prefers an answer now to one when all is done."""
-    wishes = ",".join(request.headers.getlist("prefer")).lower().split(",")
-    return any(wish.split(";")[0].strip() == "respond-async" for wish in wishes)
+    preferences = ",".join(request.headers.getlist("prefer")).lower().split(",")
+    return any(one.split(";")[0].strip() == "respond-async" for one in preferences)
 
 
 async def begin_pause(service: Service, command: Pause) -> Response:
@@ -49,7 +49,7 @@ async def begin_pause(service: Service, command: Pause) -> Response:
     changed = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(_send(service, command, changed))
-        while not await _is_set(changed, LOOK_S) and not await _is_recorded(service, command):
+        while not await _is_set(changed, READ_S) and not await _is_recorded(service, command):
             pass
         # What is recorded stays; nobody waits for the answers here.
         sending.cancel()
@@ -99,7 +99,7 @@ async def _send(service: Service, command: Pause, changed: asyncio.Event) -> Rol
 async def _is_recorded(service: Service, command: Pause) -> bool:
     state = await service.rb.fleet.state()
     try:
-        models = muster(state.workers, command)
+        models = workers_that_must_ack(state.workers, command)
     except RollbusError:
         # The command itself fails with it, unless somebody comes.
         return False

@@ -5,12 +5,12 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from frontend.http.body import decode_body, read_body
-from frontend.http.control.bodies import SendBody
-from frontend.http.errors import invalid
-from frontend.http.service import Service
+from ..body import decode_body, read_body
+from ..errors import invalid
+from ..service import Service
+from .bodies import SendBody
 
-__all__ = ["either", "read_fields", "read_query", "send_options"]
+__all__ = ["either", "read_fields", "read_query"]
 
 Fields = TypeVar("Fields", bound=SendBody)
 Query = TypeVar("Query", bound=msgspec.Struct)
@@ -48,12 +48,6 @@ def read_query(request: Request, kind: type[Query]) -> Query:
         given[name] = values if name in REPEATED or len(values) > 1 else values[0]
     # All values are strings there: what they mean is for the field's type to say.
     return decode_body(msgspec.json.encode(given), kind, strict=False)
-
-
-def send_options(fields: SendBody) -> dict[str, object]:
-    """The options that all commands have, as `bus.fleet` takes them; what was not given is left out."""
-    options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def either(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:

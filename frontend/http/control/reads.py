@@ -7,14 +7,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from bus.protocol.desired import target_version
-from frontend.http.control.reading import read_query
-from frontend.http.errors import HttpError, invalid
-from frontend.http.service import Service
-from frontend.http.status import json_response
-from schemas.errors import ErrorCode
-from schemas.presence import WorkerPresence, WorkerState
+from .... import bus
+from ....bus.protocol.fleet.desired import target_version
+from ....schemas.errors import ErrorCode
+from ....schemas.presence import WorkerPresence, WorkerState
+from ..errors import HttpError, invalid
+from ..service import Service
+from ..status import json_response
+from .reading import read_query
 
 __all__ = ["FleetQuery", "is_paused", "is_sleeping", "liveness", "rl_health", "weight_info", "weight_version"]
 

@@ -3,22 +3,22 @@
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-import bus
-from bus.protocol.desired import target_version
-from frontend.http.errors import HttpError, invalid
-from frontend.http.service import Service
-from schemas.errors import ControlCode, ControlError, ErrorCode
+from .... import bus
+from ....bus.protocol.fleet.desired import target_version
+from ....schemas.errors import ControlCode, ControlError, ErrorCode
+from ..errors import HttpError, invalid
+from ..service import Service
 
 __all__ = ["with_version"]
 
 MAX_TRIES: Final = 8
 """Of clients that give weights without versions at the same time, each must come after another."""
 
-Update = Callable[[int], Awaitable[bus.Ledger]]
+Update = Callable[[int], Awaitable[bus.CommandResult]]
 """Gives the weights to the fleet under a version."""
 
 
-async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.Ledger:
+async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.CommandResult:
     """Give weights to the fleet, under the next version where none is given.
 
     Raises:

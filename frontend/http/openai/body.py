@@ -5,10 +5,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from frontend.http.bad_words import BadWords
-from frontend.http.errors import unsupported
-from frontend.http.stops import StopStrings
-from schemas import limits
+from ....schemas import limits
+from ..bad_words import BadWords
+from ..errors import unsupported
+from ..stops import StopStrings
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
 

@@ -12,32 +12,33 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-import bus
-from frontend.http.answers import Choice, Update, take_whole, updates, usage_of
-from frontend.http.calls import JsonPieces
-from frontend.http.logprobs_json import prompt_logprobs_json
-from frontend.http.openai.nvext import Clock, nvext_json
-from frontend.http.openai.options import Options
-from frontend.http.openai.shapes import Namer, Shape
-from frontend.http.service import Service
-from frontend.http.stops import text_of
-from frontend.http.tokens import Scores, Tokens, prompt_scores
-from frontend.http.wanted import Target, id_headers, named_errors
-from frontend.tokenization import Tokenizer
+from .... import bus
+from ...tokenization import Tokenizer
+from ..answer_types import Usage
+from ..answers import Choice, Update, collect_answers, updates, usage_of
+from ..calls import JsonPieces
+from ..logprobs_json import prompt_logprobs_json
+from ..request_target import RequestTarget, id_headers, named_errors
+from ..service import Service
+from ..stops import text_of
+from ..tokens import Scores, Tokens, prompt_scores
+from .nvext import Clock, nvext_json
+from .options import Options
+from .shapes import Namer, Shape
 
-__all__ = ["Job"]
+__all__ = ["CompletionHandler"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class CompletionHandler:
     """One HTTP request for answers."""
 
     service: Service
-    request: Request
+    http_request: Request
     shape: Shape
-    target: Target
+    target: RequestTarget
     tokenizer: Tokenizer
-    wanted: Sequence[bus.GenerateRequest]
+    requests: Sequence[bus.GenerateRequest]
     """One for each prompt."""
     options: Options
     names: Mapping[str, str]
@@ -51,10 +52,12 @@ class Job:
         Raises:
             HttpError: what went wrong.
         """
-        with named_errors(self.names, self.wanted[0]):
+        with named_errors(self.names, self.requests[0]):
             choices = self._choices(keep=True)
-            await take_whole(self.service, self.request, self.wanted, choices, may_stop=bool(self.options.stops))
-            return JsonPieces(self._answer_json(choices), id_headers(self.wanted[0]))
+            await collect_answers(
+                self.service, self.http_request, self.requests, choices, may_stop=bool(self.options.stops)
+            )
+            return JsonPieces(self._answer_json(choices), id_headers(self.requests[0]))
 
     async def stream(self) -> Response:
         """The answers as they come.
@@ -62,17 +65,17 @@ class Job:
         Raises:
             HttpError: what went wrong before the first of them.
         """
-        return await self.service.stream(self.request, self._events(), id_headers(self.wanted[0]))
+        return await self.service.stream(self.http_request, self._events(), id_headers(self.requests[0]))
 
     def _choices(self, *, keep: bool) -> list[Choice]:
         """By prompt and then by child."""
         options = self.options
         return [
             Choice(
-                at * wanted.sampling.n + child,
-                wanted,
+                at * request.sampling.n + child,
+                request,
                 text_of(
-                    wanted,
+                    request,
                     self.tokenizer,
                     options.stops,
                     include_stop=options.include_stop,
@@ -80,16 +83,18 @@ class Job:
                 ),
                 keep=keep,
             )
-            for at, wanted in enumerate(self.wanted)
-            for child in range(wanted.sampling.n)
+            for at, request in enumerate(self.requests)
+            for child in range(request.sampling.n)
         ]
 
     def _answer_json(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer in pieces; what can be wrong with it is found before the first of them."""
-        whole = [choice.taken() for choice in choices]
-        n = self.wanted[0].sampling.n
+        whole = [choice.pop_update() for choice in choices]
+        n = self.requests[0].sampling.n
         # Of several answers to a prompt, the first has its logprobs.
-        of_prompts = [prompt_scores(choice.wanted, whole[choice.index - choice.index % n].tokens) for choice in choices]
+        of_prompts = [
+            prompt_scores(choice.request, whole[choice.index - choice.index % n].tokens) for choice in choices
+        ]
         nvext = self._nvext(whole[0].tokens) if self.options.extra else None
         head = {
             "id": self._id,
@@ -97,14 +102,14 @@ class Job:
             "created": self.created,
             "model": self.target.name,
             "usage": self._usage(choices),
-            **self._prompt_of_answer(),
+            **self._prompt_ids(self.requests[0], of_answer=True),
         }
 
         def pieces() -> Iterator[bytes]:
             yield msgspec.json.encode(head)[:-1] + b',"choices":['
             for choice, update, of_prompt in zip(choices, whole, of_prompts, strict=True):
                 yield b"," if choice.index else b""
-                more = self._prompt_of_choice(choice)
+                more = self._prompt_ids(choice.request, of_answer=False)
                 yield from self._choice_json(choice, update, more, of_prompt)
             yield b"]"
             if self.shape.prompt_is_common:
@@ -148,13 +153,14 @@ class Job:
         yield b"}"
 
     def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
-        return nvext_json(self.options.extra, self.wanted[0], self.target, tokens, self.clock)
+        return nvext_json(self.options.extra, self.requests[0], self.target, tokens, self.clock)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        with named_errors(self.names, self.wanted[0]):
+        with named_errors(self.names, self.requests[0]):
             choices = self._choices(keep=bool(self.options.extra))
             has_begun = [False] * len(choices)
-            async with aclosing(updates(self.service, self.wanted, choices)) as found:
+            user = self.service.user_of(self.http_request)
+            async with aclosing(updates(self.service, user, self.requests, choices)) as found:
                 async for choice, update in found:
                     if len(update.tokens.ids):
                         self.clock.token()
@@ -165,11 +171,11 @@ class Job:
                     has_begun[choice.index] = True
                     if not self._is_news(choice, update):
                         continue
-                    more = self._prompt_of_choice(choice) if is_first else {}
+                    more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
                     shown = b"".join(self._choice_json(choice, update, more, delta=True))
                     nvext = b""
                     if choice.finish_reason and self.options.extra:
-                        nvext = b"".join(self._nvext(choice.taken().tokens))
+                        nvext = b"".join(self._nvext(choice.pop_update().tokens))
                     yield self._event(shown, choices, nvext=nvext)
             if self.options.usage:
                 yield self._event(None, choices)
@@ -194,7 +200,7 @@ class Job:
             is_due = shown is None or self.options.continuous_usage
             event["usage"] = self._usage(choices) if is_due else None
         if prompt:
-            event |= self._prompt_of_answer()
+            event |= self._prompt_ids(self.requests[0], of_answer=True)
         if nvext:
             event["nvext"] = msgspec.Raw(nvext)
         return msgspec.json.encode(event)
@@ -205,23 +211,19 @@ class Job:
 
     @property
     def _id(self) -> str:
-        return f"{self.shape.id_prefix}{self.wanted[0].request_id}"
+        return f"{self.shape.id_prefix}{self.requests[0].request_id}"
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _usage(self, choices: Sequence[Choice]) -> Usage:
         # Of several answers to a prompt, one has read it; the others may have found it.
-        firsts = choices[:: self.wanted[0].sampling.n]
+        firsts = choices[:: self.requests[0].sampling.n]
         return usage_of(
-            sum(wanted.prompt_len for wanted in self.wanted),
+            sum(request.prompt_len for request in self.requests),
             sum(choice.num_tokens for choice in choices),
             [choice.cached_tokens for choice in firsts],
         )
 
-    def _prompt_of_answer(self) -> dict[str, Any]:
-        if not self.options.token_ids or not self.shape.prompt_is_common:
+    def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> dict[str, Any]:
+        """The prompt of an answer or of a choice, where the shape has it; nothing if no token ids are asked for."""
+        if not self.options.token_ids or self.shape.prompt_is_common is not of_answer:
             return {}
-        return {"prompt_token_ids": np.asarray(self.wanted[0].prompt_token_ids).tolist()}
-
-    def _prompt_of_choice(self, choice: Choice) -> dict[str, Any]:
-        if not self.options.token_ids or self.shape.prompt_is_common:
-            return {}
-        return {"prompt_token_ids": np.asarray(choice.wanted.prompt_token_ids).tolist()}
+        return {"prompt_token_ids": np.asarray(request.prompt_token_ids).tolist()}

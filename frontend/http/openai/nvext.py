@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import bus
-from frontend.http.routing_json import routed_experts_json
-from frontend.http.tokens import Tokens, json_logprobs, whole_rows
-from frontend.http.wanted import Target
-from schemas.rows import Rows
+from .... import bus
+from ....schemas.rows import Rows
+from ..request_target import RequestTarget
+from ..routing_json import routed_experts_json
+from ..tokens import Tokens, json_logprobs, whole_rows
 
 __all__ = ["Clock", "nvext_json"]
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 def nvext_json(
-    extra: frozenset[str], wanted: bus.GenerateRequest, target: Target, tokens: Tokens, clock: Clock
+    extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: Clock
 ) -> Iterator[bytes]:
     """The object in pieces; what can be wrong is found before the first of them.
 
@@ -52,7 +52,7 @@ def nvext_json(
     Raises:
         HttpError: 502, rows of routing are missing.
     """
-    prompt_ids = np.asarray(wanted.prompt_token_ids).tolist()
+    prompt_ids = np.asarray(request.prompt_token_ids).tolist()
     completion_ids = tokens.ids.tolist()
     fields: dict[str, Any] = {}
     if "prompt_token_ids" in extra:
@@ -71,9 +71,9 @@ def nvext_json(
         engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
         engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
         engine["completion_weight_versions"] = tokens.weight_versions.tolist()
-    rows = whole_rows(wanted, target, tokens) if extra & {"engine_data", "routed_experts"} else None
+    rows = whole_rows(request, target, tokens) if extra & {"engine_data", "routed_experts"} else None
     in_engine = engine is not None and "routed_experts" not in extra
-    return _joined(fields, engine, rows, wanted.routed_experts_prompt_start, in_engine=in_engine)
+    return _joined(fields, engine, rows, request.routed_experts_prompt_start, in_engine=in_engine)
 
 
 def _joined(

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from frontend.http.bad_words import bad_words_ids
-from frontend.http.errors import invalid
-from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody, NvExt
-from frontend.http.openai.prompts import one_of
-from frontend.http.stops import stop_strings
-from frontend.http.wanted import Target
-from frontend.tokenization import Tokenizer
+from ...tokenization import Tokenizer
+from ..bad_words import bad_words_ids
+from ..errors import invalid
+from ..request_target import RequestTarget
+from ..stops import stop_strings
+from .body import ChatBody, CommonBody, CompletionBody, NvExt
+from .prompts import one_of
 
 __all__ = ["Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
 
@@ -31,7 +31,7 @@ SAME_NAME: Final = (
     *("n", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
     "prompt_logprobs",
 )
-"""Fields of `bus.SamplingParams` with the same names, meanings and defaults."""
+"""Fields of `rollbus.SamplingParams` with the same names, meanings and defaults."""
 EXTRA: Final = ("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking")
 """What the engine may know, by its own names."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -64,7 +64,7 @@ class Options:
         return not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
 
-def read_options(body: ChatBody | CompletionBody, target: Target) -> Options:
+def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Options:
     """What the answer shall hold.
 
     Raises:
@@ -96,7 +96,7 @@ def read_options(body: ChatBody | CompletionBody, target: Target) -> Options:
     )
 
 
-def _extra_fields(body: CommonBody, target: Target) -> frozenset[str]:
+def _extra_fields(body: CommonBody, target: RequestTarget) -> frozenset[str]:
     asked = () if body.nvext is None else body.nvext.extra_fields or ()
     extra = EXTRA_FIELDS.intersection(asked)
     if extra and (body.n or 1) > 1:
@@ -107,7 +107,7 @@ def _extra_fields(body: CommonBody, target: Target) -> frozenset[str]:
 
 
 def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields of `bus.SamplingParams` that are not left to their defaults.
+    """Fields of `rollbus.SamplingParams` that are not left to their defaults.
 
     Raises:
         HttpError: 400.
@@ -149,7 +149,7 @@ def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
-    """Fields of `bus.GenerateRequest` besides the prompt and how to sample.
+    """Fields of `rollbus.GenerateRequest` besides the prompt and how to sample.
 
     Raises:
         HttpError: 400.

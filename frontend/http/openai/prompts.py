@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from frontend.http.chat import Chat, encode_chat, encode_text
-from frontend.http.errors import HttpError, invalid
-from frontend.http.openai.body import ChatBody, CommonBody, CompletionBody
-from frontend.http.wanted import Target
-from frontend.tokenization import Tokenizer
+from ...tokenization import Tokenizer
+from ..chat import Chat, encode_chat, encode_text
+from ..errors import HttpError, invalid
+from ..request_target import RequestTarget
+from .body import ChatBody, CommonBody, CompletionBody
 
-__all__ = ["Prompt", "chat_prompt", "check_length", "completion_prompts", "one_of"]
+__all__ = ["BodyPrompt", "chat_prompt", "check_length", "completion_prompts", "one_of"]
 
 MAX_PROMPTS: Final = 256
 """Each is a request of its own to the fleet."""
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BodyPrompt:
     """One prompt."""
 
     token_ids: Sequence[int]
@@ -39,13 +39,13 @@ def one_of(**values: T | None) -> T | None:
     return given[0][1] if given else None
 
 
-def _given_tokens(body: CommonBody) -> Prompt | None:
+def _given_tokens(body: CommonBody) -> BodyPrompt | None:
     token_data = None if body.nvext is None else body.nvext.token_data
     token_ids = one_of(nvext__token_data=token_data, tokens=body.tokens)
-    return None if token_ids is None else Prompt(token_ids, "tokens" if token_data is None else "nvext.token_data")
+    return None if token_ids is None else BodyPrompt(token_ids, "tokens" if token_data is None else "nvext.token_data")
 
 
-async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
+async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> BodyPrompt:
     """The chat's prompt: the token ids that are given, else the messages in the model's template.
 
     Raises:
@@ -77,10 +77,10 @@ async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
         tools=body.tools or None,
         chat_template_kwargs=variables,
     )
-    return Prompt(await encode_chat(tokenizer, chat), "messages")
+    return BodyPrompt(await encode_chat(tokenizer, chat), "messages")
 
 
-async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[BodyPrompt]:
     """One prompt or several.
 
     Raises:
@@ -93,10 +93,10 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list
         raise invalid("prompt", "is missing", "a text, token ids, a list of either, or nvext.token_data")
     add_special_tokens = body.add_special_tokens is not False
     if isinstance(body.prompt, str):
-        return [Prompt(await encode_text(tokenizer, body.prompt, add_special_tokens=add_special_tokens), "prompt")]
+        return [BodyPrompt(await encode_text(tokenizer, body.prompt, add_special_tokens=add_special_tokens), "prompt")]
     ids = [item for item in body.prompt if isinstance(item, int)]
     if len(ids) == len(body.prompt):
-        return [Prompt(ids, "prompt")]
+        return [BodyPrompt(ids, "prompt")]
     if ids or len({type(item) for item in body.prompt}) > 1:
         raise invalid("prompt", "mixes texts and token ids", "all of one kind")
     if len(body.prompt) > MAX_PROMPTS:
@@ -107,11 +107,11 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list
             token_ids: Sequence[int] = await encode_text(tokenizer, item, add_special_tokens=add_special_tokens)
         else:
             token_ids = item if isinstance(item, list) else []
-        prompts.append(Prompt(token_ids, f"prompt[{index}]"))
+        prompts.append(BodyPrompt(token_ids, f"prompt[{index}]"))
     return prompts
 
 
-def check_length(prompt: Prompt, target: Target) -> None:
+def check_length(prompt: BodyPrompt, target: RequestTarget) -> None:
     """Refuse a prompt that leaves no room for an answer, in the words that OpenAI's clients look for.
 
     Raises:

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-from frontend.http.answers import Choice
-from frontend.http.logprobs_json import list_json
-from frontend.http.tokens import Scored, Scores
-from frontend.tokenization import Tokenizer, token_text
+from ...tokenization import Tokenizer, token_text
+from ..answer_types import Message, SampledToken, TopToken
+from ..answers import Choice
+from ..logprobs_json import list_json
+from ..tokens import Scored, Scores
 
 __all__ = ["CHAT", "COMPLETION", "Namer", "Shape"]
 
@@ -52,7 +53,7 @@ def _tops(position: list[Scored], width: int) -> list[Scored]:
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
-class _Chat:
+class _ChatShape:
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     event_object = "chat.completion.chunk"
@@ -69,17 +70,16 @@ class _Chat:
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         if delta:
             return {"delta": {"content": text}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": Message("assistant", text, None)}
 
     def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
-        def entry(each: Scored) -> dict[str, Any]:
-            data = namer.bytes(each.token_id)
-            return {"token": namer.name(each.token_id), "logprob": each.logprob, "bytes": list(data)}
+        def named(each: Scored) -> tuple[str, float, list[int]]:
+            return namer.name(each.token_id), each.logprob, list(namer.bytes(each.token_id))
 
         yield b'{"content":'
         yield from list_json(
             [
-                {**entry(position[0]), "top_logprobs": [entry(each) for each in _tops(position, width)]}
+                SampledToken(*named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)])
                 for position in block
             ]
             for block in scores.blocks()
@@ -123,5 +123,5 @@ class _Completion:
         yield b"}"
 
 
-CHAT: Final[Shape] = _Chat()
+CHAT: Final[Shape] = _ChatShape()
 COMPLETION: Final[Shape] = _Completion()

@@ -6,7 +6,7 @@ has made, as a real random generator's state does, and penalties on what this at
 differs exactly where a real one would.
 """
 
-from workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
-from workers.engines.synthetic.engine import SyntheticEngine
+from .config import SyntheticConfig, SyntheticFaults
+from .engine import SyntheticEngine
 
 __all__ = ["SyntheticConfig", "SyntheticEngine", "SyntheticFaults"]

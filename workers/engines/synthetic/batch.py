@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bus.protocol.step import RequestStep, TokenBatch
-from schemas.chunk import FinishReason
-from workers.engines.synthetic.hashing import MULTIPLIER, mix
-from workers.engines.synthetic.kv import Kv
-from workers.engines.synthetic.model import Running, SyntheticModel
-from workers.engines.synthetic.weights import Weights
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ....schemas.chunk import FinishReason
+from .hashing import MULTIPLIER, mix
+from .kv import SyntheticKv
+from .model import Running, SyntheticModel
+from .weights import SyntheticWeights
 
 __all__ = ["Batch"]
 
@@ -43,7 +43,7 @@ class Batch:
         weights_of: an adapter's name, or None, to what a request that uses it is computed with now.
     """
 
-    def __init__(self, model: SyntheticModel, weights_of: Callable[[str | None], Weights]) -> None:
+    def __init__(self, model: SyntheticModel, weights_of: Callable[[str | None], SyntheticWeights]) -> None:
         self._model = model
         self._config = model.config
         self._weights_of = weights_of
@@ -55,17 +55,24 @@ class Batch:
         self._special: list[int] = []
         self._is_alike: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._has_loras = self._has_routing = False
+        # Whose KV is computed anew in the next step.
+        self._preempted: set[str] = set()
+        self.preempt_every = 0
 
     def __len__(self) -> int:
         """Requests."""
         return len(self._running)
 
-    def drop(self, keys: Collection[str]) -> list[str]:
+    def remove(self, keys: Collection[str]) -> list[str]:
         """Forget these requests; returns those that are here."""
         dropped = [running.key for running in self._running if running.key in keys]
         if dropped:
             self._keep([running.key not in keys for running in self._running])
         return dropped
+
+    def preempt(self) -> None:
+        """Take the KV from all requests; their next step computes it anew."""
+        self._preempted.update(self._keys)
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -83,16 +90,18 @@ class Batch:
         self._special = [i for i, one in enumerate(running) if one.is_special]
         self._has_loras = any(one.request.lora is not None for one in running)
         has_experts = self._config.num_experts > 0
-        self._has_routing = has_experts and any(one.has_routing for one in running)
+        self._has_routing = has_experts and any(one.has_routed_experts for one in running)
         self._is_alike = np.array(
-            [not one.is_special and (has_experts and one.has_routing) == self._has_routing for one in running], np.bool_
+            [not one.is_special and (has_experts and one.has_routed_experts) == self._has_routing for one in running],
+            np.bool_,
         )
 
     def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
-        """Take the last tokens through the model, and the prompts of `joining`; then sample a token of each."""
-        self._take_last()
+        """Take the last tokens through the model, beside the prompts of `joining`; then sample a token of each."""
+        self._append_last()
         num_old = len(self._running)
-        prefilled = [self._model.prefill(running, self._weights_of(running.request.lora)) for running in joining]
+        is_recomputed = self._pop_preempted()
+        prefilled = [self._model.prefill(running) for running in joining]
         if joining:
             rows = np.array([self._row(running) for running in joining], _COLUMNS)
             self._set([*self._running, *joining], np.concatenate([self._table, rows]))
@@ -103,17 +112,29 @@ class Batch:
         made = self._made(choices, self._sample(choices), experts)
         is_plain = self._is_alike & ~self._may_be_over()
         is_plain[num_old:] = False
+        is_plain[:num_old][is_recomputed] = False
         batch = made if is_plain.all() else made.pick(is_plain.nonzero()[0].tolist())
         apart = (~is_plain).nonzero()[0].tolist()
         steps = made.pick(apart).split() if apart else []
         for i, step in zip(apart, steps, strict=True):
-            self._add_wishes(step, self._running[i], int(choices[i]))
+            self._add_requested(step, self._running[i], int(choices[i]))
+            step.kv_recomputed = i < num_old and bool(is_recomputed[i])
         for step, extra in zip(steps[len(steps) - len(joining) :], prefilled, strict=True):
             extra.add_to(step)
         self._end(apart, steps)
         return [batch, *steps] if len(batch) else list(steps)
 
-    def _take_last(self) -> None:
+    def _pop_preempted(self) -> npt.NDArray[np.bool_]:
+        """Which rows have their KV computed anew in this step."""
+        if not self._preempted and not self.preempt_every:
+            return np.zeros(len(self._keys), np.bool_)
+        preempted, self._preempted = self._preempted, set()
+        is_preempted = np.array([key in preempted for key in self._keys], np.bool_)
+        if self.preempt_every:
+            is_preempted |= self._table["count"] % np.uint64(self.preempt_every) == 0
+        return is_preempted
+
+    def _append_last(self) -> None:
         table = self._table
         table["context"] += (table["last"] + np.uint64(1)) * table["power"]
         table["power"] *= np.uint64(MULTIPLIER)
@@ -174,13 +195,13 @@ class Batch:
         is_full |= table["last"] == self._config.eos_token_id
         return is_full
 
-    def _add_wishes(self, step: RequestStep, running: Running, choice: int) -> None:
+    def _add_requested(self, step: RequestStep, running: Running, choice: int) -> None:
         """Make it what this request wants."""
         width = running.request.sampling.logprobs
         if width is None:
             step.logprobs = None
         step.top_logprobs = self._model.top_logprobs(choice, width)
-        if not running.has_routing:
+        if not running.has_routed_experts:
             step.routed_experts, step.routed_experts_start = None, 0
 
     def _end(self, rows: Sequence[int], steps: Sequence[RequestStep]) -> None:
@@ -193,7 +214,7 @@ class Batch:
             step.finish_reason, step.stop_reason = self._model.finish(running, int(step.token_ids[0]), count, length)
             if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
                 weights = self._weights_of(running.request.lora)
-                kv = Kv(num_tokens=length, context=int(table["context"][i]), weights=weights.tokens)
+                kv = SyntheticKv(num_tokens=length, context=int(table["context"][i]), weights=weights.tokens)
                 step.kv_params = kv.encode()
             is_kept[i] = step.finish_reason is None
         if not all(is_kept):

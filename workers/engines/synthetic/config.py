@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.errors import InvalidRequest
-from schemas.presence import Capabilities, Role, RoutedExpertsInfo
-from schemas.rows import dtype_for
+from ....schemas.errors import InvalidRequest
+from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
+from ....schemas.rows import dtype_for
 
 __all__ = ["SyntheticConfig", "SyntheticFaults"]
 
@@ -35,8 +35,14 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Adapters cannot be unloaded."""
     reset_cache: bool = False
     """The prefix cache can never be reset."""
+    preempt_every: int = 0
+    """Each request is preempted, and its KV computed anew, after each so many tokens; 0: never."""
     kv_loads: int = 0
     """How many of the next loads of KV fail."""
+    dies_of: int | None = None
+    """A prompt that begins with this token kills the engine in the step that computes it."""
+    dies_silently: bool = False
+    """Where it dies of a prompt, the process is killed, without a word to anyone."""
 
 
 class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +54,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds that one step takes; 0: as fast as it goes."""
     max_num_seqs: int = 256
     """Requests in one step."""
+    prefill_step_tokens: int = 0
+    """Prompt tokens of one request that one step computes; 0: all of them."""
     max_model_len: int = 65_536
     vocab_size: int = 32_000
     eos_token_id: int = 2
@@ -61,6 +69,10 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Weights can come in pieces."""
     max_loras: int = 4
     """Adapters at once."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter; None: any."""
+    reports_recomputed_kv: bool = True
+    """It says when it has computed KV anew."""
     prefix_cache: bool = False
     """Remember prompts, which shows in `cached_tokens`."""
     role: Role = "both"
@@ -115,4 +127,5 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             sleep=True,
             role=self.role,
             kv_connector=None if self.role == "both" else "synthetic",
+            max_lora_rank=self.max_lora_rank,
         )

@@ -1,6 +1,8 @@
 """The engine around a synthetic model: a queue, a batch, a pace, and everything that a controller may ask of it."""
 
 import asyncio
+import os
+import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,26 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from bus.protocol.step import RequestStep, TokenBatch
-from schemas.chunk import FinishReason
-from schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
-from schemas.limits import MAX_PRIORITY
-from schemas.messages import KvHandover
-from schemas.presence import Capabilities
-from schemas.request import GenerateRequest
-from schemas.wire_version import MALFORMED
-from workers.engines.synthetic.batch import Batch
-from workers.engines.synthetic.cache import PrefixCache
-from workers.engines.synthetic.config import SyntheticConfig
-from workers.engines.synthetic.kv import Kv
-from workers.engines.synthetic.model import Running, SyntheticModel
-from workers.engines.synthetic.weights import DROPPED, Received, Weights, checksum_of
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ....schemas.chunk import FinishReason
+from ....schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
+from ....schemas.limits import MAX_PRIORITY
+from ....schemas.messages import KvTransfer
+from ....schemas.presence import Capabilities
+from ....schemas.request import GenerateRequest
+from ....schemas.wire_version import MALFORMED
+from .batch import Batch
+from .config import SyntheticConfig
+from .kv import PrefixCache, SyntheticKv
+from .model import Running, SyntheticModel
+from .weights import DROPPED, ReceivedWeights, SyntheticWeights, checksum_of
 
 __all__ = ["SyntheticEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class SyntheticAdapter:
     """A LoRA adapter that is loaded."""
 
     version: int
@@ -50,15 +51,19 @@ class SyntheticEngine:
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
         self._config = config or SyntheticConfig()
         self._folder = model
+        self.capabilities: Capabilities = self._config.capabilities
+        self.reports_recomputed_kv: bool = self._config.reports_recomputed_kv
         self.faults = self._config.faults
         self._cache = PrefixCache() if self._config.prefix_cache else None
         self._model = SyntheticModel(self._config, self._cache)
-        self._weights = Weights.of(self._config.seed)
-        self._received: Received | None = None
-        self._loras: dict[str, Adapter] = {}
+        self._weights = SyntheticWeights.of(self._config.seed)
+        self._received: ReceivedWeights | None = None
+        self._loras: dict[str, SyntheticAdapter] = {}
         self._num_loads = 0
         self._num_lora_loads = 0
         self._waiting: deque[Running] = deque()
+        # Whose prompts are being computed.
+        self._prefilling: list[Running] = []
         self._running = Batch(self._model, self._weights_of)
         # Whose KV is on its way.
         self._loading: dict[str, tuple[Running, bytes]] = {}
@@ -69,44 +74,62 @@ class SyntheticEngine:
         self._is_paused = False
         self._sleep_level = 0
         # Set while all that was sampled is in the hands of whoever reads `steps`.
-        self._all_taken = asyncio.Event()
-        self._all_taken.set()
+        self._all_read = asyncio.Event()
+        self._all_read.set()
         self._num_steps = 0
         self._dead: str | None = None
 
     def __repr__(self) -> str:
         """One line with counts."""
-        waiting = len(self._waiting) + len(self._loading) + len(self._failed)
+        waiting = len(self._waiting) + len(self._prefilling) + len(self._loading) + len(self._failed)
         return f"<SyntheticEngine running={len(self._running)} waiting={waiting} steps={self._num_steps}>"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the configuration says."""
-        return self._config.capabilities
 
     async def start(self) -> None:
         """Read the checkpoint, if there is one."""
         if self._folder is not None and any(self._folder.glob("*.safetensors")):
             try:
-                self._weights = Weights.of(await asyncio.to_thread(checksum_of, self._folder))
+                self._weights = SyntheticWeights.of(await asyncio.to_thread(checksum_of, self._folder))
             except ControlError as exc:
                 raise EngineDead(exc.message) from exc
 
-    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Queue a request, before all that are less urgent; where its KV is to come, once that is there."""
         self._check_alive()
+        running = self._make_running(key, request, keeps_kv=kv is not None and kv.is_prefill)
+        if kv is not None and kv.params:
+            self._loading[key] = running, kv.params
+            asyncio.get_running_loop().call_later(self._config.kv_load_s, self._load_kv, key)
+        else:
+            self._enqueue(running)
+
+    def _make_running(self, key: str, request: GenerateRequest, *, keeps_kv: bool = False) -> Running:
+        """A request for the weights and the adapter of now."""
         adapter = None if request.lora is None else self._loras.get(request.lora)
         if request.lora is not None and adapter is None:
             raise InvalidRequest(
                 field="lora", problem=f"{request.lora!r} is not loaded", allowed=", ".join(self._loras) or "none"
             )
         salt = f"{self._num_loads}.{0 if adapter is None else adapter.salt}.{request.cache_salt or ''}"
-        running = Running(key, request, salt, keeps_kv=kv is not None and kv.is_prefill)
-        if kv is not None and kv.params:
-            self._loading[key] = running, kv.params
-            asyncio.get_running_loop().call_later(self._config.kv_load_s, self._load_kv, key)
+        return Running(key, request, salt, keeps_kv=keeps_kv)
+
+    async def restart(self, key: str) -> None:
+        """Queue a request without a token anew; one that runs, or is a leg, is left alone."""
+        self._check_alive()
+        found = self._find_unbegun(key)
+        if found is None or found.keeps_kv or found.kv is not None:
+            return
+        self._remove_unbegun(found)
+        self._enqueue(self._make_running(key, found.request))
+
+    def _find_unbegun(self, key: str) -> Running | None:
+        return next((one for one in [*self._waiting, *self._prefilling] if one.key == key), None)
+
+    def _remove_unbegun(self, running: Running) -> None:
+        """Forget a request without a token."""
+        if running in self._waiting:
+            self._waiting.remove(running)
         else:
-            self._enqueue(running)
+            self._prefilling.remove(running)
 
     def _enqueue(self, running: Running) -> None:
         at = len(self._waiting)
@@ -122,7 +145,7 @@ class SyntheticEngine:
         running, params = self._loading.pop(key)
         problem = None
         try:
-            running.kv = Kv.decode(params)
+            running.kv = SyntheticKv.decode(params)
             if not self._model.fits(running.kv, running.request):
                 problem = "this KV is of another prompt"
         except MALFORMED as exc:
@@ -149,19 +172,18 @@ class SyntheticEngine:
 
     async def close(self) -> None:
         """Forget all requests; `steps` raises."""
-        self._dead = self._dead or "the engine was closed"
+        self.kill(self._dead or "the engine was closed")
         self._waiting.clear()
+        self._prefilling.clear()
         self._loading.clear()
         self._failed.clear()
         self._running.clear()
-        self._wake_up.set()
-        self._all_taken.set()
 
     def kill(self, reason: str = "killed") -> None:
         """Die as a real engine does: at once, with requests open."""
         self._dead = reason
         self._wake_up.set()
-        self._all_taken.set()
+        self._all_read.set()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -172,11 +194,11 @@ class SyntheticEngine:
     async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
         """Yield one batch of output a step; waits while there is nothing to do."""
         while True:
-            self._all_taken.set()
+            self._all_read.set()
             while not self._has_work() and self._dead is None:
                 self._wake_up.clear()
                 await self._wake_up.wait()
-            self._all_taken.clear()
+            self._all_read.clear()
             # The pace of the engine; at 0 still a chance for everyone else.
             await asyncio.sleep(self._config.step_s)
             if self._num_steps == self._config.die_after_steps:
@@ -186,25 +208,39 @@ class SyntheticEngine:
             yield self._step()
 
     @property
-    def _is_frozen(self) -> bool:
+    def _is_stopped(self) -> bool:
         return self._is_paused or bool(self._sleep_level)
 
     def _has_work(self) -> bool:
-        return bool(self._aborted) or (not self._is_frozen and bool(self._waiting or self._running or self._failed))
+        if self._aborted:
+            return True
+        return not self._is_stopped and bool(self._waiting or self._prefilling or self._running or self._failed)
 
     def _step(self) -> list[RequestStep | TokenBatch]:
         aborted, self._aborted = self._aborted, []
         output: list[RequestStep | TokenBatch] = [step for key in aborted for step in self._abort(key)]
-        if self._is_frozen:
+        if self._is_stopped:
             return output
         output += self._failed
         self._failed = []
-        joining: list[Running] = []
         while self._waiting and (
-            len(self._running) + len(joining) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])
+            len(self._running) + len(self._prefilling) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])
         ):
-            joining.append(self._waiting.popleft())
+            self._prefilling.append(self._waiting.popleft())
+        is_done = [self._model.advance(one, self._weights_of(one.request.lora)) for one in self._prefilling]
+        self._running.preempt_every = self.faults.preempt_every
+        joining = [one for one, done in zip(self._prefilling, is_done, strict=True) if done]
+        self._prefilling = [one for one, done in zip(self._prefilling, is_done, strict=True) if not done]
+        if self.faults.dies_of is not None:
+            self._die_of(joining, self.faults.dies_of)
         return output + self._running.step(joining)
+
+    def _die_of(self, joining: Sequence[Running], token: int) -> None:
+        if any(running.request.prompt_token_ids[0] == token for running in joining):
+            if self.faults.dies_silently:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.kill(f"died of a prompt that begins with {token}, as configured")
+            self._check_alive()
 
     @staticmethod
     def _is_urgent(running: Running) -> bool:
@@ -212,14 +248,14 @@ class SyntheticEngine:
         return running.request.priority == -MAX_PRIORITY
 
     def _abort(self, key: str) -> list[RequestStep]:
-        waiting = next((w for w in self._waiting if w.key == key), None)
-        if waiting is not None:
-            self._waiting.remove(waiting)
-        elif not self._running.drop([key]):
+        unbegun = self._find_unbegun(key)
+        if unbegun is not None:
+            self._remove_unbegun(unbegun)
+        elif not self._running.remove([key]):
             return []
         return [_ending(key, FinishReason.ABORT)]
 
-    def _weights_of(self, lora: str | None) -> Weights:
+    def _weights_of(self, lora: str | None) -> SyntheticWeights:
         adapter = None if lora is None else self._loras.get(lora)
         return self._weights if adapter is None else self._weights.with_adapter(adapter.checksum)
 
@@ -228,7 +264,7 @@ class SyntheticEngine:
     async def pause(self) -> None:
         """Make no step until `resume`; aborted requests end meanwhile."""
         self._is_paused = True
-        await self._all_taken.wait()
+        await self._all_read.wait()
         self._check_alive()
 
     async def resume(self) -> None:
@@ -244,6 +280,7 @@ class SyntheticEngine:
             return False
         if self._cache is not None:
             self._cache.clear()
+        self._running.preempt()
         return True
 
     # Weights
@@ -255,7 +292,7 @@ class SyntheticEngine:
         await asyncio.sleep(self.faults.load_s)
         if fault == "refused":
             raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to load, as configured")
-        weights = Weights.of(await asyncio.to_thread(checksum_of, path))
+        weights = SyntheticWeights.of(await asyncio.to_thread(checksum_of, path))
         if fault == "hangs":
             self._weights = DROPPED
             await asyncio.Event().wait()
@@ -264,7 +301,7 @@ class SyntheticEngine:
             raise ControlError(ControlCode.HALF_WRITTEN, "the engine failed in the middle of a load, as configured")
         self._replace(weights.with_wrong_experts() if fault == "wrong_experts" else weights)
 
-    def _replace(self, weights: Weights) -> None:
+    def _replace(self, weights: SyntheticWeights) -> None:
         self._weights = weights
         self._num_loads += 1
         if self.faults.loses_loras:
@@ -279,13 +316,13 @@ class SyntheticEngine:
         self._check_alive()
         if self.faults.start_transfer:
             raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to take weights, as configured")
-        self._received = Received()
+        self._received = ReceivedWeights()
         self._weights = DROPPED
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
-        """Take `{"data": base64}` or `{"seed": n}`, see `Received`."""
+        """Take `{"data": base64}` or `{"seed": n}`, see `ReceivedWeights`."""
         self._check_alive()
-        self._receiver().take(info)
+        self._receiver().add(info)
 
     async def finish_weight_update(self) -> None:
         """Use what came."""
@@ -294,7 +331,7 @@ class SyntheticEngine:
         self._received = None
         self._replace(weights)
 
-    def _receiver(self) -> Received:
+    def _receiver(self) -> ReceivedWeights:
         if self._received is None:
             raise ControlError(ControlCode.ENGINE_ERROR, "no update was started")
         return self._received
@@ -315,7 +352,7 @@ class SyntheticEngine:
             raise ControlError(ControlCode.ENGINE_ERROR, f"there are {self._config.max_loras} adapters already")
         checksum = await asyncio.to_thread(checksum_of, path)
         self._num_lora_loads += 1
-        self._loras[name] = Adapter(version, checksum, self._num_lora_loads)
+        self._loras[name] = SyntheticAdapter(version, checksum, self._num_lora_loads)
 
     async def unload_lora(self, name: str) -> None:
         """Forget it."""
@@ -329,7 +366,7 @@ class SyntheticEngine:
     async def sleep(self, level: int) -> None:
         """Make no step until `wake`; level 2 drops weights and adapters."""
         self._check_alive()
-        if self._running or self._waiting or self._loading:
+        if self._running or self._waiting or self._prefilling or self._loading:
             raise ControlError(ControlCode.ENGINE_ERROR, "requests are in flight")
         self._sleep_level = level
         if self._cache is not None:

@@ -1,17 +1,22 @@
-"""The KV of a prompt between two synthetic engines: what was computed, in place of the computed.
+"""The KV of prompts: which of them an engine has cached, and the KV that it transfers to another synthetic engine.
 
-Nothing is kept anywhere: all that a real connector would fetch is in its parameters. So two engines may be in one
-process or in two, and nothing is left behind.
+Nothing is kept that was computed. The connector's parameters hold all that a real connector would fetch, so that two
+engines may be in one process or in two.
 """
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from workers.engines.synthetic.cache import BLOCK_TOKENS
+__all__ = ["PrefixCache", "SyntheticKv"]
 
-__all__ = ["Kv"]
+BLOCK_TOKENS = 16
+"""A prefix is found in whole blocks of so many tokens."""
+MAX_BLOCKS = 65_536
+"""What is remembered: a million tokens; the oldest are forgotten first."""
 
 
-class Kv(msgspec.Struct, frozen=True, kw_only=True):
+class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
     """Of one prompt."""
 
     num_tokens: int
@@ -30,10 +35,43 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, params: bytes) -> "Kv":
+    def decode(cls, params: bytes) -> "SyntheticKv":
         """From a connector's parameters.
 
         Raises:
             DecodeError, UnicodeDecodeError, RecursionError: they are another connector's; see `MALFORMED`.
         """
         return msgspec.msgpack.decode(params, type=cls)
+
+
+class PrefixCache:
+    """The beginnings of prompts, by salt."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[str, int], None] = {}
+
+    def __len__(self) -> int:
+        """Blocks that are remembered."""
+        return len(self._blocks)
+
+    def add_prompt(self, salt: str, contexts: npt.NDArray[np.uint64]) -> int:
+        """Remember a prompt; how many of its tokens were remembered already, of which the last never counts.
+
+        Args:
+            contexts: u8[Lp], a hash of the prompt up to each position.
+        """
+        num_cached, is_known = 0, True
+        for end in range(BLOCK_TOKENS, len(contexts), BLOCK_TOKENS):
+            block = (salt, int(contexts[end - 1]))
+            is_known = is_known and block in self._blocks
+            if is_known:
+                num_cached = end
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        for block in list(self._blocks)[: max(len(self._blocks) - MAX_BLOCKS, 0)]:
+            del self._blocks[block]
+        return num_cached
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._blocks.clear()

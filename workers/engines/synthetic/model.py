@@ -1,21 +1,20 @@
 """The synthetic model: what it makes of prompts, and of numbers that stand for all that came before."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from bus.protocol.step import RequestStep
-from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
-from schemas.request import GenerateRequest
-from schemas.rows import DTYPES, Rows, dtype_for
-from schemas.sampling import SamplingParams
-from workers.engines.synthetic.cache import PrefixCache
-from workers.engines.synthetic.config import SyntheticConfig
-from workers.engines.synthetic.hashing import MASK, MULTIPLIER, mix, mix_one
-from workers.engines.synthetic.kv import Kv
-from workers.engines.synthetic.weights import Weights
+from ....bus.protocol.stream.engine_step import RequestStep
+from ....schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from ....schemas.request import GenerateRequest
+from ....schemas.rows import DTYPES, Rows, dtype_for
+from ....schemas.sampling import SamplingParams
+from .config import SyntheticConfig
+from .hashing import MASK, MULTIPLIER, mix, mix_one
+from .kv import PrefixCache, SyntheticKv
+from .weights import SyntheticWeights
 
 __all__ = ["Prefilled", "Running", "SyntheticModel"]
 
@@ -34,13 +33,21 @@ class Running:
     """Tokens of its prompt; 0 before the prefill."""
     keeps_kv: bool = False
     """It is a prefill leg."""
-    kv: Kv | None = None
+    kv: SyntheticKv | None = None
     """Of the beginning of its prompt, computed by another engine; None: there is none."""
     kv_delta: int = 0
-    """Between the weights of `kv` and those that went on from there, which is 0 unless somebody mixed them."""
+    """Between the weights of `kv`, or of parts of the prompt, and those that went on from there, which is 0 unless
+    weights were mixed."""
+    parts: list[tuple[int, SyntheticWeights]] = field(default_factory=list)
+    """The prompt as far as it was computed: how many tokens one step after the other, with which weights."""
 
     @property
-    def has_routing(self) -> bool:
+    def num_prefilled(self) -> int:
+        """Prompt tokens that were computed."""
+        return sum(count for count, _ in self.parts)
+
+    @property
+    def has_routed_experts(self) -> bool:
         """Routing is wanted, should the model have experts."""
         return self.request.return_routed_experts is not False
 
@@ -92,18 +99,30 @@ class SyntheticModel:
         self.config = config
         self._cache = cache
 
-    def prefill(self, running: Running, weights: Weights) -> Prefilled:
-        """Take a prompt through the model."""
-        request = running.request
+    def advance(self, running: Running, weights: SyntheticWeights) -> bool:
+        """Take as much of a prompt through the model as one step does; True: that was the rest."""
+        left = running.request.prompt_len - running.num_prefilled
+        count = min(self.config.prefill_step_tokens or left, left)
+        running.parts.append((count, weights))
+        return count == left
+
+    def prefill(self, running: Running) -> Prefilled:
+        """What comes of a prompt that `advance` has taken through the model."""
+        request, weights = running.request, running.parts[-1][1]
         num_loaded, start = 0, request.routed_experts_prompt_start
         if running.kv is not None:
             num_loaded = running.kv.num_loaded(request.prompt_len)
-            running.kv_delta = (running.kv.weights - weights.tokens) & MASK
+            running.kv_delta = running.kv.weights - weights.tokens
+        running.kv_delta += sum(part.tokens - weights.tokens for _, part in running.parts)
+        running.kv_delta &= MASK
         contexts = _contexts(np.asarray(request.prompt_token_ids))
         running.context, running.length = int(contexts[-1]), len(contexts)
         rows = None
-        if self.config.num_experts and running.has_routing:
-            rows = self.rows(contexts[start:], np.array(weights.experts, np.uint64))
+        if self.config.num_experts and running.has_routed_experts:
+            experts = np.repeat(
+                np.array([part.experts for _, part in running.parts], np.uint64), [count for count, _ in running.parts]
+            )
+            rows = self.rows(contexts[start:], experts[start:])
             # Nobody has computed these here: what lies in their place is of some other request.
             rows[: max(num_loaded - start, 0)] = 0
         return Prefilled(
@@ -113,7 +132,7 @@ class SyntheticModel:
             cached_tokens=max(self._find_cached(running, contexts), num_loaded),
         )
 
-    def fits(self, kv: Kv, request: GenerateRequest) -> bool:
+    def fits(self, kv: SyntheticKv, request: GenerateRequest) -> bool:
         """It is of the beginning of this prompt."""
         tokens = np.asarray(request.prompt_token_ids)[: kv.num_tokens]
         return len(tokens) > 0 and int(_contexts(tokens)[-1]) == kv.context
@@ -155,11 +174,11 @@ class SyntheticModel:
     def _find_cached(self, running: Running, contexts: npt.NDArray[np.uint64]) -> int:
         if self._cache is None:
             return 0
-        num_cached = self._cache.take(running.salt, contexts)
+        num_cached = self._cache.add_prompt(running.salt, contexts)
         return num_cached if running.request.sampling.prompt_logprobs is None else 0
 
     def _prompt_logprobs(
-        self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams, weights: Weights
+        self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams, weights: SyntheticWeights
     ) -> PromptLogprobs | None:
         if sampling.prompt_logprobs is None:
             return None

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from schemas.errors import ControlCode, ControlError
-from workers.engines.synthetic.hashing import MASK, mix_one
+from ....schemas.errors import ControlCode, ControlError
+from .hashing import MASK, mix_one
 
-__all__ = ["DROPPED", "Received", "Weights", "checksum_of"]
+__all__ = ["DROPPED", "ReceivedWeights", "SyntheticWeights", "checksum_of"]
 
 READ_BYTES = 1024**2
 
 
-class Weights(NamedTuple):
+class SyntheticWeights(NamedTuple):
     """What a model's output depends on besides the tokens."""
 
     tokens: int
@@ -24,21 +24,21 @@ class Weights(NamedTuple):
     """Mixed into the routing; other than `tokens` only in an engine that is broken."""
 
     @classmethod
-    def of(cls, checksum: int) -> "Weights":
+    def of(cls, checksum: int) -> "SyntheticWeights":
         """Of a checkpoint with this checksum, or of a seed."""
         return cls(mix_one(checksum), mix_one(checksum))
 
-    def with_wrong_experts(self) -> "Weights":
+    def with_wrong_experts(self) -> "SyntheticWeights":
         """The same tokens and other routing."""
-        return Weights(self.tokens, mix_one(self.experts))
+        return SyntheticWeights(self.tokens, mix_one(self.experts))
 
-    def with_adapter(self, checksum: int) -> "Weights":
+    def with_adapter(self, checksum: int) -> "SyntheticWeights":
         """As a LoRA adapter changes them."""
         delta = mix_one(checksum)
-        return Weights((self.tokens + delta) & MASK, (self.experts + delta) & MASK)
+        return SyntheticWeights((self.tokens + delta) & MASK, (self.experts + delta) & MASK)
 
 
-DROPPED = Weights.of(-1)
+DROPPED = SyntheticWeights.of(-1)
 """No weights at all: what is made of them is nothing that a checkpoint gives."""
 
 
@@ -62,7 +62,7 @@ def checksum_of(folder: Path) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-class Received:
+class ReceivedWeights:
     """Weights that come piece by piece: `{"data": base64}` appends bytes, `{"seed": n}` names a model.
 
     The bytes of a checkpoint's files, in the order of their names, give the same weights as the checkpoint.
@@ -73,7 +73,7 @@ class Received:
         self._has_bytes = False
         self._seed: int | None = None
 
-    def take(self, info: Mapping[str, Any]) -> None:
+    def add(self, info: Mapping[str, Any]) -> None:
         """Take one piece.
 
         Raises:
@@ -91,14 +91,14 @@ class Received:
         else:
             raise ControlError(ControlCode.ENGINE_ERROR, "info has neither data (base64) nor seed (an integer)")
 
-    def weights(self) -> Weights:
+    def weights(self) -> SyntheticWeights:
         """What came.
 
         Raises:
             ControlError: `half_written`, nothing did.
         """
         if self._seed is not None:
-            return Weights.of(self._seed)
+            return SyntheticWeights.of(self._seed)
         if not self._has_bytes:
             raise ControlError(ControlCode.HALF_WRITTEN, "no weights came")
-        return Weights.of(int.from_bytes(self._digest.digest(), "little"))
+        return SyntheticWeights.of(int.from_bytes(self._digest.digest(), "little"))

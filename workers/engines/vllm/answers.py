@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas.errors import ControlCode
+from ....schemas.errors import ControlCode
 
 __all__ = ["done", "failed"]
 
@@ -12,7 +12,6 @@ def done(**facts: Any) -> dict[str, Any]:
     return {"code": None, "error": None, **facts}
 
 
-def failed(code: ControlCode, error: BaseException | str) -> dict[str, Any]:
-    """It was not done."""
-    message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return {"code": str(code), "error": message}
+def failed(code: ControlCode, error: object) -> dict[str, Any]:
+    """It was not done; `error` says why."""
+    return {"code": str(code), "error": str(error)}

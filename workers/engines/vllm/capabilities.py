@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schemas.limits import MAX_LOGPROBS
-from schemas.presence import Capabilities, Role, RoutedExpertsInfo
-from schemas.rows import dtype_for
-from workers.engines.vllm.kv.config import describe_connector
-from workers.engines.vllm.launch import CPU_UNUSED_LORAS, OWN_SLOTS
-from workers.engines.vllm.params import extra_names
+from ....schemas.limits import MAX_LOGPROBS
+from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
+from ....schemas.rows import dtype_for
+from .kv.config import describe_connector
+from .launch import CPU_UNUSED_LORAS, OWN_SLOTS
+from .params import extra_names
+from .routing import returns_routing, routing_refusal
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["Refusals", "describe_engine", "describe_routing", "find_refusals"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Refusals:
     """Why an engine cannot do what some can, for people; None: it can."""
 
-    weight_updates: str | None
-    weight_transfer: str | None
-    loras: str | None
-    prompt_logprobs: str | None
-    sleep: str | None
+    weight_updates: str | None = None
+    weight_transfer: str | None = None
+    loras: str | None = None
+    prompt_logprobs: str | None = None
+    sleep: str | None = None
 
 
 def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
@@ -47,7 +48,8 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         max_num_seqs=(config.scheduler_config.max_num_seqs - OWN_SLOTS) * data_parallel_size,
         max_logprobs=min(vocab_size if model.max_logprobs == -1 else model.max_logprobs, MAX_LOGPROBS),
         dtype=str(model.dtype).removeprefix("torch."),
-        routed_experts=describe_routing(model) if model.enable_return_routed_experts else None,
+        routed_experts=describe_routing(model) if returns_routing(config) else None,
+        routing_refusal=routing_refusal(config),
         logprobs_mode=str(model.logprobs_mode),
         priority=config.scheduler_config.policy == "priority",
         extra=extra_names(model),
@@ -59,6 +61,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         data_parallel_size=data_parallel_size,
         role=role,
         kv_connector=describe_connector(config),
+        max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
     )
 
 
@@ -68,33 +71,33 @@ def find_refusals(config: "VllmConfig") -> Refusals:
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.platforms import current_platform
 
-    weight_updates = weight_transfer = loras = prompt_logprobs = sleep = None
+    refusals = Refusals()
     if not Path(config.model_config.model).is_dir():
-        weight_updates = "weights can be loaded again only into a model that was started from a local folder"
+        refusals.weight_updates = "weights can be loaded again only into a model that was started from a local folder"
     elif not hasattr(get_model_loader(config.load_config), "get_all_weights"):
-        weight_updates = f"weights of the load format {config.load_config.load_format!r} cannot be loaded again"
+        refusals.weight_updates = (
+            f"weights of the load format {config.load_config.load_format!r} cannot be loaded again"
+        )
     elif not getattr(config.parallel_config, "worker_extension_cls", ""):
-        weight_updates = "this release of vLLM does not let its workers be extended"
+        refusals.weight_updates = "this release of vLLM does not let its workers be extended"
     if getattr(config, "weight_transfer_config", None) is None:
-        weight_transfer = "the engine has no transfer engine; engine argument 'weight_transfer_config' gives it one"
+        refusals.weight_transfer = (
+            "the engine has no transfer engine; engine argument 'weight_transfer_config' gives it one"
+        )
     if config.lora_config is None:
-        loras = "the engine takes no adapters; engine argument 'enable_lora' lets it, except for experts on a CPU"
+        refusals.loras = (
+            "the engine takes no adapters; engine argument 'enable_lora' lets it, except for experts on a CPU"
+        )
     elif "load_inplace" not in LoRARequest.__struct_fields__:
-        loras = "this release of vLLM cannot replace an adapter in place"
+        refusals.loras = "this release of vLLM cannot replace an adapter in place"
     if current_platform.is_cpu():
-        sleep = "on a CPU vLLM's sleep frees nothing"
+        refusals.sleep = "on a CPU vLLM's sleep frees nothing"
         if config.lora_config is not None:
             # lora/punica_wrapper/punica_cpu.py: add_lora_logits expects one position of each request.
-            prompt_logprobs = "kills an engine with 'enable_lora' on a CPU"
+            refusals.prompt_logprobs = "kills an engine with 'enable_lora' on a CPU"
     elif not config.model_config.enable_sleep_mode:
-        sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
-    return Refusals(
-        weight_updates=weight_updates,
-        weight_transfer=weight_transfer,
-        loras=loras,
-        prompt_logprobs=prompt_logprobs,
-        sleep=sleep,
-    )
+        refusals.sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
+    return refusals
 
 
 def _max_loras(lora: "LoRAConfig") -> int:

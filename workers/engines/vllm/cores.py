@@ -33,8 +33,8 @@ class Cores:
     num_threads: int | None
     bound: tuple[int, ...]
 
-    def take(self) -> None:
-        """Called in that process, before it loads the model."""
+    def apply(self) -> None:
+        """Use these cores in this process; called in the engine core before it loads the model."""
         import torch
 
         # The configuration is completed again in this process, and would ask for another one.

@@ -1,36 +1,38 @@
 """The vLLM engine behind the worker's `Engine` protocol."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from msgspec.structs import replace
-
-from schemas.chunk import FinishReason
-from schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
-from schemas.messages import KvHandover
-from schemas.presence import Capabilities, Role
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engine import RequestStep, TokenBatch
-from workers.engines.vllm.adapters import Adapters
-from workers.engines.vllm.calls import Calls
-from workers.engines.vllm.capabilities import describe_engine, find_refusals
-from workers.engines.vllm.feeds import CoreFeed, Feed, RequestMaker
-from workers.engines.vllm.generate_feed import GenerateFeed
-from workers.engines.vllm.kv.config import FIELD as KV_FIELD
-from workers.engines.vllm.kv.config import connector_config
-from workers.engines.vllm.kv.params import unpacked
-from workers.engines.vllm.launch import Launch
-from workers.engines.vllm.loaded import Loaded
-from workers.engines.vllm.outputs import OpenRequests
-from workers.engines.vllm.params import to_vllm
-from workers.engines.vllm.weights import Weights
+from ....schemas.chunk import FinishReason
+from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
+from ....schemas.messages import KvTransfer
+from ....schemas.presence import Capabilities, Role
+from ....schemas.request import GenerateRequest
+from ....schemas.weights import Verified
+from ..engine import RequestStep, TokenBatch
+from .adapters import Adapters
+from .calls import Calls, check_supported
+from .capabilities import describe_engine, find_refusals
+from .feeds import CoreFeed, Feed, RequestMaker
+from .generate_feed import GenerateFeed
+from .kv.config import FIELD as KV_FIELD
+from .kv.config import connector_config
+from .kv.params import decode_params
+from .kv_watch import KvWatch
+from .launch import Launch
+from .loaded import LoadSerials
+from .outputs import OpenRequests
+from .params import to_vllm
+from .routing import preempts_only_paused
+from .threads import to_the_end
+from .warm_up import warm_up_rounds
+from .weights import VllmWeightLoader
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -43,16 +45,6 @@ Reading = Literal["auto", "core", "generate"]
 
 SHUTDOWN_S = 30.0
 """For the engine's processes to end in order, before they are killed; seconds on a busy machine."""
-CANCEL_AGAIN_S = 0.5
-"""How often a cancelled start looks for processes that vLLM has started meanwhile."""
-WARM_UP_PROMPT_TOKENS = 32
-WARM_UP_TOKENS = 4
-GREEDY = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=WARM_UP_TOKENS, top_p=0.9, top_k=5, min_p=0.01, seed=0, ignore_eos=True)
-RANDOM = SamplingParams(max_tokens=WARM_UP_TOKENS, repetition_penalty=1.1, logit_bias={0: -1.0}, ignore_eos=True)
-WARM_UP_ROUNDS = ((GREEDY,), (SEEDED,), (RANDOM,), (RANDOM, RANDOM), (GREEDY, SEEDED, RANDOM))
-"""Requests that run together. What vLLM compiles, it compiles when first used: for one row and for several, and for
-random sampling without seeds apart from all other (v1/sample/ops/topk_topp_sampler.py: compiled_random_sample)."""
 
 
 class _Unfit(EngineDead):
@@ -94,7 +86,7 @@ class VllmEngine:
         self._feeds = AsyncExitStack()
         self._requests = OpenRequests(None, rows_with_tokens=False)
         self._capabilities: Capabilities | None = None
-        self._loaded = Loaded()
+        self._loaded = LoadSerials()
         self._controls: _Controls | None = None
         self._is_paused = False
         self._is_closed = False
@@ -110,6 +102,11 @@ class VllmEngine:
             raise EngineDead("the engine has not been started")
         return self._capabilities
 
+    @property
+    def reports_recomputed_kv(self) -> bool:
+        """Each step says whether the KV before its tokens was computed anew; valid once `start` has returned."""
+        return isinstance(self._feed, CoreFeed) and self._running().kv_watch.is_on
+
     async def start(self) -> None:
         """Load the model in a thread, so that the event loop stays free, and warm up.
 
@@ -118,17 +115,18 @@ class VllmEngine:
         Raises:
             EngineDead: the engine could not be started; the message says why.
         """
-        try:
-            await _to_the_end(self._launch.run, on_cancel=self._launch.cancel)
+        async with contextlib.AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self._shut_down)
+            await to_the_end(self._launch.run, on_cancel=self._launch.cancel)
             self._capabilities = describe_engine(self._launch.llm.vllm_config, self._role)
             self._controls = _Controls(self._launch.llm, self._loaded, self._capabilities)
+            await self._prepare_workers(self._controls.calls)
+            await self._controls.kv_watch.start()
             await self._open(self._launch.llm)
-        except BaseException:
-            await self._shut_down()
-            raise
+            unless_started.pop_all()
         logger.info("engine.started engine=%r capabilities=%s", self, self._capabilities)
 
-    async def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> None:
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`; see `Engine.add`.
 
         Cancellation: the request may have been submitted; abort it.
@@ -138,19 +136,41 @@ class VllmEngine:
             EngineDead: the engine is gone.
         """
         feed = self._running_feed()
-        capabilities = self.capabilities
         refusal = self._running().refusals.prompt_logprobs
         if refusal is not None and request.sampling.prompt_logprobs is not None:
             raise InvalidRequest(field="sampling.prompt_logprobs", problem=refusal, allowed="null")
-        returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
-        transfer = unpacked(kv, request, self._launch.llm.vllm_config.kv_transfer_config)
-        params = to_vllm(request, max_model_len=capabilities.max_model_len, returns_rows=returns_rows, kv=transfer)
+        transfer = decode_params(kv, request, self._launch.llm.vllm_config.kv_transfer_config)
         engine_id = self._requests.add(key, request, None if transfer is None else kv)
+        await self._submit(feed, engine_id, request, transfer)
+
+    async def _submit(
+        self, feed: Feed, engine_id: str, request: GenerateRequest, transfer: dict[str, Any] | None = None
+    ) -> None:
+        """Hand a request to the engine that was opened under `engine_id`."""
+        capabilities = self.capabilities
+        returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
         try:
+            max_len = capabilities.max_model_len
+            params = to_vllm(request, max_model_len=max_len, returns_rows=returns_rows, kv=transfer)
             await feed.submit(engine_id, request, params)
         except Exception:
+            # Boundary: nothing of a refused request stays. A cancelled one may have been submitted, and is aborted.
             self._requests.remove(engine_id)
             raise
+
+    async def restart(self, key: str) -> None:
+        """Add a request without a token anew, with the salt of the weights and adapter of now; see `Engine.restart`.
+
+        Cancellation: the request may have been submitted; abort it.
+        """
+        feed = self._running_feed()
+        restarted = self._requests.restart(key)
+        if restarted is None:
+            return
+        # Under an id of its own, so that what is reported of the one before, however late, is passed over.
+        old_id, new_id, request = restarted
+        await feed.abort([old_id])
+        await self._submit(feed, new_id, request)
 
     async def abort(self, keys: Sequence[str]) -> None:
         """End these requests with a `RequestStep` of finish reason ABORT each, after the steps that came before.
@@ -190,8 +210,17 @@ class VllmEngine:
 
     async def reset_cache(self, *, preempt: bool) -> bool:
         """Forget the prefix cache; see `Engine.reset_cache`."""
+        if preempt and not self._is_paused and preempts_only_paused(self._launch.llm.vllm_config):
+            await self.pause()
+            try:
+                return await self._reset_cache(preempt=True)
+            finally:
+                await self.resume()
+        return await self._reset_cache(preempt=preempt)
+
+    async def _reset_cache(self, *, preempt: bool) -> bool:
         try:
-            return bool(await self._running().calls.call("reset_prefix_cache", reset_running_requests=preempt))
+            return all(await self._running().calls.on_replicas("reset_prefix_cache", preempt))
         except ControlError as exc:
             if exc.code is ControlCode.UNSUPPORTED:
                 raise
@@ -199,13 +228,15 @@ class VllmEngine:
             logger.warning("engine.cache_not_reset reason=%s", exc.message)
             return False
 
-    async def load_weights(self, path: Path) -> None:
+    async def load_weights(self, path: Path) -> Verified | None:
         """Replace all weights by those of a checkpoint; the adapters are gone then. See `Engine.load_weights`.
 
         Cancellation: the engine goes on loading, and nobody hears how it ends.
         """
         await self._clear_nan()
-        await self._running().weights.load(path)
+        verified = await self._running().weights.load(path)
+        await self._running().kv_watch.outdate()
+        return verified
 
     @property
     def loras(self) -> Mapping[str, int]:
@@ -215,6 +246,7 @@ class VllmEngine:
     async def load_lora(self, name: str, path: Path, version: int) -> None:
         """Load an adapter, or replace the one of this name in place; see `Engine.load_lora`."""
         await self._running().adapters.load(name, path, version)
+        await self._running().kv_watch.outdate(self._loaded.adapters[name].lora_request.lora_int_id)
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter that no request in flight uses; one that is not there is fine."""
@@ -222,12 +254,12 @@ class VllmEngine:
 
     async def sleep(self, level: int) -> None:
         """Give up memory; nothing is running."""
-        self._check_sleeps()
+        check_supported(self._running().refusals.sleep)
         await self._running().calls.call("sleep", level)
 
     async def wake(self) -> None:
         """Undo `sleep`; after level 2 the weights have to be loaded again."""
-        self._check_sleeps()
+        check_supported(self._running().refusals.sleep)
         await self._running().calls.call("wake_up")
         if self._is_paused:
             # vLLM's own wake resumes too.
@@ -243,12 +275,14 @@ class VllmEngine:
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
         """Take some of them; after an error the update is over, and has to be started again."""
-        await self._running().weights.take_chunk(info)
+        await self._running().weights.load_chunk(info)
 
-    async def finish_weight_update(self) -> None:
+    async def finish_weight_update(self) -> Verified | None:
         """All of them are there; the adapters are gone."""
-        await self._running().weights.finish_transfer()
+        verified = await self._running().weights.finish_transfer()
+        await self._running().kv_watch.outdate()
         await self._clear_nan()
+        return verified
 
     async def close(self) -> None:
         """Stop the engine and every process it started; safe to call twice and after a failed `start`.
@@ -260,6 +294,12 @@ class VllmEngine:
             self._controls.calls.end("the engine was closed")
         self._launch.cancel()
         await self._shut_down()
+
+    async def _prepare_workers(self, calls: Calls) -> None:
+        try:
+            await calls.on_workers("rollbus_correct")
+        except ControlError as exc:
+            raise EngineDead(f"vLLM {self.capabilities.engine_version} does not fit: {exc.message}") from exc
 
     async def _open(self, llm: "AsyncLLM") -> None:
         """Choose how to read from the engine, by trying."""
@@ -281,14 +321,9 @@ class VllmEngine:
         """Read from `feed` and warm up, so that all is compiled and the row rule is seen to hold."""
         self._feed = await self._feeds.enter_async_context(feed)
         self._requests = OpenRequests(self.capabilities.routed_experts, rows_with_tokens=feed.rows_with_tokens)
-        room = self.capabilities.max_model_len - WARM_UP_TOKENS
-        prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % self.capabilities.vocab_size
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
-        for together in WARM_UP_ROUNDS:
-            for number, wanted in enumerate(together):
-                sampling = wanted if has_prompt_logprobs else replace(wanted, prompt_logprobs=None)
-                # Salted, so that no one else finds this prompt in the prefix cache.
-                request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up")
+        for together in warm_up_rounds(self.capabilities, has_prompt_logprobs=has_prompt_logprobs):
+            for number, request in enumerate(together):
                 await self.add(f"warm-up-{number}", request)
             while len(self._requests):
                 for step in await self._next_steps():
@@ -296,14 +331,14 @@ class VllmEngine:
                         raise _Unfit(f"a first request failed: {step.error}")
 
     async def _shut_down(self) -> None:
-        llm = self._launch.take()
+        llm = self._launch.pop_llm()
         try:
             await self._feeds.aclose()
         finally:
             self._feed = None
             if llm is not None:
                 reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
-                await _to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
+                await to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
                 if reader is not None:
                     # vLLM's own task: cancelled by its shutdown, and gone when this returns.
                     await asyncio.wait({reader})
@@ -339,19 +374,15 @@ class VllmEngine:
             raise EngineDead("the engine is not running")
         return self._controls
 
-    def _check_sleeps(self) -> None:
-        refusal = self._running().refusals.sleep
-        if refusal is not None:
-            raise ControlError(ControlCode.UNSUPPORTED, refusal)
-
 
 class _Controls:
     """What there is for a started engine besides its requests."""
 
-    def __init__(self, llm: "AsyncLLM", loaded: Loaded, capabilities: Capabilities) -> None:
+    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:
         self.refusals = find_refusals(llm.vllm_config)
         self.calls = Calls(llm)
-        self.weights = Weights(
+        self.kv_watch = KvWatch(self.calls)
+        self.weights = VllmWeightLoader(
             llm,
             self.calls,
             loaded,
@@ -359,24 +390,3 @@ class _Controls:
             transfer_refusal=self.refusals.weight_transfer,
         )
         self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)
-
-
-async def _to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:
-    """Run `work` in a thread and stay until it has ended, also when cancelled: a thread cannot be abandoned.
-
-    When cancelled, calls `on_cancel` again and again until `work` has ended.
-    """
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            if on_cancel is not None:
-                on_cancel()
-            try:
-                await asyncio.wait({future}, timeout=CANCEL_AGAIN_S)
-            except asyncio.CancelledError:
-                continue
-        # Asked for, so that asyncio does not report it as forgotten.
-        future.exception()
-        raise

@@ -7,9 +7,12 @@ a class that is both, which this module makes up when it is asked for: `extensio
 import logging
 from typing import Any
 
-from schemas.errors import ControlCode
-from workers.engines.vllm.answers import done, failed
-from workers.engines.vllm.reloading import Reload, clear_nan
+from ....schemas.errors import ControlCode
+from ..foreign_code import ForeignError, foreign_code
+from .answers import done, failed
+from .reloading import Reload, clear_nan
+from .rotations import rotate_all_heads
+from .seeds import keep_seeded_draws
 
 __all__ = ["WorkerExtension", "extension_name", "is_ours"]
 
@@ -22,6 +25,19 @@ DOT = ":"
 
 class WorkerExtension:
     """The methods. They never raise, see `Calls.on_workers`; their names clash with none of vLLM's."""
+
+    def rollbus_correct(self) -> dict[str, Any]:
+        """Correct what vLLM does wrong on a CPU; called once, before the first request.
+
+        See `keep_seeded_draws` and `rotate_all_heads`.
+        """
+        worker: Any = self
+        for what, correct in (("seeded requests", keep_seeded_draws), ("rotary embeddings", rotate_all_heads)):
+            try:
+                correct(worker.model_runner)
+            except AttributeError as exc:
+                return failed(ControlCode.ENGINE_ERROR, f"{what} would not be right: {exc}")
+        return done()
 
     def rollbus_load_weights(self, path: str) -> dict[str, Any]:
         """Replace all weights by those in the folder `path`; see `Reload.load`."""
@@ -37,10 +53,10 @@ class WorkerExtension:
 
         worker: Any = self
         try:
-            if worker.add_lora(LoRARequest(name, number, path, load_inplace=True)):
-                return done()
-        except Exception as exc:
-            # Whatever vLLM finds wrong with the files.
+            with foreign_code():
+                if worker.add_lora(LoRARequest(name, number, path, load_inplace=True)):
+                    return done()
+        except ForeignError as exc:
             logger.exception("lora.load_failed name=%s", name)
             return failed(ControlCode.ENGINE_ERROR, exc)
         return failed(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
@@ -49,8 +65,9 @@ class WorkerExtension:
         """Replace NaN and infinities in the KV cache by zeros; see `clear_nan`."""
         worker: Any = self
         try:
-            clear_nan(worker.model_runner.kv_caches)
-        except Exception as exc:
+            with foreign_code():
+                clear_nan(worker.model_runner.kv_caches)
+        except ForeignError as exc:
             # A release that keeps its cache in another way.
             logger.exception("cache.nan_not_cleared")
             return failed(ControlCode.ENGINE_ERROR, exc)

@@ -1,4 +1,4 @@
-"""The two ways of getting at what vLLM computes; both hand over `Output`s.
+"""The two ways of getting at what vLLM computes; both hand over `StepOutput`s.
 
 `CoreFeed` reads what the engine core reports of each step: faster, and with the routing of each step's tokens.
 It relies on vLLM's inner interface, so it is used where a release is found to fit. `GenerateFeed` uses
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from schemas.chunk import FinishReason
-from schemas.errors import EngineDead, InvalidRequest
-from schemas.request import GenerateRequest
-from workers.engines.vllm.kv.params import is_decode_leg
-from workers.engines.vllm.loaded import Loaded
-from workers.engines.vllm.outputs import LogprobTable, Output
-from workers.engines.vllm.params import refusal
+from ....schemas.chunk import FinishReason
+from ....schemas.errors import EngineDead, InvalidRequest
+from ....schemas.request import GenerateRequest
+from .kv.params import is_decode_phase
+from .loaded import LoadSerials
+from .outputs import LogprobTable, StepOutput
+from .params import refusal
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CoreFeed", "Feed", "Passed", "RequestMaker"]
+__all__ = ["CoreFeed", "DrainMarker", "Feed", "RequestMaker"]
 
 
 class Feed(Protocol):
@@ -44,7 +44,7 @@ class Feed(Protocol):
     async def abort(self, engine_ids: Sequence[str]) -> None:
         """Stop requests: an output with finish reason ABORT follows those that came before, if any is still open."""
 
-    async def next(self) -> list[Output]:
+    async def next(self) -> list[StepOutput]:
         """What the engine reports next; at best all of one step.
 
         Raises:
@@ -64,20 +64,8 @@ class Feed(Protocol):
         """Stop to read; before the engine is shut down."""
 
 
-class Passed:
-    """Stands in line behind outputs: who comes to it has taken all before it."""
-
-    def __init__(self) -> None:
-        self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def tell(self) -> None:
-        """It was come to."""
-        if not self._told.done():
-            self._told.set_result(None)
-
-    async def wait(self) -> None:
-        """Until it is come to."""
-        await self._told
+class DrainMarker(asyncio.Event):
+    """A marker in the output queue, set by the reader that reaches it: it has read every output before the marker."""
 
 
 class RequestMaker:
@@ -88,7 +76,7 @@ class RequestMaker:
         supported_tasks: what the engine says that the model can do.
     """
 
-    def __init__(self, llm: "AsyncLLM", loaded: Loaded, supported_tasks: Sequence[str]) -> None:
+    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, supported_tasks: Sequence[str]) -> None:
         self._llm = llm
         self._loaded = loaded
         self._supported_tasks = supported_tasks
@@ -115,7 +103,7 @@ class RequestMaker:
         """The prompt as vLLM takes it: token ids, and the salt of its prefix-cache entries."""
         from vllm.inputs.engine import tokens_input
 
-        salt = self._loaded.salt_of(request, takes_kv=is_decode_leg(params))
+        salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
         return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
@@ -153,8 +141,8 @@ class CoreFeed:
         core_has = all(
             hasattr(llm.engine_core, name) for name in ("add_request_async", "abort_requests_async", "outputs_queue")
         )
-        wanted = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "routed_experts"}
-        return core_has and wanted <= set(EngineCoreOutput.__struct_fields__)
+        fields = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "routed_experts"}
+        return core_has and fields <= set(EngineCoreOutput.__struct_fields__)
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
         """Hand a request to the engine core; see `Feed.submit`."""
@@ -184,18 +172,18 @@ class CoreFeed:
             # `next` is where the death is told.
             return
 
-    async def next(self) -> list[Output]:
+    async def next(self) -> list[StepOutput]:
         """What one step of the engine core added to all requests."""
         # `get_output_async` is this and a conversion of exceptions, which ends here as well.
-        while isinstance(item := await self._core.outputs_queue.get(), Passed):
-            item.tell()
+        while isinstance(item := await self._core.outputs_queue.get(), DrainMarker):
+            item.set()
         if isinstance(item, Exception):
             raise EngineDead(f"the engine core died: {type(item).__name__}: {item}") from item
         return [_output(output) for output in item.outputs]
 
     async def barrier(self) -> None:
         """The engine core's answer to a call comes behind what it has reported before, so all of that is in line."""
-        passed = Passed()
+        passed = DrainMarker()
         self._core.outputs_queue.put_nowait(passed)
         await passed.wait()
 
@@ -207,10 +195,12 @@ class CoreFeed:
         """Nothing to do: that task ends when the engine is shut down."""
 
 
-def _output(output: "EngineCoreOutput") -> Output:
+def _output(output: "EngineCoreOutput") -> StepOutput:
     prompt = output.new_prompt_logprobs_tensors
     prefill = output.prefill_stats
-    return Output(
+    # Since 0.33; beside the finish reason ERROR.
+    error = getattr(output, "error", None)
+    return StepOutput(
         engine_id=output.request_id,
         token_ids=output.new_token_ids,
         logprobs=None if output.new_logprobs is None else LogprobTable(*output.new_logprobs[:2]),
@@ -218,7 +208,16 @@ def _output(output: "EngineCoreOutput") -> Output:
         routed_experts=output.routed_experts,
         cached_tokens=None if prefill is None else prefill.num_cached_tokens,
         num_external=0 if prefill is None else getattr(prefill, "num_external_cached_tokens", 0),
+        was_scheduled=bool(output.events) and _was_scheduled(output.events),
         kv_params=getattr(output, "kv_transfer_params", None),
         finish_reason=None if output.finish_reason is None else FinishReason(str(output.finish_reason)),
         stop_reason=output.stop_reason,
+        **({} if error is None else {"error": f"the engine failed this request: {error.message}"}),
     )
+
+
+def _was_scheduled(events: "Sequence[EngineCoreEvent]") -> bool:
+    """True if the engine began to compute the request: vLLM says so where it keeps statistics, else `kv_history`."""
+    from vllm.v1.engine import EngineCoreEventType
+
+    return any(event.type == EngineCoreEventType.SCHEDULED for event in events)

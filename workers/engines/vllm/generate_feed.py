@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from schemas.chunk import FinishReason
-from schemas.errors import EngineDead
-from schemas.request import GenerateRequest
-from workers.engines.vllm.feeds import Passed, RequestMaker
-from workers.engines.vllm.outputs import LogprobTable, Output
-from workers.engines.vllm.params import refusal
+from ....schemas.chunk import FinishReason
+from ....schemas.errors import EngineDead
+from ....schemas.request import GenerateRequest
+from ..foreign_code import ForeignError, foreign_code
+from .feeds import DrainMarker, RequestMaker
+from .outputs import LogprobTable, StepOutput
+from .params import refusal
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -38,8 +39,8 @@ class GenerateFeed:
     def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
         self._llm = llm
         self._maker = maker
-        self._queue: asyncio.Queue[Output | EngineDead | Passed] = asyncio.Queue(MAX_WAITING)
-        self._held: Passed | None = None
+        self._queue: asyncio.Queue[StepOutput | EngineDead | DrainMarker] = asyncio.Queue(MAX_WAITING)
+        self._held: DrainMarker | None = None
         """Came behind the outputs that `next` returned last."""
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,7 +69,7 @@ class GenerateFeed:
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
         """Hand a request to `AsyncLLM`; see `Feed.submit`."""
         import zmq
-        from vllm.exceptions import VLLMClientError
+        from vllm.exceptions import GracefulHTTPError, VLLMClientError
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -79,7 +80,7 @@ class GenerateFeed:
             collector = await self._llm.add_request(engine_id, prompt, params, **options)
         except (EngineDeadError, zmq.ZMQError) as exc:
             raise EngineDead(f"the engine took no request: {exc}") from exc
-        except (VLLMClientError, ValueError, TypeError) as exc:
+        except (VLLMClientError, GracefulHTTPError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
         if not self._watches_engine:
             self._watches_engine = True
@@ -93,42 +94,42 @@ class GenerateFeed:
         if engine_ids and not self._llm.errored:
             await self._llm.abort(list(engine_ids))
 
-    async def next(self) -> list[Output]:
+    async def next(self) -> list[StepOutput]:
         """All that waits; at least one output."""
         if self._held is not None:
-            self._held.tell()
+            self._held.set()
             self._held = None
-        outputs: list[Output] = []
+        outputs: list[StepOutput] = []
         while not outputs or not self._queue.empty():
             item = await self._queue.get()
             if isinstance(item, EngineDead):
                 raise item
-            if isinstance(item, Output):
+            if isinstance(item, StepOutput):
                 outputs.append(item)
             elif outputs:
                 self._held = item
                 break
             else:
-                item.tell()
+                item.set()
         return outputs
 
     async def barrier(self) -> None:
         """Follow what the engine core has reported: through vLLM's task, through the readers, through the queue."""
         if self._llm.output_handler is not None:
-            handled = Passed()
+            handled = DrainMarker()
             self._llm.engine_core.outputs_queue.put_nowait(handled)
             await handled.wait()
         while any(reader.has_more for reader in self._readers):
             self._moved.clear()
             await self._moved.wait()
-        taken = Passed()
-        await self._queue.put(taken)
-        await taken.wait()
+        read = DrainMarker()
+        await self._queue.put(read)
+        await read.wait()
 
     async def _get_next_output(self) -> Any:
         """What vLLM's task asks for when it has handled all that it got before."""
-        while isinstance(item := await self._get_output(), Passed):
-            item.tell()
+        while isinstance(item := await self._get_output(), DrainMarker):
+            item.set()
         return item
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -163,42 +164,35 @@ class _Reader:
         self.is_handing_on = False
         """It has taken an output that is not in the feed's queue yet."""
         self._collector = collector
-        self._cursor = _Cursor(engine_id)
+        self._num_tokens = 0
 
     @property
     def has_more(self) -> bool:
         """Something that the engine has reported is on its way through this reader."""
         return self.is_handing_on or self._collector.output is not None
 
-    async def next(self) -> Output:
+    async def next(self) -> StepOutput:
         """What comes next.
 
         Raises:
             EngineDead: vLLM's own task failed, whatever of; nothing comes any more.
         """
         try:
-            request_output = self._collector.get_nowait() or await self._collector.get()
-        except Exception as exc:
-            raise EngineDead(f"the engine died: {type(exc).__name__}: {exc}") from exc
+            with foreign_code():
+                request_output = self._collector.get_nowait() or await self._collector.get()
+        except ForeignError as exc:
+            raise EngineDead(f"the engine died: {exc}") from exc
         self.is_handing_on = True
         self.is_finished = request_output.finished
-        return self._cursor.advance(request_output)
+        return self._advance(request_output)
 
-
-class _Cursor:
-    """How far a cumulative output has been read."""
-
-    def __init__(self, engine_id: str) -> None:
-        self._engine_id = engine_id
-        self._num_tokens = 0
-
-    def advance(self, request_output: "RequestOutput") -> Output:
-        """What `request_output` has beyond the one before it."""
+    def _advance(self, request_output: "RequestOutput") -> StepOutput:
+        """Return what the cumulative output has beyond the one before it."""
         completion = request_output.outputs[0]
         first, past = self._num_tokens, len(completion.token_ids)
         self._num_tokens = past
-        return Output(
-            engine_id=self._engine_id,
+        return StepOutput(
+            engine_id=self.engine_id,
             token_ids=list(completion.token_ids[first:past]),
             logprobs=_table(completion.logprobs, first, past),
             prompt_logprobs=None

@@ -5,29 +5,38 @@ import contextlib
 import dataclasses
 import difflib
 import gc
+import logging
 import multiprocessing
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bus.logs import is_json
-from schemas.errors import EngineDead
-from workers.engines.vllm.cores import compute_in_core
-from workers.engines.vllm.extension import extension_name
-from workers.engines.vllm.kv import plugin
-from workers.engines.vllm.kv.config import FIELD as KV_FIELD
-from workers.engines.vllm.kv.config import routing_refusal
-from workers.engines.vllm.ownership import OwnedExecutor, kill
-from workers.engines.vllm.preload import begin_preload, forked_cores
+from ....bus.logs import is_json
+from ....schemas.errors import EngineDead
+from ..foreign_code import ForeignError, foreign_code
+from . import plugin
+from .contract_check import check as check_contract
+from .cores import compute_in_core
+from .extension import extension_name
+from .kv.config import FIELD as KV_FIELD
+from .kv.config import routing_refusal
+from .ownership import kill, owned_executor
+from .preload import begin_preload, forked_cores
+from .routing import ARGUMENT as ROUTING
+from .routing import cpu_refusal, vllm_refusal
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["CPU_UNUSED_LORAS", "OWN_SLOTS", "Launch"]
+
+logger = logging.getLogger(__name__)
 
 OWN_SLOTS = 1
 """Requests that the engine runs beyond `max_num_seqs`: the worker's own one finds room while the batch is full."""
@@ -41,7 +50,7 @@ CPU_KV_BLOCK_TOKENS = 32
 CPU_UNUSED_LORAS = 1
 """Places for adapters that stay empty: on a CPU vLLM adds what is in the last one to every request without an adapter
 (lora/ops/torch_ops/lora_ops.py takes -1, which means none, for an index)."""
-JSON_LOGS = Path(__file__).with_name("json_logs.json")
+JSON_LOGS = Path(str(files(__package__))) / "json_logs.json"
 """How vLLM logs where this process logs JSON: here and in its processes, each of which reads it."""
 LARGEST_THAT_FITS = -1
 """As `max_model_len`: the model's own, or as much of it as the KV cache holds."""
@@ -72,40 +81,42 @@ class Launch:
         the thread would hold on to it, and a forgotten `AsyncLLM` complains when the interpreter ends.
 
         Raises:
-            EngineDead: it did not start, or `cancel` was called; the message says why.
+            EngineDead: it did not start, this vLLM lacks something, or `cancel` was called; the message says why.
         """
         set_environment(self._model, self._log_level)
+        check_contract()
         begin_preload()
         try:
-            with _without_collection():
-                from vllm.v1.engine.async_llm import AsyncLLM
-                from vllm.v1.executor import Executor
-
-                self._check_wanted()
-                # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
-                plugin.install()
-                args = engine_arguments(self._model, self._engine_args)
-                config = args.create_engine_config()
-                config.scheduler_config.max_num_seqs += OWN_SLOTS
-                self._check_wanted()
-            cores = compute_in_core(args, config)
-            executor = OwnedExecutor(Executor.get_class(config), cores)
-            self._other_children = frozenset(multiprocessing.active_children())
-            with forked_cores():
-                self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
-        except EngineDead:
-            raise
+            with foreign_code(EngineDead, ImportError):
+                self._start()
         except ImportError as exc:
             raise EngineDead(f"vLLM cannot be imported ({exc}); it comes with rollbus[worker]") from exc
-        except Exception as exc:
-            self._check_wanted()
-            # Whatever vLLM, torch or a broken checkpoint throws at start-up means the same to the worker.
-            message = (
-                f"vLLM did not start with {self._model}: {type(exc).__name__}: {exc} (its log on stderr says more)"
-            )
+        except ForeignError as exc:
+            self._check_not_cancelled()
+            # Every error of vLLM, of torch or for a broken checkpoint means the same to the worker at start-up.
+            message = f"vLLM did not start with {self._model}: {exc} (its log on stderr says more)"
             raise EngineDead(message) from exc
         finally:
             self._other_children = None
+
+    def _start(self) -> None:
+        with _without_collection():
+            from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.executor import Executor
+
+            check_contract()
+            self._check_not_cancelled()
+            # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
+            plugin.install()
+            args = engine_arguments(self._model, self._engine_args)
+            config = engine_config(args)
+            config.scheduler_config.max_num_seqs += OWN_SLOTS
+            self._check_not_cancelled()
+        cores = compute_in_core(args, config)
+        executor = owned_executor(Executor.get_class(config), cores)
+        self._other_children = frozenset(multiprocessing.active_children())
+        with forked_cores():
+            self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
 
     def cancel(self) -> None:
         """Make `run` end soon, if it has not. Called again until it has: vLLM may be about to start a process."""
@@ -122,12 +133,12 @@ class Launch:
             raise EngineDead("vLLM has not been started")
         return self._llm
 
-    def take(self) -> "AsyncLLM | None":
+    def pop_llm(self) -> "AsyncLLM | None":
         """What `run` has started, once: it belongs to the caller, who shuts it down."""
         llm, self._llm = self._llm, None
         return llm
 
-    def _check_wanted(self) -> None:
+    def _check_not_cancelled(self) -> None:
         if self._is_cancelled.is_set():
             raise EngineDead("the engine was closed while it started")
 
@@ -199,13 +210,19 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
         chosen["worker_extension_cls"] = extension_name(given["worker_extension_cls"])
     if given.get(KV_FIELD) is not None:
         chosen[KV_FIELD] = _kv_transfer_config(given[KV_FIELD])
-    args = AsyncEngineArgs(**chosen)
     # The model's configuration alone, before any weights are loaded.
-    model_config = args.create_model_config()
+    model_config = AsyncEngineArgs(**chosen).create_model_config()
     has_experts = bool(model_config.get_num_experts())
-    if "enable_return_routed_experts" not in given:
-        args.enable_return_routed_experts = has_experts
-    if args.enable_return_routed_experts:
+    # Before the arguments are made for good: vLLM 0.31 and later copy the flag when they are.
+    chosen[ROUTING] = _chosen_routing(given, has_experts=has_experts)
+    args = AsyncEngineArgs(**chosen)
+    if has_experts and args.data_parallel_size > 1:
+        raise EngineDead(
+            f"engine argument 'data_parallel_size' is {args.data_parallel_size}: replicas of a model with experts "
+            "compute in step with each other, on a CPU vLLM cannot do that, and elsewhere it is not known whether they "
+            "pause and update without a deadlock; allowed: 1, and one worker for each replica"
+        )
+    if chosen[ROUTING]:
         _check_kv_with_routing(args)
     if current_platform.is_cpu() and args.enable_lora:
         if has_experts:
@@ -220,16 +237,40 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     return args
 
 
+def engine_config(args: "AsyncEngineArgs") -> "VllmConfig":
+    """What vLLM makes of its arguments.
+
+    Raises:
+        EngineDead: vLLM cannot return routed experts with the other arguments.
+    """
+    try:
+        return args.create_engine_config()
+    except ValueError as exc:
+        refusal = vllm_refusal(exc)
+        if refusal is None:
+            raise
+        raise EngineDead(refusal) from exc
+
+
+def _chosen_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
+    refusal = cpu_refusal()
+    chosen = given.get(ROUTING)
+    if chosen is None:
+        if has_experts and refusal is not None:
+            logger.warning("engine.routing_turned_off reason=%s", refusal)
+        return has_experts and refusal is None
+    if chosen and refusal is not None:
+        raise EngineDead(f"engine argument '{ROUTING}' is true, but {refusal}; allowed here: false")
+    return bool(chosen)
+
+
 def _kv_transfer_config(given: Mapping[str, Any]) -> Any:
     from pydantic import ValidationError
     from vllm.config import KVTransferConfig
 
     known = {field.name for field in dataclasses.fields(KVTransferConfig)}
     for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise EngineDead(f"engine argument '{KV_FIELD}.{name}' is unknown to vLLM{hint}")
+        _check_known(name, known, f"'{KV_FIELD}.{name}'")
     try:
         return KVTransferConfig(**given)
     except ValidationError as exc:
@@ -253,10 +294,14 @@ def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
     for name in given:
         if name == "model":
             raise EngineDead("engine argument 'model': the model is given by itself, not among the engine's arguments")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise EngineDead(f"engine argument {name!r} is unknown to vLLM{hint}")
+        _check_known(name, known, repr(name))
     mode = given.get("logprobs_mode", "processed_logprobs")
     if not str(mode).endswith("_logprobs"):
         raise EngineDead(f"engine argument 'logprobs_mode' is {mode!r}; allowed: processed_logprobs, raw_logprobs")
+
+
+def _check_known(name: str, known: set[str], shown: str) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise EngineDead(f"engine argument {shown} is unknown to vLLM{hint}")

@@ -4,27 +4,27 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schemas.errors import InvalidRequest
-from schemas.request import GenerateRequest
+from ....schemas.errors import InvalidRequest
+from ....schemas.request import GenerateRequest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-__all__ = ["Adapter", "Loaded"]
+__all__ = ["LoadSerials", "VllmAdapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class VllmAdapter:
     """A LoRA adapter that requests may name."""
 
     version: int
     serial: int
-    """Of this load; see `Loaded`."""
+    """Of this load; see `LoadSerials`."""
     lora_request: "LoRARequest"
     """How vLLM is told to use it."""
 
 
-class Loaded:
+class LoadSerials:
     """What is loaded, counted: every load of weights or of an adapter gets a serial that no other load has.
 
     vLLM's prefix cache knows neither weights nor an adapter's version (v1/core/kv_cache_utils.py:
@@ -35,7 +35,7 @@ class Loaded:
     def __init__(self) -> None:
         self._serials = itertools.count()
         self._weights_serial = next(self._serials)
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, VllmAdapter] = {}
         """By name; as many as the engine holds at most."""
 
     def new_serial(self) -> int:
@@ -46,7 +46,7 @@ class Loaded:
         """The weights are about to change: requests added from now on share no cache with those before."""
         self._weights_serial = self.new_serial()
 
-    def adapter_of(self, request: GenerateRequest) -> Adapter | None:
+    def adapter_of(self, request: GenerateRequest) -> VllmAdapter | None:
         """The adapter that `request` names.
 
         Raises:

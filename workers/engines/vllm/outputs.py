@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
-from schemas.errors import ErrorCode
-from schemas.messages import KvHandover
-from schemas.presence import RoutedExpertsInfo
-from schemas.request import GenerateRequest
-from schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
-from workers.engine import RequestStep, TokenBatch
-from workers.engines.vllm.kv.params import packed
+from ....schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from ....schemas.errors import ErrorCode
+from ....schemas.messages import KvTransfer
+from ....schemas.presence import RoutedExpertsInfo
+from ....schemas.request import GenerateRequest
+from ....schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
+from ....schemas.sampling import SamplingParams
+from ..engine import RequestStep, TokenBatch
+from .kv.params import encode_params
 
-__all__ = ["LogprobTable", "OpenRequests", "Output"]
+__all__ = ["LogprobTable", "OpenRequests", "Restarted", "StepOutput"]
 
 KV_NOT_LOADED = "the KV of its prompt could not be loaded; the engine's log says why"
 
@@ -35,7 +36,7 @@ class LogprobTable(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Output:
+class StepOutput:
     """What the engine reports of one request at one time, in its own terms."""
 
     engine_id: str
@@ -47,6 +48,9 @@ class Output:
     cached_tokens: int | None = None
     num_external: int = 0
     """Of the `cached_tokens`, those that a KV connector brought; where the engine says so."""
+    was_scheduled: bool = False
+    """The engine began to compute the request, for the first time or after a preemption, and this is its first output
+    since."""
     kv_params: Mapping[str, Any] | None = None
     """With `finish_reason`: what the KV connector says to whoever goes on with the request."""
     finish_reason: FinishReason | None = None
@@ -62,7 +66,17 @@ class Output:
             and self.finish_reason is None
             and self.prompt_logprobs is None
             and self.cached_tokens is None
+            and not self.was_scheduled
         )
+
+
+class Restarted(NamedTuple):
+    """A request that is to be added to the engine anew."""
+
+    old_id: str
+    """The engine's, to be aborted."""
+    new_id: str
+    request: GenerateRequest
 
 
 class _UnusableOutput(Exception):
@@ -81,23 +95,23 @@ class _Open:
     prompt_len: int
     start: int
     returns_rows: bool
-    num_logprobs: int | None
-    num_prompt_logprobs: int | None
-    stop_token_ids: frozenset[int]
-    kv: KvHandover | None
+    sampling: SamplingParams
+    kv: KvTransfer | None
+    request: GenerateRequest | None
+    """As it was added, until it has a token: it may have to be added anew."""
     num_tokens: int = 0
     num_rows: int = 0
     has_begun: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Beside a token it wants its logprob and row at most."""
-        return self.has_begun and not self.num_logprobs and self.kv is None
+        """It has a token, and beside another it wants its logprob and row at most."""
+        return self.request is None and not self.sampling.logprobs and self.kv is None
 
     @property
     def kind(self) -> tuple[bool, bool]:
         """Which requests may share a batch: whether they want logprobs, and routing."""
-        return self.num_logprobs is not None, self.returns_rows
+        return self.sampling.logprobs is not None, self.returns_rows
 
 
 class OpenRequests:
@@ -123,7 +137,7 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, key: str, request: GenerateRequest, kv: KvHandover | None = None) -> str:
+    def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> str:
         """Open a request; returns the id under which the engine knows it, which no other request ever has.
 
         A key may come again while late outputs of its aborted predecessor are still on their way, and the engine
@@ -137,12 +151,24 @@ class OpenRequests:
             prompt_len=request.prompt_len,
             start=request.routed_experts_prompt_start,
             returns_rows=self._routing is not None and request.return_routed_experts is not False,
-            num_logprobs=request.sampling.logprobs,
-            num_prompt_logprobs=request.sampling.prompt_logprobs,
-            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            sampling=request.sampling,
             kv=kv,
+            request=request,
         )
         return engine_id
+
+    def restart(self, key: str) -> Restarted | None:
+        """Open a request without a token anew, under another id: outputs of the id before are passed over from now on.
+
+        Returns:
+            None: it has a token, has a prefill or decode phase of its own, or is not open.
+        """
+        old_id = self._engine_ids.get(key)
+        old = None if old_id is None else self._open[old_id]
+        if old_id is None or old is None or old.request is None or old.kv is not None:
+            return None
+        del self._open[old_id]
+        return Restarted(old_id, self.add(key, old.request), old.request)
 
     def remove(self, engine_id: str) -> None:
         """Forget a request that the engine did not take after all, or has ended."""
@@ -154,7 +180,7 @@ class OpenRequests:
         """The engine's ids of those of `keys` that are open."""
         return [self._engine_ids[key] for key in keys if key in self._engine_ids]
 
-    def read(self, outputs: Iterable[Output]) -> tuple[list[RequestStep | TokenBatch], list[str]]:
+    def read(self, outputs: Iterable[StepOutput]) -> tuple[list[RequestStep | TokenBatch], list[str]]:
         """Turn one step's outputs into what the worker takes; outputs of requests that are not open are passed over.
 
         Returns:
@@ -162,7 +188,7 @@ class OpenRequests:
         """
         steps: list[RequestStep | TokenBatch] = []
         broken: list[str] = []
-        plain: dict[tuple[bool, bool], list[tuple[_Open, Output]]] = {}
+        plain: dict[tuple[bool, bool], list[tuple[_Open, StepOutput]]] = {}
         for output in outputs:
             request = self._open.get(output.engine_id)
             if request is None:
@@ -176,7 +202,7 @@ class OpenRequests:
             steps += [self._read_one(*one, broken) for one in found] if batch is None else [batch]
         return steps, broken
 
-    def _read_one(self, request: _Open, output: Output, broken: list[str]) -> RequestStep:
+    def _read_one(self, request: _Open, output: StepOutput, broken: list[str]) -> RequestStep:
         try:
             step = self._step(request, output)
         except _UnusableOutput as exc:
@@ -188,7 +214,9 @@ class OpenRequests:
             self.remove(output.engine_id)
         return step
 
-    def _batch(self, found: Sequence[tuple[_Open, Output]], *, has_logprobs: bool, has_rows: bool) -> TokenBatch | None:
+    def _batch(
+        self, found: Sequence[tuple[_Open, StepOutput]], *, has_logprobs: bool, has_rows: bool
+    ) -> TokenBatch | None:
         """Plain outputs of requests of one kind; None where something about one of them is odd."""
         logprobs = rows = starts = None
         if has_logprobs:
@@ -218,23 +246,23 @@ class OpenRequests:
         found = [part for part in parts if part is not None]
         if routing is None or len(found) < len(parts):
             return None
-        wanted = (1, routing.num_layers, routing.top_k)
-        if any(part.shape != wanted for part in found):
+        expected = (1, routing.num_layers, routing.top_k)
+        if any(part.shape != expected for part in found):
             return None
         try:
             return rows_as_wire(np.concatenate(found), routing.dtype)
         except ValueError:
             return None
 
-    def _step(self, request: _Open, output: Output) -> RequestStep:
+    def _step(self, request: _Open, output: StepOutput) -> RequestStep:
         if output.finish_reason is FinishReason.ERROR:
             if request.kv is not None and not request.kv.is_prefill and not request.has_begun:
                 return _failed(request, KV_NOT_LOADED, ErrorCode.KV_TRANSFER_FAILED)
             return _failed(request, output.error)
         token_ids = np.array(output.token_ids, np.int32)
-        logprobs, top = _logprobs(request.num_logprobs, output.logprobs, len(token_ids))
+        logprobs, top = _logprobs(request.sampling.logprobs, output.logprobs, len(token_ids))
         prompt_logprobs = None
-        if not request.has_begun and len(token_ids) and request.num_prompt_logprobs is not None:
+        if not request.has_begun and len(token_ids) and request.sampling.prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, output.prompt_logprobs)
         rows_start = request.start + request.num_rows
         if output.num_external and request.returns_rows and request.start < (output.cached_tokens or 0):
@@ -242,6 +270,7 @@ class OpenRequests:
                 f"a KV connector brought {output.num_external} prompt tokens unasked, of which the experts are unknown"
             )
         rows = self._rows(request, output) if request.returns_rows else None
+        stop = output.stop_reason
         step = RequestStep(
             key=request.key,
             token_ids=token_ids,
@@ -253,15 +282,18 @@ class OpenRequests:
             cached_tokens=None if request.has_begun else output.cached_tokens,
             finish_reason=output.finish_reason,
             # vLLM names the stop token also when it is one of the model's own end-of-sequence tokens.
-            stop_reason=output.stop_reason if output.stop_reason in request.stop_token_ids else None,
-            kv_params=None if request.kv is None or not request.kv.is_prefill else packed(output.kv_params),
+            stop_reason=stop if isinstance(stop, int) and stop in request.sampling.stop_token_ids else None,
+            kv_recomputed=output.was_scheduled and request.num_tokens > 0,
+            kv_params=None if request.kv is None or not request.kv.is_prefill else encode_params(output.kv_params),
         )
         request.has_begun = True
+        if len(token_ids):
+            request.request = None
         request.num_tokens += len(token_ids)
         request.num_rows += 0 if rows is None else len(rows)
         return step
 
-    def _rows(self, request: _Open, output: Output) -> Rows:
+    def _rows(self, request: _Open, output: StepOutput) -> Rows:
         routing = self._routing
         if routing is None:
             raise _UnusableOutput("the engine returned routing for a model that has none")
@@ -290,7 +322,7 @@ def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR
     return RequestStep(
         key=request.key,
         token_ids=np.empty(0, np.int32),
-        logprobs=None if request.num_logprobs is None else np.empty(0, np.float32),
+        logprobs=None if request.sampling.logprobs is None else np.empty(0, np.float32),
         routed_experts_start=request.start + request.num_rows,
         finish_reason=FinishReason.ERROR,
         error=error,
@@ -312,7 +344,7 @@ def _logprobs(
 
 
 def _prompt_logprobs(request: _Open, table: LogprobTable | None) -> PromptLogprobs:
-    width = request.num_prompt_logprobs or 0
+    width = request.sampling.prompt_logprobs or 0
     if request.prompt_len == 1:
         # A prompt of one token has none; vLLM says nothing then.
         return PromptLogprobs(start=1, logprobs_data=b"", top=TopLogprobs(width, b"", b"") if width else None)

@@ -1,53 +1,62 @@
 """The engine's processes end with the worker that started them, no sooner and no later, and leave its stdout alone."""
 
 import atexit
+import copyreg
+import functools
 import gc
 import os
 import select
 import signal
 import threading
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from workers.engines.vllm.cores import Cores
-from workers.engines.vllm.kv import plugin
+from . import kv_history, plugin
+from .cores import Cores
 
-__all__ = ["OwnedExecutor", "kill"]
+__all__ = ["kill", "owned_executor"]
 
 GRACE_S = 10.0
 """For an orphaned engine core to take its own children down, before it is killed."""
+TRAVELS = "_rollbus_travels"
+"""Attribute of the class: what `adopt` is called with in the engine core's process."""
 
 
-class OwnedExecutor:
-    """Stands for vLLM's executor class on its way into the engine core's process, and makes that process ours.
+def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
+    """Make the class that stands for vLLM's executor class until it reaches the engine core's process.
 
     vLLM has no hook that runs in the engine core before it loads, and an engine core does not notice that its
     parent was killed (v1/engine/core.py: run_busy_loop). But the executor class travels there: by pickle where
-    processes are spawned, by memory where they are forked.
+    processes are spawned, by memory where they are forked. Both ways lead through `adopt`. It is a subclass, because
+    vLLM 0.31 and later ask in the worker's process what kind of executor it is.
 
     Args:
         cores: what that process computes on, if it does itself.
     """
-
-    def __init__(self, executor_class: Callable[..., Any], cores: Cores | None = None) -> None:
-        self._executor_class = executor_class
-        self._owner_pid = os.getpid()
-        self._cores = cores
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return adopt, (self._executor_class, self._owner_pid, self._cores)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Build the executor in a forked process; a spawned one has the executor class itself."""
-        return adopt(self._executor_class, self._owner_pid, self._cores)(*args, **kwargs)
+    kind = _metaclass(type(executor_class))
+    owned: type = kind(executor_class.__name__, (executor_class,), {TRAVELS: (executor_class, os.getpid(), cores)})
+    return owned
 
 
-def adopt(executor_class: Callable[..., Any], owner_pid: int, cores: Cores | None) -> Callable[..., Any]:
+@functools.cache
+def _metaclass(base: type) -> type:
+    def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # In a forked process; a spawned one has unpickled the executor class itself.
+        return adopt(*getattr(cls, TRAVELS))(*args, **kwargs)
+
+    kind = type("Owned", (base,), {"__call__": build})
+    # Asked for by every pickler before it takes a class for a global name.
+    copyreg.pickle(kind, lambda cls: (adopt, getattr(cls, TRAVELS)))
+    return kind
+
+
+def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
     """Called in the engine core's process: bind its life to the owner's, not to its terminal and its stdout."""
     if os.getpid() != owner_pid:
         # Before the engine core checks its configuration, which it does before it loads plugins by itself.
         plugin.install()
+        plugin.keep_external_hits()
+        kv_history.install()
         # A Ctrl-C is for the worker, which ends its requests first; the engine would stop under its hands. And all
         # that the engine core starts is in its group.
         os.setpgrp()
@@ -57,7 +66,7 @@ def adopt(executor_class: Callable[..., Any], owner_pid: int, cores: Cores | Non
         # What vLLM and torch consist of takes seconds to look through for garbage, and the process ends anyway.
         atexit.register(gc.freeze)
         if cores is not None:
-            cores.take()
+            cores.apply()
     return executor_class
 
 

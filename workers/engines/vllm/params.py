@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from schemas.errors import InvalidRequest
-from schemas.request import GenerateRequest
-from schemas.sampling import SamplingParams
-from workers.engines.vllm.kv.params import EXTRA_ARG
+from ....schemas.errors import InvalidRequest
+from ....schemas.request import GenerateRequest
+from ....schemas.sampling import SamplingParams
+from .kv.params import EXTRA_ARG
 
 if TYPE_CHECKING:
     import vllm
@@ -20,7 +20,6 @@ MIN_TEMPERATURE = 0.01
 NOT_EXTRA = {
     "rollbus has a field of its own for it": {
         *SamplingParams.__struct_fields__,
-        "_bad_words_token_ids",
         "routed_experts_prompt_start",
     },
     "text is the frontend's business": {
@@ -38,9 +37,11 @@ NOT_EXTRA = {
         "skip_clone",
         "stream_interval",
     },
-    "vLLM computes it": {"_all_stop_token_ids", "_eos_token_id", "output_text_buffer_length"},
+    "the wire has no field for its answer": {"prompt_logprob_start", "prompt_logprob_token_ids"},
+    "vLLM computes it": {"output_text_buffer_length"},
 }
-"""Fields of vLLM's `SamplingParams` that `sampling.extra` may not set, by reason."""
+"""Fields of vLLM's `SamplingParams` that `sampling.extra` may not set, by reason. Names that begin with an underscore
+are vLLM's own too, in every release."""
 
 
 def extra_names(model_config: Any) -> tuple[str, ...]:
@@ -50,7 +51,8 @@ def extra_names(model_config: Any) -> tuple[str, ...]:
     refused = set().union(*NOT_EXTRA.values())
     if not getattr(model_config, "enable_trace_replay", False):
         refused.add("trace_decode_token_ids")
-    return tuple(sorted(set(VllmSamplingParams.__struct_fields__) - refused))
+    names = {name for name in VllmSamplingParams.__struct_fields__ if not name.startswith("_")}
+    return tuple(sorted(names - refused))
 
 
 def to_vllm(

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["begin_preload", "forked_cores"]
 
-PRELOADED = "workers.engines.vllm.preloaded"
+PRELOADED = "rollbus.workers.engines.vllm.preloaded"
 READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
 """What vLLM sets for its processes (platforms/cpu.py: check_and_update_config) and torch reads when it is imported."""
 

@@ -5,14 +5,19 @@ experts in an order that their kernel misreads, it only logs what a checkpoint l
 next one mixes the leftovers in.
 """
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ControlCode
-from workers.engines.vllm.answers import done, failed
+from msgspec.structs import asdict, replace
+
+from ....schemas.errors import ControlCode
+from ..foreign_code import ForeignError, foreign_code
+from .answers import done, failed
+from .probing import Probing
 
 __all__ = ["FINISH_TRANSFER", "INIT_TRANSFER", "START_TRANSFER", "UPDATE_TRANSFER", "Reload", "clear_nan"]
 
@@ -23,6 +28,10 @@ START_TRANSFER = "start_weight_update"
 UPDATE_TRANSFER = "update_weights"
 FINISH_TRANSFER = "finish_weight_update"
 """Methods of vLLM's worker class."""
+UNLOADED = "Following weights were not loaded"
+"""How vLLM begins its list of parameters of which it does not know that they were loaded."""
+LOGS_UNLOADED = ("vllm.v1.worker.gpu_model_runner", "vllm.model_executor.model_loader.reload.inplace")
+"""The modules that log it, by release."""
 MAX_NAMED = 3
 """Tensors that a message names."""
 
@@ -42,6 +51,7 @@ class Reload:
         self._worker = worker
         self._runner = worker.model_runner
         self._experts: list[_CpuExperts] = []
+        self._probing = Probing(self._model(), is_quantized=self._runner.model_config.quantization is not None)
         self._copied: frozenset[str] | None = None
         """Parameters that are tensors of the checkpoint, unchanged: those which were so when the engine had started."""
 
@@ -58,20 +68,23 @@ class Reload:
         if unreadable is not None:
             return failed(ControlCode.ENGINE_ERROR, unreadable)
         config = self._runner.model_config
-        before = config.model, config.revision
+        before = config.model, config.revision, config.model_weights
         try:
-            self.begin()
-            self._worker.reload_weights(weights_path=path)
-            self.end()
-            self._check_equal(Path(path))
-        except Exception as exc:
-            # Whatever is thrown under way means the same: some weights are new and some are not.
+            with foreign_code():
+                self.begin()
+                with _without_list_of_unloaded(), self._direct_copies():
+                    self._worker.reload_weights(weights_path=path)
+                self.end()
+                self._check_equal(Path(path))
+                verified = self._probing.verify(is_complete=True)
+        except ForeignError as exc:
+            # Every error under way means the same: some weights are new and some are not.
             logger.exception("weights.load_failed path=%s", path)
             # vLLM changes it before it loads anything.
-            config.model, config.revision = before
+            config.model, config.revision, config.model_weights = before
             self.give_up()
             return failed(ControlCode.HALF_WRITTEN, exc)
-        return done(compared=len(self._copied or ()))
+        return done(**asdict(replace(verified, compared=len(self._copied or ()))))
 
     def transfer(self, step: str, info: dict[str, Any] | None) -> dict[str, Any]:
         """Call the method `step` of vLLM's weight transfer with `info`, if there is any.
@@ -82,18 +95,22 @@ class Reload:
         if not hasattr(self._worker, step):
             return failed(ControlCode.UNSUPPORTED, f"this release of vLLM has no {step}")
         try:
-            if step == START_TRANSFER:
-                self.begin()
-            getattr(self._worker, step)(*(() if info is None else (info,)))
-            if step == FINISH_TRANSFER:
+            with foreign_code():
+                if step == START_TRANSFER:
+                    self.begin()
+                with self._direct_copies():
+                    getattr(self._worker, step)(*(() if info is None else (info,)))
+                if step != FINISH_TRANSFER:
+                    return done()
                 self.end()
-        except Exception as exc:
+                verified = self._probing.verify(is_complete=False)
+        except ForeignError as exc:
             logger.exception("weights.transfer_failed step=%s", step)
             if step == INIT_TRANSFER:
                 return failed(ControlCode.ENGINE_ERROR, exc)
             self.give_up()
             return failed(ControlCode.HALF_WRITTEN, exc)
-        return done()
+        return done(**asdict(verified))
 
     def begin(self) -> None:
         """Weights are about to come: clear up what an earlier reload left, and watch the experts."""
@@ -105,24 +122,32 @@ class Reload:
                 logger.warning("weights.none_comparable model=%s", folder)
         self.give_up()
         self._experts = [_CpuExperts(layer) for layer in self._model().modules() if _CpuExperts.fits(layer)]
+        self._probing.watch()
 
     def end(self) -> None:
-        """All weights have come: pack those experts that vLLM has not packed."""
-        experts, self._experts = self._experts, []
-        for layer in experts:
-            layer.unwatch()
-            layer.pack()
+        """All weights have come: process the modules that vLLM has left out."""
+        self._unwatch()
+        self._probing.process_sharing()
 
     def give_up(self) -> None:
         """End a reload that has not come to its end: every layer has real, if mixed, weights and can be loaded anew."""
-        for layer in self._experts:
-            layer.unwatch()
-        self._experts = []
+        self._unwatch()
         transfer = getattr(self._worker, "weight_transfer_engine", None)
         if transfer is not None and getattr(self._worker, "_weight_update_active", False):
             self._worker._weight_update_active = False
             transfer.reset_weight_update_target()
         _drop_leftovers(self._model())
+
+    def _direct_copies(self) -> contextlib.AbstractContextManager[Any]:
+        from .direct_copies import DirectCopies
+
+        return DirectCopies(self._model())
+
+    def _unwatch(self) -> None:
+        self._probing.unwatch()
+        for layer in self._experts:
+            layer.unwatch()
+        self._experts = []
 
     def _model(self) -> Any:
         return self._runner.get_model()
@@ -159,22 +184,20 @@ class _CpuExperts:
     """One layer's experts on a CPU, whose kernel wants them packed.
 
     vLLM packs them when it has made the kernel, hence after the first load only
-    (layers/fused_moe/unquantized_fused_moe_method.py: _setup_kernel). A release that does it after each is noticed by
-    watching: they must not be packed twice.
+    (layers/fused_moe/unquantized_fused_moe_method.py: _setup_kernel). Here they are packed after each, before vLLM
+    copies them to where the kernel reads them. A release that packs them by itself is noticed by watching: they must
+    not be packed twice.
     """
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self._method = layer.quant_method
         self._kernel = self._method.moe_kernel.fused_experts
-        self._is_loaded = False
         self._is_packed = False
-        self._method.process_weights_after_loading = self._watched(
-            self._method.process_weights_after_loading, "_is_loaded"
-        )
-        self._kernel.process_weights_after_loading = self._watched(
-            self._kernel.process_weights_after_loading, "_is_packed"
-        )
+        self._process = self._method.process_weights_after_loading
+        self._pack = self._kernel.process_weights_after_loading
+        self._method.process_weights_after_loading = self._process_and_pack
+        self._kernel.process_weights_after_loading = self._note_packing
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -190,18 +213,15 @@ class _CpuExperts:
         del self._method.process_weights_after_loading
         del self._kernel.process_weights_after_loading
 
-    def pack(self) -> None:
-        """Pack the experts if they were loaded and are not packed."""
-        is_same = self._method.moe_kernel.fused_experts is self._kernel
-        if self._is_loaded and is_same and not self._is_packed:
-            self._kernel.process_weights_after_loading(self._layer)
+    def _process_and_pack(self, layer: Any) -> None:
+        self._is_packed = False
+        self._process(layer)
+        if self._method.moe_kernel.fused_experts is self._kernel and not self._is_packed:
+            self._pack(layer)
 
-    def _watched(self, original: Callable[..., Any], mark: str) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            setattr(self, mark, True)
-            return original(*args, **kwargs)
-
-        return watched
+    def _note_packing(self, layer: Any) -> None:
+        self._is_packed = True
+        self._pack(layer)
 
 
 def _drop_leftovers(model: Any) -> None:
@@ -222,6 +242,27 @@ def _drop_leftovers(model: Any) -> None:
             info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
+
+
+@contextlib.contextmanager
+def _without_list_of_unloaded() -> Iterator[None]:
+    """Keep vLLM from logging the names of all parameters of which it does not know that they were loaded.
+
+    They are many and fine: experts go by other names in a checkpoint, and copies that a module makes of its weights are
+    in none. What did not get its weights is found by comparing.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(UNLOADED)
+
+    loggers = [logging.getLogger(name) for name in LOGS_UNLOADED]
+    for source in loggers:
+        source.addFilter(keep)
+    try:
+        yield
+    finally:
+        for source in loggers:
+            source.removeFilter(keep)
 
 
 def clear_nan(kv_caches: list[Any]) -> None:

@@ -1,4 +1,6 @@
-"""Make a tiny but real mixture-of-experts model on the spot: `python -m workers.engines.vllm.tiny_moe --output DIR`.
+"""Make a tiny but real mixture-of-experts model on the spot.
+
+    python -m rollbus.workers.engines.vllm.tiny_moe --output DIR
 
 The result is an ordinary Hugging Face checkpoint, a Qwen3-MoE of 2 million random parameters with its tokenizer.
 What it writes is noise; how it routes is not: every expert is used and the most likely token is well apart from the
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["VOCAB_SIZE", "Dtype", "make_tiny_moe"]
+__all__ = ["VOCAB_SIZE", "Dtype", "make_tiny_moe", "make_tokenizer"]
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -93,7 +95,7 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _save_tokenizer(_train_tokenizer(), scratch)
+        make_tokenizer(scratch)
         _save_model(scratch, seed=seed, dtype=dtype, dense=dense)
         _marker(scratch).write_text(json.dumps(made_with))
         _make_readable(scratch)
@@ -106,6 +108,11 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write the tokenizer's files into `folder`."""
+    _save_tokenizer(_train_tokenizer(), folder)
 
 
 def _marker(folder: Path) -> Path:
@@ -181,7 +188,8 @@ def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
-    parser = argparse.ArgumentParser("python -m workers.engines.vllm.tiny_moe", description="Make a tiny MoE model.")
+    program = "python -m rollbus.workers.engines.vllm.tiny_moe"
+    parser = argparse.ArgumentParser(program, description="Make a tiny MoE model.")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="to make; left alone if made before")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")

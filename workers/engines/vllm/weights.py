@@ -1,24 +1,26 @@
 """New weights for a vLLM engine: from a checkpoint, or through vLLM's own transfer engine."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schemas.errors import ControlCode, ControlError
-from workers.engines.vllm.calls import Calls
-from workers.engines.vllm.loaded import Loaded
-from workers.engines.vllm.reloading import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
+from ....schemas.errors import ControlCode, ControlError
+from ....schemas.limits import MAX_MODULE_CHARS, MAX_UNPROBED
+from ....schemas.weights import Verified
+from .calls import Calls, check_supported
+from .loaded import LoadSerials
+from .reloading import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Weights"]
+__all__ = ["VllmWeightLoader"]
 
 logger = logging.getLogger(__name__)
 
 
-class Weights:
+class VllmWeightLoader:
     """Replaces the weights; what is done inside of vLLM's worker processes is in `reloading`.
 
     Args:
@@ -30,7 +32,7 @@ class Weights:
         self,
         llm: "AsyncLLM",
         calls: Calls,
-        loaded: Loaded,
+        loaded: LoadSerials,
         *,
         load_refusal: str | None,
         transfer_refusal: str | None,
@@ -42,9 +44,9 @@ class Weights:
         self._transfer_refusal = transfer_refusal
         self._is_transferring = False
 
-    async def load(self, path: Path) -> None:
+    async def load(self, path: Path) -> Verified:
         """Load a checkpoint; see `Engine.load_weights`."""
-        _check_supported(self._load_refusal)
+        check_supported(self._load_refusal)
         self._is_transferring = False
         self._loaded.replace_weights()
         answers = await self._calls.on_workers("rollbus_load_weights", path=str(path))
@@ -52,45 +54,55 @@ class Weights:
         self._model_config.model = str(path)
         self._model_config.revision = None
         self._loaded.adapters.clear()
-        logger.info("engine.weights_loaded path=%s compared=%d", path, min(answer["compared"] for answer in answers))
+        verified = _summed(answers)
+        logger.info("engine.weights_loaded path=%s verified=%s", path, verified)
+        return verified
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to vLLM's transfer engine; see `Engine.init_weight_transfer`."""
-        _check_supported(self._transfer_refusal)
+        check_supported(self._transfer_refusal)
         await self._calls.on_workers("rollbus_transfer", step=INIT_TRANSFER, info=dict(info))
 
     async def start_transfer(self) -> None:
         """Begin to take weights; see `Engine.start_weight_update`."""
-        _check_supported(self._transfer_refusal)
+        check_supported(self._transfer_refusal)
         self._loaded.replace_weights()
         await self._transfer(START_TRANSFER)
         self._is_transferring = True
 
-    async def take_chunk(self, info: Mapping[str, Any]) -> None:
-        """Take some weights; see `Engine.update_weight_chunk`."""
+    async def load_chunk(self, info: Mapping[str, Any]) -> None:
+        """Load some weights; see `Engine.update_weight_chunk`."""
         self._check_transferring()
         await self._transfer(UPDATE_TRANSFER, info=dict(info))
 
-    async def finish_transfer(self) -> None:
+    async def finish_transfer(self) -> Verified:
         """All weights are there; see `Engine.finish_weight_update`."""
         self._check_transferring()
-        await self._transfer(FINISH_TRANSFER)
+        answers = await self._transfer(FINISH_TRANSFER)
         self._is_transferring = False
         self._loaded.adapters.clear()
+        return _summed(answers)
 
-    async def _transfer(self, step: str, **info: Any) -> None:
+    async def _transfer(self, step: str, **info: Any) -> list[dict[str, Any]]:
         try:
-            await self._calls.on_workers("rollbus_transfer", step=step, **info)
+            return await self._calls.on_workers("rollbus_transfer", step=step, **info)
         except ControlError:
             self._is_transferring = False
             raise
 
     def _check_transferring(self) -> None:
-        _check_supported(self._transfer_refusal)
+        check_supported(self._transfer_refusal)
         if not self._is_transferring:
             raise ControlError(ControlCode.ENGINE_ERROR, "no weight update has been started; it begins with a start")
 
 
-def _check_supported(refusal: str | None) -> None:
-    if refusal is not None:
-        raise ControlError(ControlCode.UNSUPPORTED, refusal)
+def _summed(answers: Sequence[Mapping[str, Any]]) -> Verified:
+    """Add up what the worker processes have compared."""
+    unprobed = sorted({name for answer in answers for name in answer["unprobed"]})
+    return Verified(
+        probed=sum(answer["probed"] for answer in answers),
+        equal=sum(answer["equal"] for answer in answers),
+        compared=sum(answer["compared"] for answer in answers),
+        unprobed=tuple(name[:MAX_MODULE_CHARS] for name in unprobed[:MAX_UNPROBED]),
+        num_unprobed=len(unprobed),
+    )

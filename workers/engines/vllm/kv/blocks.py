@@ -9,8 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from workers.engines.vllm.kv.folder import KvFolder
-from workers.engines.vllm.kv.legs import Job
+from ...foreign_code import ForeignError, foreign_code
+from .folder import KvFolder
+from .phase_tracker import BlockTransfer
 
 __all__ = ["Blocks"]
 
@@ -33,42 +34,45 @@ class Blocks:
         self._num_blocks = num_blocks
         self._shard = shard
         for name, cache in caches.items():
-            # Models with other states than keys and values have lists of tensors here.
-            if not isinstance(cache, torch.Tensor) or len(cache) % num_blocks:
+            # Models with other states than keys and values have lists of tensors here, or from vLLM 0.32 on one plain
+            # buffer for several layers (v1/kv_cache_interface.py: has_layer_views).
+            if not isinstance(cache, torch.Tensor) or cache.dim() == 1 or len(cache) % num_blocks:
                 raise TypeError(
                     f"the KV cache of {name} is not made of {num_blocks} blocks; another connector is needed"
                 )
 
-    def store(self, job: Job) -> None:
+    def store(self, job: BlockTransfer) -> None:
         """Write blocks to a file, which is there once it is whole; a failure is logged, and noticed by the load."""
         try:
-            file = self._folder.file(job.kv_id, self._shard)
-            file.parent.mkdir(exist_ok=True)
-            unfinished = file.with_suffix(".tmp")
-            save_file({name: self._read(cache, job.block_ids) for name, cache in self._caches.items()}, unfinished)
-            unfinished.replace(file)
-        except Exception:
-            # A full disk, or whatever safetensors raises: the engine must not die of it.
+            with foreign_code():
+                file = self._folder.file(job.kv_id, self._shard)
+                file.parent.mkdir(exist_ok=True)
+                unfinished = file.with_suffix(".tmp")
+                save_file({name: self._read(cache, job.block_ids) for name, cache in self._caches.items()}, unfinished)
+                unfinished.replace(file)
+        except ForeignError:
+            # The disk may be full. The engine must not die of it.
             logger.exception("kv.not_stored blocks=%d", len(job.block_ids))
             self._folder.drop(job.kv_id)
 
-    def load(self, job: Job) -> bool:
+    def load(self, job: BlockTransfer) -> bool:
         """Read blocks from a file and delete it; False: it could not be."""
         try:
-            file = self._folder.file(job.kv_id, self._shard)
-            try:
-                found = self._loaded(file, job)
-            finally:
-                self._folder.drop_file(job.kv_id, self._shard)
-            for name, cache in self._caches.items():
-                cache[self._index(cache, job.block_ids)] = found[name].to(cache.device)
-        except Exception:
-            # Whatever is wrong with a file from elsewhere: the engine must not die of it.
+            with foreign_code():
+                file = self._folder.file(job.kv_id, self._shard)
+                try:
+                    found = self._loaded(file, job)
+                finally:
+                    self._folder.drop_file(job.kv_id, self._shard)
+                for name, cache in self._caches.items():
+                    cache[self._index(cache, job.block_ids)] = found[name].to(cache.device)
+        except ForeignError:
+            # Anything may be wrong with a file from elsewhere. The engine must not die of it.
             logger.exception("kv.not_loaded blocks=%d", len(job.block_ids))
             return False
         return True
 
-    def _loaded(self, file: Path, job: Job) -> dict[str, torch.Tensor]:
+    def _loaded(self, file: Path, job: BlockTransfer) -> dict[str, torch.Tensor]:
         """All of what belongs into the blocks, by layer, before any of them is touched."""
         with safe_open(file, "pt") as stored:
             if set(stored.keys()) != set(self._caches):
@@ -83,7 +87,7 @@ class Blocks:
         first = torch.tensor(block_ids, device=cache.device)[:, None] * per_block
         return (first + torch.arange(per_block, device=cache.device)).flatten()
 
-    def _entries(self, stored: torch.Tensor, cache: torch.Tensor, job: Job) -> torch.Tensor:
+    def _entries(self, stored: torch.Tensor, cache: torch.Tensor, job: BlockTransfer) -> torch.Tensor:
         per_block = len(cache) // self._num_blocks
         first = job.first_block * per_block
         entries = stored[first : first + len(job.block_ids) * per_block]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import InvalidRequest
-from schemas.presence import Role
+from .....schemas.errors import InvalidRequest
+from .....schemas.presence import Role
 
 __all__ = [
     "FIELD",
@@ -15,19 +15,17 @@ __all__ = [
     "connector_config",
     "connector_names",
     "describe_connector",
-    "gives_kv",
     "routing_refusal",
-    "takes_kv",
 ]
 
 FIELD = "kv_transfer_config"
 EXAMPLE = "ExampleConnector"
 SHARED_FOLDER = "SharedFolderConnector"
-SHARED_FOLDER_MODULE = "workers.engines.vllm.kv.connector"
+SHARED_FOLDER_MODULE = "rollbus.workers.engines.vllm.kv.connector"
 STORAGE = "shared_storage_path"
 TTL = "abandoned_after_s"
 ABANDONED_AFTER_S = 480
-"""Decode legs come within seconds, from the front of the queue; a fleet that is paused in between computes again."""
+"""Decode phases come within seconds, from the front of the queue; a fleet that is paused in between computes again."""
 MAX_FOLDER_CHARS = 128
 """It stands in what workers announce."""
 MAX_TTL_S = 24 * 3600
@@ -138,22 +136,12 @@ def describe_connector(config: Any) -> str | None:
     return " ".join([*parts, str(model.dtype).removeprefix("torch."), f"kv-{config.cache_config.cache_dtype}"])
 
 
-def gives_kv(config: Any) -> bool:
-    """An engine with this `KVTransferConfig`, or None, can compute KV for others."""
-    return config is not None and bool(config.is_kv_producer)
-
-
-def takes_kv(config: Any) -> bool:
-    """An engine with this `KVTransferConfig`, or None, can use KV that others have computed."""
-    return config is not None and bool(config.is_kv_consumer)
-
-
 def routing_refusal(config: Any) -> str | None:
     """Why routed experts cannot be returned with the connectors of this `KVTransferConfig`; None: they can.
 
-    Of a prompt whose KV was not computed here nobody here knows the experts: what vLLM returns for it are rows that
-    some other request has left. Prefill and decode legs ask for no such rows; with a connector that finds KV by itself
-    anyone's prompt may have them. A connector of the user's own is taken at its word.
+    If the KV of a prompt was not computed here, its experts are unknown: vLLM returns rows that another request has
+    left. Prefill and decode phases ask for no such rows. With a connector that finds KV by itself, any prompt may have
+    them. A connector of the user's own is not checked.
     """
     if config is None or config.kv_connector is None:
         return None

@@ -2,7 +2,8 @@
 
 vLLM's own finds KV by prompt tokens alone, so that it takes what older weights or other adapters have computed; stores
 a prompt that is computed in parts before it is complete; stores every prompt and deletes none; and its engine dies of a
-missing file (kv_transfer/kv_connector/v1/example_connector.py). Here each prefill leg has an id of its own; see `legs`.
+missing file (kv_transfer/kv_connector/v1/example_connector.py). Here each prefill phase has its own id; see
+`phase_tracker`.
 
 Loads are part of a step, so that no request is ever between two of them, and one that is aborted leaves nothing behind.
 """
@@ -17,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from workers.engines.vllm.kv.blocks import Blocks
-from workers.engines.vllm.kv.config import STORAGE, TTL
-from workers.engines.vllm.kv.folder import KvFolder, Sweeper
-from workers.engines.vllm.kv.legs import Job, Legs
+from .blocks import Blocks
+from .config import STORAGE, TTL
+from .folder import KvFolder, Sweeper
+from .phase_tracker import BlockTransfer, KvPhaseTracker
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,8 @@ __all__ = ["SharedFolderConnector"]
 class Jobs(KVConnectorMetadata):  # type: ignore[misc]
     """What one step stores and loads; from the scheduler to each of the engine's processes."""
 
-    stores: list[Job] = field(default_factory=list)
-    loads: list[Job] = field(default_factory=list)
+    stores: list[BlockTransfer] = field(default_factory=list)
+    loads: list[BlockTransfer] = field(default_factory=list)
 
 
 class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -45,12 +46,12 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._folder = KvFolder(Path(extra[STORAGE]), ttl_s=extra[TTL])
         self._folder.make()
         self._num_blocks: int = kv_cache_config.num_blocks
-        self._legs: Legs | None = None
+        self._tracker: KvPhaseTracker | None = None
         self._sweeper: Sweeper | None = None
         self._blocks: Blocks | None = None
         self._lost_block_ids: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
-            self._legs = Legs(self._folder, vllm_config.cache_config.block_size)
+            self._tracker = KvPhaseTracker(self._folder, vllm_config.cache_config.block_size)
             self._sweeper = Sweeper(self._folder)
 
     # In vLLM's scheduler.
@@ -75,10 +76,10 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, self._scheduling.finish(request, is_length=is_length)
 
     @property
-    def _scheduling(self) -> Legs:
-        if self._legs is None:
+    def _scheduling(self) -> KvPhaseTracker:
+        if self._tracker is None:
             raise TypeError("this connector is not the scheduler's")
-        return self._legs
+        return self._tracker
 
     # In each process that holds KV.
 

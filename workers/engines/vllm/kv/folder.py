@@ -1,4 +1,4 @@
-"""KV in files: a folder that prefill and decode workers share, with one folder in it for each prefill leg."""
+"""KV in files: a folder that prefill and decode workers share, with one folder in it for each prefill phase."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ SWEEPS_PER_LIFE = 10
 
 
 def new_kv_id() -> str:
-    """A name that no other prefill leg has."""
+    """A name that no other prefill phase has."""
     return uuid.uuid4().hex
 
 
@@ -49,37 +49,37 @@ class KvFolder:
         Raises:
             ValueError: `kv_id`, which comes from elsewhere, is not the name of any KV.
         """
-        return self._leg(kv_id) / f"{shard}.safetensors"
+        return self._path(kv_id) / f"{shard}.safetensors"
 
     def drop_file(self, kv_id: str, shard: str) -> None:
-        """Delete what one process has read, and the leg's folder with the last of it; gone already is fine."""
+        """Delete what one process has read, and with the last of it the folder of the phase; gone already is fine."""
         self.file(kv_id, shard).unlink(missing_ok=True)
         try:
-            self._leg(kv_id).rmdir()
+            self._path(kv_id).rmdir()
         except OSError:
             # Other processes of the engine have not read theirs yet.
             return
 
     def drop(self, kv_id: str) -> None:
-        """Delete the KV of a leg that nobody will ask for; gone already is fine."""
-        shutil.rmtree(self._leg(kv_id), ignore_errors=True)
+        """Delete the KV of a prefill phase that no worker will ask for; gone already is fine."""
+        shutil.rmtree(self._path(kv_id), ignore_errors=True)
 
     def sweep(self) -> int:
-        """Delete what was abandoned; returns of how many legs."""
+        """Delete what was abandoned; returns of how many prefill phases."""
         oldest = time.time() - self.ttl_s
         num_swept = 0
-        for leg in self._root.iterdir():
+        for path in self._root.iterdir():
             try:
-                is_abandoned = KV_ID.fullmatch(leg.name) is not None and leg.stat().st_mtime < oldest
+                is_abandoned = KV_ID.fullmatch(path.name) is not None and path.stat().st_mtime < oldest
             except FileNotFoundError:
                 # Read meanwhile, or swept by another worker.
                 continue
             if is_abandoned:
-                shutil.rmtree(leg, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
                 num_swept += 1
         return num_swept
 
-    def _leg(self, kv_id: str) -> Path:
+    def _path(self, kv_id: str) -> Path:
         if KV_ID.fullmatch(kv_id) is None:
             raise ValueError("no id of KV: 32 hexadecimal digits are expected")
         return self._root / kv_id

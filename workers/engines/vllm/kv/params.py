@@ -1,4 +1,4 @@
-"""From a `KvHandover` to the `kv_transfer_params` of vLLM's connectors, and back."""
+"""From a `KvTransfer` to the `kv_transfer_params` of vLLM's connectors, and back."""
 
 import logging
 from collections.abc import Mapping
@@ -6,44 +6,45 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from schemas.errors import InvalidRequest
-from schemas.limits import MAX_KV_PARAMS_BYTES
-from schemas.messages import KvHandover
-from schemas.request import GenerateRequest
-from schemas.wire_version import MALFORMED
-from workers.engines.vllm.kv.config import gives_kv, takes_kv
+from .....schemas.errors import InvalidRequest
+from .....schemas.limits import MAX_KV_PARAMS_BYTES
+from .....schemas.messages import KvTransfer
+from .....schemas.request import GenerateRequest
+from .....schemas.wire_version import MALFORMED
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
 
-__all__ = ["EXTRA_ARG", "PREFILL_LEG", "is_decode_leg", "packed", "unpacked"]
+__all__ = ["EXTRA_ARG", "PREFILL_PARAMS", "TAKES_KV", "decode_params", "encode_params", "is_decode_phase"]
 
 logger = logging.getLogger(__name__)
 
 EXTRA_ARG = "kv_transfer_params"
 """Where vLLM looks for them among a request's `extra_args` (v1/request.py: Request.__init__)."""
-PREFILL_LEG = {
+TAKES_KV = "do_remote_prefill"
+"""Among them: what vLLM and its connectors call a decode phase."""
+PREFILL_PARAMS = {
     "do_remote_decode": True,
-    "do_remote_prefill": False,
+    TAKES_KV: False,
     "remote_engine_id": None,
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
 }
-"""What a prefill leg gets, with every connector: the words of vLLM's own proxies."""
+"""What a prefill phase gets, with every connector: the words of vLLM's own proxies."""
 
 
-def unpacked(kv: KvHandover | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:
-    """The parameters for an engine with this `KVTransferConfig`; None: a whole request, or KV of no use to it.
+def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:
+    """The parameters for an engine with this `KVTransferConfig`, or None; None: a whole request, or KV of no use to it.
 
     Raises:
         InvalidRequest: the handover cannot be read, or the request wants rows that nobody here knows.
     """
-    if kv is None:
+    if kv is None or config is None:
         return None
     if kv.is_prefill:
-        return dict(PREFILL_LEG) if gives_kv(config) else None
-    if not takes_kv(config):
+        return dict(PREFILL_PARAMS) if config.is_kv_producer else None
+    if not config.is_kv_consumer:
         return None
     if request.routed_experts_prompt_start < request.prompt_len - 1 and request.return_routed_experts is not False:
         raise InvalidRequest(
@@ -57,8 +58,8 @@ def unpacked(kv: KvHandover | None, request: GenerateRequest, config: Any) -> di
         raise InvalidRequest(field="kv.params", problem=f"cannot be read: {exc}", allowed="a msgpack map") from exc
 
 
-def packed(params: Mapping[str, Any] | None) -> bytes | None:
-    """What a prefill leg's end says; None: nothing that can be said, so that the prompt is computed once more."""
+def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
+    """What a prefill phase's end says; None: nothing that can be said, so that the prompt is computed once more."""
     if params is None:
         return None
     try:
@@ -72,7 +73,7 @@ def packed(params: Mapping[str, Any] | None) -> bytes | None:
     return data
 
 
-def is_decode_leg(params: "VllmSamplingParams") -> bool:
+def is_decode_phase(params: "VllmSamplingParams") -> bool:
     """A request with these parameters may take its prompt's KV from elsewhere."""
     handover = (getattr(params, "extra_args", None) or {}).get(EXTRA_ARG) or {}
-    return bool(handover.get("do_remote_prefill"))
+    return bool(handover.get(TAKES_KV))

@@ -1,0 +1,72 @@
+"""NATS's nkeys for users: Ed25519 keys, written in base32 with a kind and a checksum. A server knows the public ones.
+
+The `nkeys` package is published as source alone, which the lock does not install, so the forms are written here; the
+signature is that of `cryptography`, which is imported when a key is used.
+"""
+
+import base64
+import binascii
+import secrets
+from typing import Final
+
+from ...schemas.errors import LocalProtocolError
+
+__all__ = ["BadKey", "new_seed", "public_key", "sign"]
+
+_SEED: Final = 18 << 3
+"""Makes a seed begin with S."""
+_USER: Final = 20 << 3
+"""Makes a public key, and the second letter of a seed, U."""
+_KEY_BYTES: Final = 32
+
+
+class BadKey(LocalProtocolError):
+    """Something is no seed of a user; the message does not quote it."""
+
+
+def new_seed() -> str:
+    """Draw the secret of a new user: `SU` and 56 more characters."""
+    return _encode(bytes([_SEED | _USER >> 5, (_USER & 31) << 3]), secrets.token_bytes(_KEY_BYTES))
+
+
+def public_key(seed: str) -> str:
+    """The user that a seed belongs to, as a server's configuration names it: `U` and 55 more characters.
+
+    Raises:
+        BadKey: it is no seed of a user.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.from_private_bytes(_decode_seed(seed))
+    return _encode(bytes([_USER]), key.public_key().public_bytes_raw())
+
+
+def sign(seed: str, nonce: str) -> bytes:
+    """Sign what a server asks to be signed; base64, as it expects the answer.
+
+    Raises:
+        BadKey: it is no seed of a user.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return base64.b64encode(Ed25519PrivateKey.from_private_bytes(_decode_seed(seed)).sign(nonce.encode()))
+
+
+def _encode(prefix: bytes, key: bytes) -> str:
+    raw = prefix + key
+    return base64.b32encode(raw + _checksum(raw)).decode().rstrip("=")
+
+
+def _decode_seed(seed: str) -> bytes:
+    try:
+        raw = base64.b32decode(seed + "=" * (-len(seed) % 8))
+    except (binascii.Error, ValueError):
+        raw = b""
+    kind = bytes([_SEED | _USER >> 5, (_USER & 31) << 3])
+    if len(raw) != len(kind) + _KEY_BYTES + 2 or not raw.startswith(kind) or _checksum(raw[:-2]) != raw[-2:]:
+        raise BadKey("the seed is none of a NATS user: `SU` and 56 more characters, with a checksum")
+    return raw[len(kind) : -2]
+
+
+def _checksum(raw: bytes) -> bytes:
+    return binascii.crc_hqx(raw, 0).to_bytes(2, "little")

@@ -1,0 +1,137 @@
+"""The subjects that each role may publish and subscribe to. NATS denies every subject that is not listed here.
+
+A user may use its own name in subjects and no other's: for clients that is the client's or controller's name, for
+workers the worker's. Where a subject also names a peer, every peer is allowed.
+
+NATS checks no permission on the reply subject of a publish, nor inside of the payload of a JetStream API call. The
+accounts (`accounts.py`) confine replies. Calls whose payload names a subject (`STREAM.CREATE`, `STREAM.UPDATE`,
+`CONSUMER.CREATE`) are for admins alone. `STREAM.INFO` of a queue lists whose requests wait, so only admins have it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ..subjects import BUCKET, LANES, PREFIX
+from .credentials import CLIENT_ROLES, Role, User
+
+__all__ = [
+    "INBOX",
+    "JETSTREAM_RULES",
+    "SUBJECT_RULES",
+    "Permissions",
+    "Rule",
+    "any_subject",
+    "permissions",
+    "rules",
+    "subject_of",
+]
+
+_NOBODY: Final[frozenset[Role]] = frozenset()
+_REQUESTERS: Final = frozenset({Role.TRAINER, Role.FRONTEND})
+_COMMANDERS: Final = frozenset({Role.ADMIN, Role.FRONTEND})
+_WORKERS: Final = frozenset({Role.WORKER})
+_ADMINS: Final = frozenset({Role.ADMIN})
+_EVERYBODY: Final = frozenset(Role)
+_OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
+    CLIENT_ROLES, frozenset({"<client>", "<controller>"})
+)
+"""What stands for a user's own name."""
+_PLACEHOLDER: Final = re.compile(r"<\w+>")
+INBOX: Final = "<inbox>."
+"""Begins the subjects on which a user receives answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may use one kind of subject."""
+
+    subject: str
+    """As docs/protocol.md writes it: below `rb.v1.<fleet>.` in `SUBJECT_RULES`, whole in `JETSTREAM_RULES`."""
+    publish: frozenset[Role] = _NOBODY
+    subscribe: frozenset[Role] = _NOBODY
+    why: str = ""
+    """What for, where the subject does not say it."""
+
+
+SUBJECT_RULES: Final = (
+    Rule("req.<client>.<model>.<lane>", publish=_REQUESTERS),  # workers get them from the stream
+    Rule("direct.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
+    Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
+    Rule("link.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
+    Rule("plain.<client>.>", publish=_WORKERS, subscribe=_REQUESTERS),
+    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # a worker its own: is there another of its id?
+    Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
+    Rule("control.<controller>", publish=_COMMANDERS, subscribe=_WORKERS),
+    Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
+    Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
+)
+"""The software's own subjects, one for each row of the table in `rollbus.bus.subjects`."""
+
+_API: Final = "$JS.API"
+_KV: Final = f"KV_{BUCKET}"
+_OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
+
+JETSTREAM_RULES: Final = (
+    Rule(f"{_API}.INFO", publish=_EVERYBODY, why="what the server has room for"),
+    Rule(f"{_API}.CONSUMER.INFO.*.*", publish=_EVERYBODY, why="how much waits in a queue, and whether it is there"),
+    Rule(f"{_API}.STREAM.INFO.*", publish=_ADMINS, why="how a queue is set up"),
+    Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _ADMINS, why="which models have a desired state"),
+    *(Rule(f"{_API}.CONSUMER.MSG.NEXT.*.{lane}", publish=_WORKERS, why="take requests") for lane in LANES),
+    *(Rule(f"$JS.ACK.*.{lane}.>", publish=_WORKERS, why="acknowledge requests") for lane in LANES),
+    Rule(f"{_API}.STREAM.CREATE.*", publish=_ADMINS, why="make queues and buckets"),
+    Rule(f"{_API}.STREAM.UPDATE.*", publish=_ADMINS, why="change a queue's bounds"),
+    Rule(f"{_API}.CONSUMER.CREATE.*.*", publish=_ADMINS, why="make queues"),
+    Rule(f"{_API}.STREAM.MSG.GET.{_KV}", publish=_EVERYBODY, why="read desired states"),
+    Rule(f"$KV.{BUCKET}.<fleet>.*", publish=_COMMANDERS, subscribe=_WORKERS, why="record commands, and hear of them"),
+    Rule(f"{_API}.STREAM.MSG.GET.{_OBJECTS}", publish=_WORKERS | _ADMINS, why="read what describes them"),
+    Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list them"),
+    Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch them"),
+    Rule(f"{_API}.STREAM.PURGE.{_OBJECTS}", publish=_ADMINS, why="delete old uploads"),
+    Rule(f"$O.{BUCKET}-<fleet>.>", publish=_ADMINS, why="upload weights and adapters"),
+    Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="answers to oneself"),
+)
+"""The subjects of NATS's own services, as far as the software uses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Where one user may publish and subscribe."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+    def as_config(self) -> dict[str, dict[str, list[str]]]:
+        """The same in the words of a server's configuration. NATS denies everything else to a user with such a list."""
+        return {
+            "publish": {"allow": list(self.publish)},
+            "subscribe": {"allow": list(self.subscribe)},
+        }
+
+
+def permissions(user: User) -> Permissions:
+    """What `user` may do."""
+    return Permissions(
+        publish=tuple(subject_of(rule, user) for rule in rules() if user.role in rule.publish),
+        subscribe=tuple(subject_of(rule, user) for rule in rules() if user.role in rule.subscribe),
+    )
+
+
+def rules() -> Iterator[Rule]:
+    """Yield the rules of both tables with whole subjects."""
+    for rule in SUBJECT_RULES:
+        yield Rule(f"{PREFIX}.<fleet>.{rule.subject}", rule.publish, rule.subscribe)
+    yield from JETSTREAM_RULES
+
+
+def subject_of(rule: Rule, user: User) -> str:
+    """Return the rule's subject for one user: its own names where they stand, `*` for every peer's."""
+    fixed = {"<fleet>": user.fleet, "<inbox>": user.inbox_prefix}
+    own = dict.fromkeys(_OWN_NAME[user.role], user.name)
+    return _PLACEHOLDER.sub(lambda match: (fixed | own).get(match[0], "*"), rule.subject)
+
+
+def any_subject(rule: Rule, fleet: str) -> str:
+    """Return the rule's subject for all users of a fleet, with `*` for every name."""
+    return _PLACEHOLDER.sub(lambda match: fleet if match[0] == "<fleet>" else "*", rule.subject)

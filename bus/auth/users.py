@@ -1,0 +1,194 @@
+"""The folder in which the users of a NATS server are kept: `rollbus auth init` makes it and adds to it.
+
+    DIR/users.json                  who there is, with public keys; the source of the next file
+    DIR/users.conf                  the same and what each may do, as a part of a server's configuration
+    DIR/nats-server.conf            a whole configuration that includes it; made once, then its operator's
+    DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to where that user runs
+
+A key is written once and never replaced. Each fleet is an account of its own.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...schemas.errors import BusBroken, InvalidRequest
+from . import nkeys
+from .accounts import accounts
+from .credentials import CLIENT_ROLES, FILE_MODE, Credentials, Role, User, load_credentials
+from .tls import Tls
+
+__all__ = [
+    "SERVER_FILE",
+    "UserFile",
+    "WantedUser",
+    "credentials_path",
+    "ensure_users",
+    "remove_user",
+    "write_server_config",
+]
+
+USERS_FILE: Final = "users.json"
+CONFIG_FILE: Final = "users.conf"
+SERVER_FILE: Final = "nats-server.conf"
+_FOLDER_MODE: Final = 0o700
+
+WantedUser = tuple[str, Role, str]
+"""A user by fleet, role and name."""
+
+
+class _Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    users: tuple[User, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UserFile:
+    """One user that was asked for."""
+
+    user: User
+    path: Path
+    """Where its secret lies; it may have been moved away from there."""
+    is_new: bool
+
+
+def ensure_users(folder: Path, wanted: Iterable[WantedUser]) -> tuple[UserFile, ...]:
+    """Make the users that are missing, and write the configuration of all; those that are there keep their keys.
+
+    Raises:
+        InvalidRequest: a name cannot stand in a subject, or is another client's of the fleet.
+        BusBroken: the folder holds something else under one of its names.
+        OSError: it cannot be read or written.
+    """
+    wanted = tuple(dict.fromkeys(wanted))
+    with _locked(folder):
+        known = {(user.fleet, user.role, user.name): user for user in _read(folder).users}
+        _check_names([*known, *wanted])
+        entries = []
+        for one in wanted:
+            path = credentials_path(folder, *one)
+            user = known.get(one) or _make(path, one)
+            entries.append(UserFile(user, path, is_new=one not in known))
+            known[one] = user
+        _write(folder, tuple(known[one] for one in sorted(known)))
+    return tuple(entries)
+
+
+def remove_user(folder: Path, unwanted: WantedUser) -> bool:
+    """Take a user out, with its secret if that still lies here; False: there is none.
+
+    A server that has read its configuration again ends the user's connections.
+
+    Raises:
+        BusBroken, OSError: as in `ensure_users`.
+    """
+    with _locked(folder):
+        users = _read(folder).users
+        left = tuple(user for user in users if (user.fleet, user.role, user.name) != unwanted)
+        _write(folder, left)
+        credentials_path(folder, *unwanted).unlink(missing_ok=True)
+    return len(left) < len(users)
+
+
+def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
+    """Where the secret of a user is written."""
+    return folder / fleet / f"{role}-{name}.creds"
+
+
+def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
+    """Write a configuration for a server with these users, unless there is one; True: it was written.
+
+    Args:
+        tls: the server's own files; with `ca`, clients must show certificates that it signed. Without a certificate
+            there is no TLS.
+    """
+    lines = [
+        "# Made once by `rollbus auth init`; from here on it is yours.",
+        f"listen: {json.dumps(listen)}",
+        "max_payload: 8MB",
+        f"jetstream {{ store_dir: {json.dumps(str(folder.absolute() / 'jetstream'), ensure_ascii=False)} }}",
+        "# Who may connect, and what each may do; written anew when users are added. Nobody else is let in.",
+        f"include {CONFIG_FILE}",
+    ]
+    if tls.cert:
+        files = {"cert_file": tls.cert, "key_file": tls.key, "ca_file": tls.ca}
+        shown = (f"{name}: {json.dumps(str(Path(path).absolute()))}" for name, path in files.items() if path)
+        lines.append(f"tls {{ {', '.join(shown)}{', verify: true' if tls.ca else ''} }}")
+    try:
+        _write_new(folder / SERVER_FILE, "\n".join([*lines, ""]).encode())
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other programs out of the folder, which is made where it is missing."""
+    folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> _Users:
+    path = folder / USERS_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Users)
+    except FileNotFoundError:
+        return _Users()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BusBroken(f"{path} is no list of users: {error}") from error
+
+
+def _check_names(users: Iterable[WantedUser]) -> None:
+    """Refuse two clients of one name: what is sent to one could be read by the other."""
+    roles: dict[tuple[str, str], Role] = {}
+    for fleet, role, name in users:
+        other = roles.setdefault((fleet, name), role) if role in CLIENT_ROLES else role
+        if other is not role:
+            raise InvalidRequest(
+                field=str(role), problem=f"is {name}, as is the fleet's {other}", allowed="a name of its own"
+            )
+
+
+def _make(path: Path, wanted: WantedUser) -> User:
+    """Draw a key and write it, or take the one that lies there."""
+    fleet, role, name = wanted
+    credentials = Credentials(fleet=fleet, role=role, name=name, seed=nkeys.new_seed())
+    path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+    try:
+        _write_new(path, msgspec.json.format(msgspec.json.encode(credentials)) + b"\n")
+    except FileExistsError:
+        # Written by a run that was interrupted before it could say so.
+        credentials = load_credentials(path)
+        if (credentials.fleet, credentials.role, credentials.name) != wanted:
+            raise BusBroken(f"{path} holds the credentials of the {credentials.user}") from None
+    return credentials.user
+
+
+def _write(folder: Path, users: tuple[User, ...]) -> None:
+    config = f"accounts: {json.dumps(accounts(users), indent=2)}\n"
+    _replace(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
+    _replace(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that a server which reads it sees the old one or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    _write_new(partial, data)
+    partial.replace(path)

@@ -1,0 +1,164 @@
+"""The caller's side of a client that is connected: it opens calls, hands them to the bus thread and takes what comes.
+
+All of this belongs to the caller's loop. Nothing here waits for the bus thread where it can be avoided: a request for a
+model that somebody serves is opened without a round trip.
+"""
+
+from collections.abc import Iterable
+
+from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
+from ...schemas.request import GenerateRequest
+from .calls import Call, CallResult, Inbox
+from .config import ClientConfig
+from .fleet import Fleet
+from .loop_thread import LoopThread
+from .runtime import ClientRuntime, ClientStats, open_client_runtime
+
+__all__ = ["CallRegistry"]
+
+
+class CallRegistry:
+    """The live calls of one client, and the thread that carries them. `start` it before use, `close` it after."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._thread = LoopThread(f"rollbus-{config.client}", open_client_runtime(config), self._fail_all)
+        self._inbox = Inbox(self._thread.call_in_owner_loop)
+        self._calls: dict[str, Call] = {}
+        self._failure: BaseException | None = None
+        # Set by `start`.
+        self._runtime: ClientRuntime
+        self.fleet: Fleet
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<CallRegistry calls={len(self._calls)} unread={self.unread_bytes} {self._thread!r}>"
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were opened and not dropped."""
+        return len(self._calls)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of results that no caller has taken."""
+        return self._inbox.unread.num_bytes
+
+    def stats(self) -> ClientStats:
+        """A copy of the counters."""
+        return self._runtime.stats(self.unread_bytes)
+
+    async def start(self) -> None:
+        """Connect.
+
+        Cancellation: leaves nothing behind.
+
+        Raises:
+            BusBroken: no server answers.
+        """
+        self._runtime = await self._thread.start()
+        self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._runtime)
+
+    async def close(self) -> None:
+        """Fail what is open, have it aborted in the engines, and end the thread.
+
+        Cancellation: raised once that is done; it takes a few seconds at most.
+
+        Raises:
+            Exception: what had ended the thread before.
+        """
+        await self._thread.stop()
+
+    async def open(self, request: GenerateRequest, *, streams: bool) -> Call:
+        """Have `request` published; the caller must `remove` the call when it is done with it.
+
+        Waits only where nobody seems to serve the model.
+
+        Raises:
+            RequestRejected: nothing was published.
+            BusBroken: the connection was lost for good.
+        """
+        if self._failure is not None:
+            raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
+        if self._runtime.nats.lost is not None:
+            raise self._runtime.nats.lost
+        request_id = request.request_id
+        if request_id in self._calls:
+            raise RequestRejected(
+                code=ErrorCode.DUPLICATE_REQUEST,
+                message="this client has a live request of this id",
+                request_id=request_id,
+            )
+        call = Call(request, self._inbox, streams)
+        self._calls[request_id] = call
+        try:
+            call.model = await self._resolve_model(call)
+            call.is_submitted = True
+        finally:
+            if not call.is_submitted:
+                del self._calls[request_id]
+        self._thread.post(self._runtime.coordinator.submit, call)
+        if call.is_aborted:
+            self._thread.post(self._runtime.coordinator.abort, [request_id])
+        return call
+
+    async def _resolve_model(self, call: Call) -> str:
+        snapshot = self._runtime.watcher.snapshot
+        model = call.request.model
+        if snapshot.is_served(model):
+            return snapshot.resolve_model(model)
+        try:
+            return await self._thread.run(self._runtime.watcher.resolve_model(model))
+        except NoWorkers:
+            if not call.is_aborted:
+                raise
+            # It is not published any more: it ends as aborted.
+            return model or ""
+
+    def remove(self, call: Call) -> None:
+        """Forget `call`; what is still open of it is aborted at its worker. Safe to repeat."""
+        request_id = call.request.request_id
+        if self._calls.get(request_id) is call:
+            del self._calls[request_id]
+            call.abandon()
+            self._thread.post(self._runtime.coordinator.remove, call)
+
+    async def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End these calls where they stand; see `Client.abort`."""
+        unique_ids = list(dict.fromkeys(request_ids))
+        aborted = []
+        for request_id in unique_ids:
+            call = self._calls.get(request_id)
+            if call is not None and not call.is_submitted:
+                call.is_aborted = True
+                aborted.append(request_id)
+        aborted += await self._thread.run(self._abort(unique_ids))
+        return [request_id for request_id in unique_ids if request_id in aborted]
+
+    async def _abort(self, request_ids: list[str]) -> list[str]:
+        return self._runtime.coordinator.abort(request_ids)
+
+    def _fail_all(self, error: BaseException | None) -> None:
+        """The thread has ended: nobody else ends what it had not ended."""
+        self._failure = error
+        for request_id, call in self._calls.items():
+            if call.result is None:
+                message = "the client was closed" if error is None else f"the client has failed: {error!r}"
+                call.result = CallResult(
+                    (), RequestFailed(code=ErrorCode.CLIENT_CLOSED, message=message, request_id=request_id)
+                )
+                call.notify()
+
+
+def check_ids(request_ids: Iterable[str]) -> list[str]:
+    """The ids to abort, as a list.
+
+    Raises:
+        InvalidRequest: there are none, or they are one string, whose characters nobody means.
+    """
+    if isinstance(request_ids, str):
+        raise InvalidRequest(field="request_ids", problem="is a string", allowed="a list of request ids")
+    ids = list(request_ids)
+    if not ids:
+        raise InvalidRequest(field="request_ids", problem="is empty", allowed="at least one request id")
+    return ids

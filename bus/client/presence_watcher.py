@@ -1,0 +1,193 @@
+"""Follows the announcements of workers, on the bus thread."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from ...schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
+from ...schemas.messages import decode_presence
+from ...schemas.presence import WorkerPresence
+from ..nats.connection import Connection, publish
+from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
+from ..queue.streams import QueueDepth, queue_depths
+from ..subjects import Subjects
+
+__all__ = ["PresenceWatcher"]
+
+logger = logging.getLogger(__name__)
+
+PING_WAIT_S = 0.5
+"""How long after a ping a live worker may take to answer: a thousand times the round trip on a loopback."""
+
+
+class PresenceWatcher:
+    """The live workers, and how to wait for them.
+
+    Args:
+        on_lost: called with each worker, or incarnation of one, that ends.
+        on_change: called when a worker comes, goes or changes its state.
+        on_survivor: called with each worker that was marked lost and publishes presence again.
+
+    Attributes:
+        snapshot: the live workers; replaced as a whole, so that any thread may read it.
+        bad_messages: announcements that did not decode.
+    """
+
+    def __init__(
+        self,
+        nats: Connection,
+        subjects: Subjects,
+        on_lost: Callable[[LostWorker], None],
+        on_change: Callable[[], None],
+        on_survivor: Callable[[Survivor], None] = lambda _: None,
+    ) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._on_lost = on_lost
+        self._on_survivor = on_survivor
+        self._on_change = on_change
+        self.table = PresenceTable()
+        self._changed = asyncio.Event()
+        self._pinged_at = -PING_WAIT_S
+        self._listening_since = -PING_WAIT_S
+        self.snapshot = self.table.snapshot
+        self.bad_messages = 0
+
+    def __repr__(self) -> str:
+        """One line with each worker and its state."""
+        return f"<PresenceWatcher {self._subjects.fleet} {self.table!r}>"
+
+    async def receive(self, message: Msg) -> None:
+        """Take a worker's announcement."""
+        try:
+            presence = decode_presence(message.data)
+            if message.subject != self._subjects.presence(presence.worker):
+                raise RemoteProtocolError(f"worker {presence.worker} announced on {message.subject}")
+        except RemoteProtocolError as exc:
+            self.bad_messages += 1
+            logger.warning("presence.bad subject=%s error=%s", message.subject, exc)
+            return
+        num_before = len(self.table.incarnations_of(presence.worker))
+        change = self.table.update(presence, time.monotonic())
+        if len(self.table.incarnations_of(presence.worker)) > max(num_before, 1):
+            logger.warning(
+                "worker.duplicate_heard worker=%s incarnation=%s host=%s pid=%s",
+                presence.worker,
+                presence.incarnation,
+                presence.host,
+                presence.pid,
+            )
+        if isinstance(change, Survivor):
+            self._on_survivor(change)
+        elif change is not None:
+            self._on_lost(change)
+        self._notify()
+
+    def expire(self) -> None:
+        """Drop workers whose lease has run out."""
+        for lost in self.table.expire(time.monotonic()):
+            logger.warning("worker.gone worker=%s reason=%s", lost.worker, lost.reason)
+            self._on_lost(lost)
+        self._notify()
+
+    def remove_all(self, reason: str) -> None:
+        """Drop all workers, because none could be heard for long."""
+        for lost in self.table.remove_all(reason):
+            self._on_lost(lost)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self.table.snapshot is not self.snapshot:
+            self.snapshot = self.table.snapshot
+            self._changed.set()
+            self._on_change()
+
+    async def restart_watch(self) -> None:
+        """Start leases anew, where we could not hear for a while, and ask who is there."""
+        self.table.restart_leases(time.monotonic())
+        self._pinged_at = -PING_WAIT_S
+        self._listening_since = time.monotonic()
+        await self._ping()
+
+    async def known_workers(self) -> tuple[WorkerPresence, ...]:
+        """What live workers announced last, once all have had the time to answer since we began to listen."""
+        left_s = self._listening_since + PING_WAIT_S - time.monotonic()
+        if left_s > 0:
+            await self._wait(lambda: False, left_s)
+        return self.table.workers()
+
+    async def ping_workers(self) -> tuple[WorkerPresence, ...]:
+        """Ask all workers for their state, and return what was heard within half a second.
+
+        Raises:
+            BusBroken: the connection to NATS is gone.
+        """
+        await self._ping()
+        await self._wait(lambda: False, PING_WAIT_S)
+        return self.table.workers()
+
+    async def workers_and_queues(self) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...]]:
+        """Return the workers as `ping_workers` does, and how many requests wait for them.
+
+        Raises:
+            BusBroken: the connection to NATS is gone.
+        """
+        workers = await self.ping_workers()
+        try:
+            models = {worker.model for worker in workers if accepts_whole_requests(worker)}
+            depths = await queue_depths(self._nats, self._subjects, tuple(sorted(models)))
+        except BusBroken as exc:
+            # Workers of a server without JetStream make no queue; what they say of themselves counts all the same.
+            logger.warning("fleet.no_depths error=%s", exc)
+            depths = ()
+        return workers, depths
+
+    async def wait_for_workers(self, count: int, model: str | None, timeout_s: float) -> None:
+        """Wait until at least `count` workers serve `model`, or any.
+
+        Raises:
+            NoWorkers: fewer did within `timeout_s` seconds; the message says what they were doing.
+        """
+        await self._ping()
+        if not await self._wait(lambda: len(self.table.serving(model)) >= count, timeout_s):
+            raise NoWorkers(
+                message=f"{len(self.table.serving(model))} of {count} workers came up within {timeout_s:g} s"
+                + self.snapshot.describe_others(model)
+            )
+
+    async def resolve_model(self, model: str | None) -> str:
+        """The model that a request for `model` goes to, after asking who is there if nobody seems to serve it.
+
+        Raises:
+            NoWorkers: no worker serves it.
+            InvalidRequest: no model was named and the fleet serves several, or only others.
+        """
+        if not self.snapshot.is_served(model):
+            await self._ping()
+            left_s = self._pinged_at + PING_WAIT_S - time.monotonic()
+            await self._wait(lambda: self.snapshot.is_served(model), left_s)
+        try:
+            return self.snapshot.resolve_model(model)
+        except NoWorkers as exc:
+            if self._nats.is_connected:
+                raise
+            raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
+
+    async def _ping(self) -> None:
+        # One ping serves every caller that waits for its answers.
+        if time.monotonic() - self._pinged_at >= PING_WAIT_S:
+            self._pinged_at = time.monotonic()
+            await publish(self._nats, self._subjects.ping, b"")
+
+    async def _wait(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(max(timeout_s, 0)):
+                while not is_met():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return is_met()
+        return True

@@ -1,0 +1,196 @@
+"""Publishes commands and collects the answers, on the bus thread.
+
+Either may be lost on its way, so that a command is repeated to those that owe an answer, once nothing new is heard of
+it: under its id it has no second effect, and gets the same answer.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+from nats.aio.msg import Msg
+
+from ...schemas.control import Ack, AnyCommand
+from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied, RemoteProtocolError
+from ...schemas.messages import decode_ack, encode_json
+from ..nats.connection import Connection, subscribe
+from ..nats.permitted import publish_permitted
+from ..protocol.fleet.command_result import AckTracker
+from ..protocol.fleet.presence_table import LostWorker
+from ..subjects import Subjects
+
+__all__ = ["AckCollector", "CommandMessage", "OnAck"]
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""Without news of a command, until it is repeated: long enough for the first answer of a busy worker, short for
+somebody who waits. While a large fleet is at it, news come all the time, and to ask again would only hold it up."""
+MAX_REPEAT_S: Final = 10.0
+"""Until it is repeated even so: of what loads for minutes, somebody always has news."""
+MARGIN_S: Final = 5.0
+"""Beyond the command's own time: for the way, for a worker to say that its time is up, and for what it does before."""
+MAX_NEWS: Final = 4096
+"""Answers on their way to the caller's `OnAck`: two of each worker of a large fleet. The oldest are left out of that
+above it; the ledger has them all."""
+
+OnAck = Callable[[Ack], None]
+"""Called on the bus thread with each answer that is news, to show progress. Must return at once; what it raises ends
+the waiting for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandMessage:
+    """A command as it is published, and those that must answer it."""
+
+    command: AnyCommand
+    workers: frozenset[str]
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A command whose answers are awaited."""
+
+    tracker: AckTracker
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    news: deque[Ack] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    published_at: float = -math.inf
+    """When it was last, on `time.monotonic()`."""
+    news_at: float = -math.inf
+    """When the last came."""
+
+    @property
+    def repeat_at(self) -> float:
+        """When to publish it again."""
+        return min(max(self.published_at, self.news_at) + REPEAT_S, self.published_at + MAX_REPEAT_S)
+
+
+class AckCollector:
+    """What one controller has asked of the workers. Lives on the bus thread; `start` it before use.
+
+    Attributes:
+        bad_messages: answers that did not decode, or bore another worker's name.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects, controller: str) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._controller = controller
+        self._under_way: dict[str, _UnderWay] = {}
+        self.bad_messages = 0
+
+    def __repr__(self) -> str:
+        """One line with the commands under way."""
+        return f"<AckCollector {self._controller} {[each.tracker for each in self._under_way.values()]}>"
+
+    async def start(self) -> None:
+        """Listen for answers."""
+        await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
+
+    async def receive(self, message: Msg) -> None:
+        """Take a worker's answer."""
+        try:
+            ack = decode_ack(message.data)
+            if message.subject != self._subjects.ack(self._controller, ack.worker):
+                raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
+        except RemoteProtocolError as exc:
+            self.bad_messages += 1
+            logger.warning("ack.bad subject=%s error=%s", message.subject, exc)
+            return
+        under_way = self._under_way.get(ack.id)
+        if under_way is None:
+            logger.debug("ack.late id=%s worker=%s status=%s", ack.id, ack.worker, ack.status)
+            return
+        if under_way.tracker.add_ack(ack):
+            under_way.news.append(ack)
+            under_way.news_at = time.monotonic()
+        under_way.changed.set()
+
+    def mark_lost(self, lost: LostWorker) -> None:
+        """Expect nothing more of a worker, or of a life of one."""
+        for under_way in self._under_way.values():
+            if under_way.tracker.mark_lost(lost):
+                under_way.changed.set()
+
+    @contextmanager
+    def expecting(self, tracker: AckTracker) -> Iterator[None]:
+        """Add acks to `tracker`, and mark workers lost, from here to the end of the block.
+
+        Raises:
+            InvalidRequest: a command of this id is under way.
+        """
+        if tracker.id in self._under_way:
+            raise InvalidRequest(field="id", problem=f"is {tracker.id}, which is under way", allowed="a new id")
+        self._under_way[tracker.id] = _UnderWay(tracker)
+        try:
+            yield
+        finally:
+            del self._under_way[tracker.id]
+
+    async def collect(
+        self, tracker: AckTracker, messages: Sequence[CommandMessage], timeout_s: float, on_ack: OnAck | None
+    ) -> None:
+        """Publish, and wait until nobody owes an answer or `timeout_s` and a margin are over; inside `expecting`.
+
+        Raises:
+            PermissionDenied: this user may not command.
+            BusBroken: the connection was lost for good.
+            LocalProtocolError: the command is over the server's `max_payload`.
+        """
+        under_way = self._under_way[tracker.id]
+        deadline = time.monotonic() + timeout_s + MARGIN_S
+        await self._publish(message.command for message in messages)
+        under_way.published_at = time.monotonic()
+        while not tracker.is_settled and time.monotonic() < deadline:
+            await _wait(under_way.changed, min(under_way.repeat_at, deadline))
+            _report_acks(under_way.news, on_ack)
+            if time.monotonic() >= under_way.repeat_at:
+                await self._repeat(tracker, messages)
+                under_way.published_at = time.monotonic()
+        _report_acks(under_way.news, on_ack)
+
+    async def _repeat(self, tracker: AckTracker, messages: Sequence[CommandMessage]) -> None:
+        if not self._nats.is_connected:
+            # It would only wait in the buffer, together with those that follow.
+            return
+        owing = set(tracker.owing)
+        await self._publish(
+            replace(message.command, workers=tuple(sorted(message.workers & owing)))
+            for message in messages
+            if message.workers & owing
+        )
+
+    async def _publish(self, commands: Iterator[AnyCommand]) -> None:
+        for command in commands:
+            try:
+                await publish_permitted(self._nats, self._subjects.control(self._controller), encode_json(command))
+            except PermissionDenied:
+                raise
+            except BusBroken as exc:
+                if self._nats.lost is not None:
+                    raise
+                # It is repeated when the connection is back.
+                logger.warning("command.waits id=%s error=%s", command.id, exc)
+
+
+async def _wait(changed: asyncio.Event, until: float) -> None:
+    try:
+        async with asyncio.timeout_at(until - time.monotonic() + asyncio.get_running_loop().time()):
+            await changed.wait()
+    except TimeoutError:
+        return
+    changed.clear()
+
+
+def _report_acks(news: deque[Ack], on_ack: OnAck | None) -> None:
+    while news:
+        ack = news.popleft()
+        if on_ack is not None:
+            on_ack(ack)

@@ -1,0 +1,247 @@
+"""Gives commands to a fleet: who must answer, what is recorded, and what became of it.
+
+What sets something is recorded first. From then on the workers see to it by themselves, also those that start later,
+and what is published is a nudge: a controller that dies leaves nothing half decided.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar, cast
+
+from msgspec.structs import replace
+
+from ...schemas.checks import describe
+from ...schemas.control import Abort, AnyCommand, Command
+from ...schemas.desired import DesiredState
+from ...schemas.errors import InvalidRequest, NoWorkers, RemoteProtocolError, RollbusError
+from ...schemas.messages import decode_command, encode_json
+from ...schemas.presence import WorkerPresence
+from ..nats.connection import Connection
+from ..protocol.fleet import desired
+from ..protocol.fleet.command_result import AckTracker, CommandIncomplete, CommandResult
+from ..protocol.fleet.presence_table import LostWorker
+from ..protocol.fleet.roster import Roster, workers_that_must_ack
+from ..subjects import Subjects
+from .ack_collector import AckCollector, CommandMessage, OnAck
+from .store import DesiredStore
+
+__all__ = ["CommandOutcome", "Controller", "Recording", "Revise", "Watch", "check_command"]
+
+logger = logging.getLogger(__name__)
+
+HELD: Final = frozenset({"pause", "flush"})
+"""Registers that are not set back: a pause that failed holds all the same, until a resume; a flush is over."""
+
+Kind = TypeVar("Kind", bound=Command)
+
+Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
+"""Completes a command by what is recorded before it; what it raises refuses the command."""
+
+
+class Watch(Protocol):
+    """Knows who lives."""
+
+    async def known_workers(self) -> tuple[WorkerPresence, ...]:
+        """What live workers announced last."""
+
+    async def ping_workers(self) -> tuple[WorkerPresence, ...]:
+        """The same, after asking all for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A command in the desired state of one model."""
+
+    model: str
+    command: AnyCommand
+    """As recorded: with its epoch."""
+    epoch: int
+    before: DesiredState
+    """What it was recorded over."""
+    workers: frozenset[str]
+    """Those that must answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    """What became of a command."""
+
+    result: CommandResult
+    recordings: tuple[Recording, ...]
+    """One for each model; none for an event."""
+    lost: dict[str, str]
+    """Workers that ended while they owed an answer: why."""
+
+
+class Controller:
+    """One controller of a fleet. Lives on the bus thread; start its collector before use.
+
+    Attributes:
+        collector: hears the answers.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
+        self.store = DesiredStore(nats, subjects)
+        self._watcher = watch
+        self.collector = AckCollector(nats, subjects, controller)
+
+    def __repr__(self) -> str:
+        """One line with the commands under way."""
+        return f"<Controller {self.collector!r}>"
+
+    async def send(
+        self, command: AnyCommand, on_ack: OnAck | None = None, *, revise: Revise | None = None
+    ) -> CommandResult:
+        """Carry out `command`: the ledger, in which all that had to answer have applied it.
+
+        Cancellation: what is recorded stays, and the workers see to it.
+
+        Raises:
+            CommandIncomplete: not all applied it. Where none did and it was recorded, that was set back, but for
+                `pause`, which holds, and `flush_cache`, which is over.
+            NoWorkers: nobody is there to carry it out. Nothing is recorded.
+            InvalidRequest: a field is wrong, or a worker that it names is not there. Nothing is recorded.
+            ControlError: the desired state refuses it. Nothing is recorded.
+            RemoteProtocolError: the desired state cannot be read; a reset clears it.
+            BusBroken: JetStream or the connection failed; what was recorded before stays.
+        """
+        command = check_command(command)
+        roster = await self.roster(command)
+        return await self.conclude(await self.execute(command, roster, on_ack, revise=revise))
+
+    async def roster(self, command: AnyCommand) -> Roster:
+        """Say who must answer `command`, after asking who is there where somebody seems not to be.
+
+        Raises:
+            NoWorkers, InvalidRequest: as in `workers_that_must_ack`.
+            BusBroken: the connection is gone.
+        """
+        try:
+            return workers_that_must_ack(await self._watcher.known_workers(), command)
+        except (NoWorkers, InvalidRequest):
+            return workers_that_must_ack(await self._watcher.ping_workers(), command)
+
+    async def execute(
+        self,
+        command: AnyCommand,
+        roster: Roster,
+        on_ack: OnAck | None,
+        *,
+        revise: Revise | None = None,
+        lost: dict[str, str] | None = None,
+    ) -> CommandOutcome:
+        """Record `command` where it sets something, tell the workers, and wait for their answers.
+
+        Args:
+            gone: workers of `roster` that have ended since, and why.
+        """
+        everyone = [worker for workers in roster.values() for worker in workers]
+        tracker = AckTracker(command.command, command.id, everyone, time.monotonic())
+        for worker in everyone:
+            if lost and worker.worker in lost:
+                tracker.mark_lost(LostWorker(worker.worker, worker.incarnation, worker.model, lost[worker.worker]))
+        with self.collector.expecting(tracker):
+            recordings: tuple[Recording, ...] = ()
+            messages = [CommandMessage(command, frozenset(worker.worker for worker in everyone))]
+            if command.register is not None:
+                recordings = await self._record(command, roster, revise)
+                messages = [CommandMessage(recording.command, recording.workers) for recording in recordings]
+            await self.collector.collect(tracker, messages, command.timeout_s, on_ack)
+        epochs = {recording.model: recording.epoch for recording in recordings}
+        result = tracker.result(time.monotonic(), epochs)
+        if isinstance(command, Abort):
+            result = result.of_abort(command.request_ids)
+        return CommandOutcome(result, recordings, tracker.lost)
+
+    async def conclude(self, outcome: CommandOutcome) -> CommandResult:
+        """Return the ledger if it is complete; set back what every worker of a model failed at.
+
+        Raises:
+            CommandIncomplete: it is not.
+        """
+        result = outcome.result
+        columns = ("applied", "failed", "unsupported", "stale", "late", "missing")
+        what = (result.command, result.id, result.epochs, result.seconds)
+        logger.info(
+            "command.ended command=%s id=%s epochs=%s seconds=%.3f"
+            " applied=%d failed=%d unsupported=%d stale=%d late=%d missing=%d",
+            *(*what, *(len(getattr(result, column)) for column in columns)),
+        )
+        if result.is_complete:
+            return result
+        notes = [
+            await self._restore(recording)
+            for recording in outcome.recordings
+            if recording.command.register not in HELD and _is_failed_by_all(outcome, recording.workers)
+        ]
+        raise CommandIncomplete(result, " ".join(notes))
+
+    async def _record(self, command: AnyCommand, roster: Roster, revise: Revise | None) -> tuple[Recording, ...]:
+        own = {model: _for_model(command, workers) for model, workers in roster.items()}
+        if len(own) > 1:
+            # What one model refuses is recorded for none.
+            for model, wanted in own.items():
+                desired.record(await self.store.read(model) or DesiredState(model=model), wanted)
+        return tuple([await self._record_one(model, wanted, roster, revise) for model, wanted in own.items()])
+
+    async def _record_one(self, model: str, wanted: AnyCommand, roster: Roster, revise: Revise | None) -> Recording:
+        recorded, before, epoch = wanted, DesiredState(model=model), 0
+
+        def change(state: DesiredState) -> DesiredState:
+            nonlocal recorded, before, epoch
+            before = state
+            recorded = wanted if revise is None else revise(state, wanted)
+            state, epoch = desired.record(state, recorded)
+            return state
+
+        await self.store.change(model, change)
+        names = frozenset(worker.worker for worker in roster[model])
+        return Recording(model, replace(recorded, epoch=epoch, model=model), epoch, before, names)
+
+    async def _restore(self, recording: Recording) -> str:
+        """Undo a recording, unless it was recorded before or something later took its place; says what was done."""
+        register = recording.command.register
+        if register is None or recording.epoch <= recording.before.epoch:
+            return ""
+        try:
+            state = await self.store.change(
+                recording.model, lambda state: desired.set_back(state, recording.before, register, recording.epoch)
+            )
+        except RollbusError as exc:
+            logger.error("desired.not_set_back model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
+            return f"All workers of {recording.model} failed, and what is desired could not be set back: {exc}."
+        logger.info("desired.set_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
+        return f"All workers of {recording.model} failed: what is desired of them was set back."
+
+
+def check_command(command: Kind) -> Kind:
+    """Read a command as workers will, so that none of them finds what is wrong with it; return what they will read.
+
+    Raises:
+        InvalidRequest: a field is wrong.
+    """
+    if not isinstance(command, Command):
+        raise InvalidRequest(
+            field="command", problem=f"is {describe(command)}", allowed="one of rollbus.schemas.control"
+        )
+    try:
+        return cast(Kind, decode_command(encode_json(command)))
+    except InvalidRequest:
+        raise
+    except (TypeError, ValueError, RecursionError, RemoteProtocolError) as exc:
+        raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="docs/wire.md") from exc
+
+
+def _for_model(command: AnyCommand, workers: tuple[WorkerPresence, ...]) -> AnyCommand:
+    """The part of `command` that concerns these workers of one model."""
+    if command.workers is None:
+        return command
+    return replace(command, workers=tuple(worker.worker for worker in workers))
+
+
+def _is_failed_by_all(outcome: CommandOutcome, workers: frozenset[str]) -> bool:
+    """Some of these failed, and nobody has applied it or still may."""
+    failed = (outcome.result.failed.keys() | outcome.result.unsupported.keys()) & workers
+    return bool(failed) and workers <= failed | outcome.lost.keys()

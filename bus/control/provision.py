@@ -1,0 +1,34 @@
+"""Makes what a fleet's workers and controllers may use and not make: the queues of its models, and their bucket.
+
+Where a server lets everybody do everything, workers and controllers make them by themselves.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from ..nats.connection import connected
+from ..nats.server import Server
+from ..queue.set_limits import set_limits
+from ..queue.streams import ensure_queue
+from ..subjects import Subjects
+from .store import DesiredStore
+
+__all__ = ["provision"]
+
+
+async def provision(server: Server, fleet: str, models: Iterable[str], limits: Mapping[str, int] | None = None) -> None:
+    """Make the queues of `models`, and the bucket of desired states; safe to repeat.
+
+    Args:
+        limits: by the names of `QueueLimits`; those that queues are to have, also queues that exist.
+
+    Raises:
+        BusBroken: JetStream does not answer or refuses; `PermissionDenied` stands behind it for who is no admin.
+        InvalidRequest: the fleet's name cannot stand in a subject, or a queue holds more than a limit allows.
+    """
+    subjects = Subjects(fleet)
+    async with connected(server, name=f"rollbus provision {fleet}") as nats:
+        for model in models:
+            await ensure_queue(nats, subjects, model)
+            if limits:
+                await set_limits(nats, subjects, model, limits)
+        await DesiredStore(nats, subjects).ensure_bucket()

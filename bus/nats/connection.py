@@ -1,0 +1,397 @@
+"""The connection to NATS: nats-py, mended, with our options and our errors."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
+
+from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
+from ..subjects import PREFIX
+from .address import parse_url, redact
+from .denials import MAX_LOGGED, Denials
+from .patched_client import PatchedNatsClient
+from .server import CREDENTIALS_VARIABLE, Server, default_url
+from .tls_failure import tls_failure
+
+__all__ = [
+    "Connection",
+    "ConnectionStats",
+    "connected",
+    "default_url",
+    "drain",
+    "open_connection",
+    "publish",
+    "subscribe",
+]
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 3.0
+"""For the first connection: enough for a server that is just starting, short enough for a mistyped address."""
+CLOSE_TIMEOUT_S: Final = 2.0
+"""For the server to take what is still unsent."""
+RECONNECT_WAIT_S: Final = 0.25
+"""Between attempts, without end: a restarted server is back within tenths of a second."""
+PING_INTERVAL_S: Final = 10.0
+"""A connection is lost after two pings without an answer: a half-dead one is noticed within half a minute."""
+PENDING_BYTES: Final = 16 * 1024 * 1024
+"""What may wait to be sent: two of the largest messages, or a second of routing and tokens, so that a short reconnect
+costs no request. Above it `publish` waits while connected and fails while not."""
+FLUSH_TIMEOUT_S: Final = 10.0
+"""How long `publish` waits above that before it reports trouble and goes on."""
+MAX_PENDING_MSGS: Final = 65_536
+"""Received messages waiting for a handler: many reads' worth, since handlers only hand over."""
+MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
+"""The server cuts off a client for which as much waits on its side; more on ours would gain little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStats:
+    """Counters since the connection was opened."""
+
+    disconnects: int
+    reconnects: int
+    dropped_msgs: int
+    """Received messages thrown away because their handler was too slow."""
+    handler_failures: int
+    """Messages whose handler raised."""
+    streamed_msgs: int = 0
+    """Messages that a stream delivered on a subject of the software, and that were dropped."""
+
+
+class Connection(PatchedNatsClient):
+    """A nats-py client. Made by `open_connection`, closed by `shut`.
+
+    Use it from the event loop that opened it.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        name: str,
+        on_disconnect: Callable[[], Awaitable[None]] | None = None,
+        on_reconnect: Callable[[], Awaitable[None]] | None = None,
+        on_error: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        super().__init__(requires_tls=server.requires_tls)
+        self._server = server
+        self._user = None if server.credentials is None else server.credentials.user
+        self.denials = Denials("this user" if self._user is None else str(self._user))
+        self._address = parse_url(server.url)
+        self._shown_url = redact(self._address)
+        self._name = name
+        self._on_disconnect = on_disconnect
+        self._on_reconnect = on_reconnect
+        self._on_error = on_error
+        self._is_open = self._is_opening = False
+        self.lost: BusBroken | None = None
+        """Why the connection ended for good without having been closed here; None while it has not."""
+        # Since the connection was last there.
+        self._logged: set[str] = set()
+        self._disconnects = 0
+        self._dropped_msgs = 0
+        self._handler_failures = 0
+        self.streamed_msgs = 0
+
+    def __repr__(self) -> str:
+        state = "connected" if self.is_connected else "closed" if self.is_closed else "disconnected"
+        return f"<Connection {self._name} {state} url={self._shown_url} {self.counters()}>"
+
+    def counters(self) -> ConnectionStats:
+        """Return the counters; nats-py's own, of messages and bytes, are in `stats`."""
+        return ConnectionStats(
+            disconnects=self._disconnects,
+            reconnects=self.stats["reconnects"],
+            dropped_msgs=self._dropped_msgs,
+            handler_failures=self._handler_failures,
+            streamed_msgs=self.streamed_msgs,
+        )
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect; see `open_connection`."""
+        options: dict[str, Any] = {
+            "name": self._name,
+            "error_cb": self._on_nats_error,
+            "disconnected_cb": self._on_nats_disconnect,
+            "reconnected_cb": self._on_nats_reconnect,
+            "closed_cb": self._on_nats_close,
+            "reconnect_time_wait": RECONNECT_WAIT_S,
+            "max_reconnect_attempts": -1,
+            "ping_interval": PING_INTERVAL_S,
+            "pending_size": PENDING_BYTES,
+            "flush_timeout": FLUSH_TIMEOUT_S,
+            "tls": self._server.tls.context(),
+            # Also that of servers which other servers name: what they say of their own names proves nothing.
+            "tls_hostname": urlsplit(self._address).hostname,
+        }
+        if self._server.credentials is not None and self._user is not None:
+            self._public_nkey = self._user.public_key
+            options["signature_cb"] = self._server.credentials.sign
+            options["inbox_prefix"] = self._user.inbox_prefix
+        self._is_opening = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.connect(self._address, **options)
+            self._is_open = True
+        except TimeoutError:
+            reason = str(self.last_error or "") or "it does not answer"
+            raise BusBroken(f"no NATS server at {self._shown_url} within {timeout_s:g} s: {reason}") from None
+        finally:
+            self._is_opening = False
+            if not self._is_open:
+                await self.shut(0.0)
+        logger.info("nats.connected name=%s url=%s", self._name, self._shown_url)
+
+    async def shut(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what was published and close; received messages that no handler has seen are dropped. Safe to repeat.
+
+        Args:
+            timeout_s: for the server to take what is unsent; after that it is dropped.
+
+        Cancellation: closes at once.
+        """
+        self._is_open = False
+        drop = asyncio.get_running_loop().call_later(timeout_s, self._wire.abort)
+        try:
+            await self.close()
+        finally:
+            drop.cancel()
+            for subscription in self._subs.values():  # some are left when `close` was cancelled
+                subscription._stop_processing()
+            self._wire.abort()
+
+    async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
+        """Like nats-py's; `PermissionDenied` at once where the server does not take it from this user."""
+        async with self.denials.expected(subject):
+            return await super().request(subject, *args, **kwargs)
+
+    async def _process_err(self, err_msg: str) -> None:
+        if PERMISSIONS_ERR not in err_msg:
+            await super()._process_err(err_msg)
+            return
+        # nats-py hands on the server's words in lower case; in subjects it matters.
+        words = ERR_RE.match(self._ps.buf)
+        denial = self.denials.add(words[1].decode(errors="replace") if words and words[1] else err_msg)
+        if denial is not None:
+            self._on_error(denial)
+
+    async def _on_nats_error(self, error: Exception) -> None:
+        """Count and log what nats-py reports, and tell the owner what it has to know."""
+        if isinstance(error, nats_errors.SlowConsumerError):
+            self._dropped_msgs += 1
+            if self._dropped_msgs.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
+                logger.warning(
+                    "nats.dropped name=%s subject=%s so_far=%s", self._name, error.subject, self._dropped_msgs
+                )
+            self._on_error(error)
+        elif not isinstance(error, (nats_errors.Error, OSError)):
+            self._handler_failures += 1
+            logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
+            self._on_error(error)
+        else:
+            self._on_connection_error(error)
+
+    def _on_connection_error(self, error: Exception) -> None:
+        if not self.is_connected:
+            self._wire.abort()  # nats-py forgets it when it tries again
+        if self._is_open:
+            # Attempts to reconnect repeat their errors, of several servers in turn.
+            if str(error) not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(str(error))
+                logger.warning("nats.error name=%s error=%s", self._name, error)
+        elif self._is_opening:
+            # Trying again would change nothing. nats-py lets these through, and with them ends `connect`.
+            if (failure := tls_failure(error, self._shown_url)) is not None:
+                raise failure from None
+            if _is_refusal(error):
+                raise BusBroken(
+                    f"the NATS server at {self._shown_url} refused {self._name!r}: {error}; {self._shown_identity()}"
+                ) from None
+
+    def _shown_identity(self) -> str:
+        """Return which user this connection showed to the server."""
+        if self._user is not None:
+            return f"it was shown the key of {self._user}"
+        if "@" in self._address:
+            return "it was shown the user of the URL"
+        return f"it was shown no credentials: --creds FILE, or ${CREDENTIALS_VARIABLE}"
+
+    async def _on_nats_disconnect(self) -> None:
+        if self._is_open:
+            self._disconnects += 1
+            logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url)
+            await self._call(self._on_disconnect)
+
+    async def _on_nats_reconnect(self) -> None:
+        if not self._is_open:
+            return
+        self._logged.clear()
+        logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url)
+        await self._call(self._on_reconnect)
+
+    async def _on_nats_close(self) -> None:
+        if self._is_open:
+            self.lost = BusBroken(f"the NATS server at {self._shown_url} ended {self._name}: {self.last_error}")
+            logger.error("nats.lost name=%s error=%s", self._name, self.lost)
+            self._on_error(self.lost)
+
+    async def _call(self, callback: Callable[[], Awaitable[None]] | None) -> None:
+        if callback is None:
+            return
+        try:
+            await callback()
+        except RollbusError as error:
+            # The connection broke again meanwhile; the next turn brings the next call.
+            logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
+
+
+async def open_connection(
+    server: str | Server,
+    *,
+    name: str,
+    on_disconnect: Callable[[], Awaitable[None]] | None = None,
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    on_error: Callable[[Exception], None] = lambda _: None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> Connection:
+    """Connect to a NATS server, and again without end whenever the connection is lost.
+
+    Args:
+        server: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged. Or
+            the same with credentials and TLS.
+        name: what the server's monitoring shows.
+        on_disconnect: called when an open connection is lost; what was on its way, either way, may be lost.
+        on_reconnect: called when it is back, with all subscriptions in place. Publishing there is fine.
+        on_error: called with `nats.errors.SlowConsumerError` for each received message that was dropped, with whatever
+            a handler raised, with `PermissionDenied` for what the server does not let us do and nobody waits for, and
+            with another `BusBroken` if it ended the connection for good. Must not raise; of the other two only
+            `RollbusError` is caught.
+        timeout_s: seconds for the first connection, with attempts every quarter of a second.
+
+    Cancellation: leaves nothing behind.
+
+    Raises:
+        TlsFailed: TLS is required, and the server offers none, or a certificate is refused.
+        BusBroken: the URL is malformed, no server answered in time, or it refused us.
+    """
+    if isinstance(server, str):
+        server = Server(server)
+    connection = Connection(
+        server, name=name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
+    )
+    await connection.open(timeout_s)
+    return connection
+
+
+async def publish(
+    nats: Client, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+) -> None:
+    """Publish, waiting while more than `PENDING_BYTES` are unsent. Returning says nothing about arrival.
+
+    Raises:
+        LocalProtocolError: `data` is over the server's `max_payload`, which holds for it and its headers together.
+        BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
+        BusClosed: the connection was closed here.
+    """
+    try:
+        # nats-py does not count headers; the server does, and ends the connection. 12 bytes are in none of the lines.
+        lines_bytes = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items()) if headers else 0
+        if headers and len(data) + lines_bytes + 12 > nats.max_payload:
+            raise nats_errors.MaxPayloadError
+        await nats.publish(subject, data, reply, headers)
+    except nats_errors.MaxPayloadError as error:
+        raise LocalProtocolError(
+            f"{len(data)} bytes for {subject} are over the server's max_payload of {nats.max_payload}"
+        ) from error
+    except nats_errors.OutboundBufferLimitError as error:
+        raise BusBroken("the connection to NATS is down, and no more can wait for its return") from error
+    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+        if isinstance(nats, Connection) and nats.lost is not None:
+            raise nats.lost from error
+        raise BusClosed("the connection to NATS is closed") from error
+
+
+async def subscribe(
+    nats: Client,
+    subject: str,
+    handler: Callable[[Msg], Awaitable[None]],
+    *,
+    queue: str = "",
+    max_pending_msgs: int = MAX_PENDING_MSGS,
+    max_pending_bytes: int = MAX_PENDING_BYTES,
+) -> Subscription:
+    """Call `handler` for each message on `subject`, one after another; it must hand over and return, not work.
+
+    On subjects of the software, what a stream delivers is dropped: whoever pulls from one says where to, and no
+    permission binds that.
+
+    Args:
+        queue: the queue group to share the subject's messages with; empty: receive all.
+        max_pending_msgs: messages that may wait for `handler`; those beyond it are dropped and counted.
+        max_pending_bytes: their total size, likewise; must exceed the largest message.
+
+    Raises:
+        BusClosed: the connection is closed.
+    """
+    try:
+        return await nats.subscribe(
+            subject,
+            queue=queue,
+            cb=_unstreamed(nats, handler) if subject.startswith(f"{PREFIX}.") else handler,
+            pending_msgs_limit=max_pending_msgs,
+            pending_bytes_limit=max_pending_bytes,
+        )
+    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+        raise BusClosed("the connection to NATS is closed") from error
+
+
+@asynccontextmanager
+async def connected(server: str | Server, *, name: str) -> AsyncIterator[Connection]:
+    """Connect for a block; see `open_connection`."""
+    nats = await open_connection(server, name=name)
+    try:
+        yield nats
+    finally:
+        await nats.shut()
+
+
+async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    """End `subscription` once its handler has seen every message that the server had sent for it.
+
+    Args:
+        timeout_s: for the server to answer; after that, and while the connection is down, messages may be unseen.
+    """
+    if not nats.is_connected:
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await subscription.drain()  # type: ignore[no-untyped-call]
+    except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
+        logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
+
+
+def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+    async def handle(message: Msg) -> None:
+        if not message.reply.startswith("$JS.ACK."):
+            await handler(message)
+        elif isinstance(nats, Connection):
+            nats.streamed_msgs += 1
+            if nats.streamed_msgs.bit_count() == 1:
+                logger.warning("nats.streamed subject=%s so_far=%s", message.subject, nats.streamed_msgs)
+
+    return handle
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server itself said no: nats-py quotes its words."""
+    return isinstance(error, nats_errors.Error) and str(error).startswith("nats: '")

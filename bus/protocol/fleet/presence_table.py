@@ -1,0 +1,342 @@
+"""Which workers live, as far as their announcements tell. Time is passed in; nothing here waits."""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Final
+
+from ....schemas.errors import InvalidRequest, NoWorkers
+from ....schemas.presence import Role, WorkerPresence, WorkerState
+from .lease import MAX_LEASE_S
+
+__all__ = [
+    "LEASE_MARGIN_S",
+    "MAX_WORKERS",
+    "FleetSnapshot",
+    "LostWorker",
+    "PresenceTable",
+    "Survivor",
+    "accepts_whole_requests",
+    "connector_of",
+]
+
+LEASE_MARGIN_S: Final = 1.0
+"""A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""
+MAX_ENDED: Final = 8
+"""Incarnations of one worker that are remembered as ended: a worker starts rarely."""
+MAX_NAMESAKES: Final = 4
+"""Workers of one id that are followed beside the first; more than one is a mistake in their setup."""
+MAX_WORKERS: Final = 16_384
+"""Workers that are followed; far above any fleet. Of more than that the others are not seen until one is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A worker, or one of its incarnations, that is no more."""
+
+    worker: str
+    incarnation: str
+    model: str
+    reason: str
+    is_final: bool = True
+    """The worker itself is gone; False: it lives on, or comes back, as another incarnation."""
+    is_death: bool = False
+    """Its engine died, or its process was killed, as far as can be told: what the engine had may be the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A worker whose lease had run out, and whose process had not ended: it is heard again."""
+
+    worker: str
+    incarnation: str
+    """The one that was given up."""
+
+
+@dataclass(frozen=True)
+class FleetSnapshot:
+    """Which workers live, and what they are doing. Made anew when that changes; any thread may read it."""
+
+    workers: tuple[WorkerPresence, ...]
+    """By id. What else they announced may be older than the snapshot."""
+
+    @cached_property
+    def served(self) -> tuple[str, ...]:
+        """The models that some worker takes requests for, now or soon, sorted: it may be paused or updating."""
+        present = (worker for worker in self.workers if worker.state.is_present)
+        return tuple(sorted({worker.model for worker in present if accepts_whole_requests(worker)}))
+
+    @cached_property
+    def prefillers(self) -> Mapping[str, tuple[str, ...]]:
+        """By model that serving workers of role `decode` have: the serving prefill workers whose KV they can read."""
+        readable: dict[str, set[str | None]] = {}
+        for worker in self.workers:
+            if _serves_as(worker, "decode"):
+                readable.setdefault(worker.model, set()).add(connector_of(worker))
+        return {
+            model: tuple(
+                worker.worker
+                for worker in self.workers
+                if worker.model == model and _serves_as(worker, "prefill") and connector_of(worker) in connectors
+            )
+            for model, connectors in readable.items()
+        }
+
+    @cached_property
+    def context_lens(self) -> Mapping[str, int]:
+        """By model that serving workers have: the shortest context of any of them."""
+        lens: dict[str, int] = {}
+        for worker in self.workers:
+            if worker.state is WorkerState.SERVING and worker.capabilities is not None:
+                length = worker.capabilities.max_model_len
+                lens[worker.model] = min(lens.get(worker.model, length), length)
+        return lens
+
+    def is_served(self, model: str | None) -> bool:
+        """Some worker takes requests for `model`, or for any, now or soon."""
+        return bool(self.served) if model is None else model in self.served
+
+    def resolve_model(self, model: str | None) -> str:
+        """The model that a request for `model` goes to; None means the fleet's only one.
+
+        Raises:
+            NoWorkers: no worker serves it.
+            InvalidRequest: no model was named and the fleet serves several, or only others.
+        """
+        if model is None and len(self.served) > 1:
+            raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(self.served)}")
+        if model is None and self.served:
+            return self.served[0]
+        if model is not None and model in self.served:
+            return model
+        if model is not None and self.served and all(worker.model != model for worker in self.workers):
+            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=f"one of {', '.join(self.served)}")
+        raise NoWorkers(message=f"no live worker serves {model or 'any model'}{self.describe_others(model)}")
+
+    def describe_others(self, model: str | None) -> str:
+        """What the workers of `model`, or all, are doing that do not serve; in brackets, empty if there are none."""
+        others = [
+            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'there for prefill alone'}"
+            for worker in self.workers
+            if not (worker.state is WorkerState.SERVING and accepts_whole_requests(worker))
+            and model in (None, worker.model)
+        ]
+        return f" ({', '.join(others)})" if others else ""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """The latest presence of one incarnation, and its lease."""
+
+    presence: WorkerPresence
+    received_at: float
+    expires: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Start the lease."""
+        self.restart_lease(self.received_at)
+
+    def restart_lease(self, now: float) -> None:
+        """Let the lease run from `now` on."""
+        self.expires = now + min(self.presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
+
+
+class PresenceTable:
+    """The latest announcement of each live worker.
+
+    Two workers may have one id by mistake. A new incarnation replaces the one before, since a worker that starts again
+    has no other way to say so. If the replaced one speaks again, both live. From then on the view keeps to the one that
+    has held the id longer, and what either has of this client goes on.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Tracked] = {}
+        # Incarnation of the workers whose lease ran out, and when they were last heard; bounded.
+        self._silent: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        # By worker: incarnations that were replaced, and those that live beside the one in `_workers`.
+        self._ended: dict[str, deque[str]] = {}
+        self._namesakes: dict[str, dict[str, _Tracked]] = {}
+        self._snapshot: FleetSnapshot | None = None
+
+    def __repr__(self) -> str:
+        """One line with each worker and its state."""
+        return f"<PresenceTable {' '.join(f'{p.worker}:{p.state}' for p in self.workers()) or 'empty'}>"
+
+    def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
+        """Take an announcement; return the incarnation or worker that it ended, or the worker that has survived."""
+        previous = self.get(presence.worker)
+        if previous is not None and self._is_namesake(previous, presence):
+            return self._update_namesake(previous, presence, now)
+        silent = self._silent.pop(presence.worker, None)
+        if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
+            return self._end(presence, f"it is {presence.state}", is_death=presence.state is WorkerState.FAILED)
+        if previous is None and len(self._workers) >= MAX_WORKERS:
+            return None
+        self._workers[presence.worker] = _Tracked(presence, now)
+        if previous is None or _differs(previous, presence):
+            self._snapshot = None
+        if previous is not None and previous.incarnation != presence.incarnation:
+            self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
+            reason = "it came back as a new incarnation"
+            # A worker that has fenced itself is the same process; one that was started again has a shorter life.
+            is_death = presence.uptime_s < previous.uptime_s and previous.state is not WorkerState.FENCED
+            return LostWorker(
+                previous.worker, previous.incarnation, previous.model, reason, is_final=False, is_death=is_death
+            )
+        if silent is not None and now - presence.uptime_s < silent[1]:
+            return Survivor(presence.worker, silent[0])
+        if presence.state is WorkerState.FENCED:
+            reason = "it has fenced itself"
+            return LostWorker(presence.worker, presence.incarnation, presence.model, reason, is_final=False)
+        return None
+
+    def expire(self, now: float) -> list[LostWorker]:
+        """Drop the workers whose lease has run out and name them."""
+        gone = []
+        for worker, namesakes in list(self._namesakes.items()):
+            expired = [name for name, other in namesakes.items() if other.expires <= now]
+            gone += [self._end_namesake(worker, name, "its lease expired", is_death=True) for name in expired]
+        for tracked in [tracked for tracked in self._workers.values() if tracked.expires <= now]:
+            self._silent[tracked.presence.worker] = tracked.presence.incarnation, tracked.received_at
+            gone.append(self._end(tracked.presence, "its lease expired", is_death=True))
+        while len(self._silent) > MAX_WORKERS:
+            self._silent.popitem(last=False)
+        return gone
+
+    def remove_all(self, reason: str) -> list[LostWorker]:
+        """Drop all workers and name them: none could be heard for longer than requests wait for a worker."""
+        gone = [LostWorker(p.worker, p.incarnation, p.model, reason) for p in self.workers()]
+        for lost in gone:
+            self._remove(lost.worker)
+        return gone
+
+    def _is_namesake(self, previous: WorkerPresence, presence: WorkerPresence) -> bool:
+        """Return True if `presence` is of another worker than `previous`, and both live or did so until now."""
+        if presence.incarnation == previous.incarnation:
+            return False
+        worker, incarnation = presence.worker, presence.incarnation
+        return incarnation in self._ended.get(worker, ()) or incarnation in self._namesakes.get(worker, {})
+
+    def _update_namesake(
+        self, previous: WorkerPresence, presence: WorkerPresence, now: float
+    ) -> LostWorker | Survivor | None:
+        """Take an announcement of another worker of the id of `previous`."""
+        worker, incarnation = presence.worker, presence.incarnation
+        others = self._namesakes.setdefault(worker, {})
+        if presence.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.FENCED):
+            if incarnation not in others:
+                return None
+            is_death = presence.state is WorkerState.FAILED
+            return self._end_namesake(worker, incarnation, f"it is {presence.state}", is_death=is_death)
+        if incarnation not in others and len(others) >= MAX_NAMESAKES:
+            return None
+        others[incarnation] = _Tracked(presence, now)
+        ended = self._ended.get(worker, deque())
+        if incarnation not in ended:
+            return None
+        ended.remove(incarnation)
+        if _held_s(presence) > _held_s(previous):
+            others[previous.incarnation] = self._workers[worker]
+            self._workers[worker] = others.pop(incarnation)
+            self._snapshot = None
+        # It was taken for dead when the other one was heard.
+        return Survivor(worker, incarnation)
+
+    def _end_namesake(self, worker: str, incarnation: str, reason: str, *, is_death: bool) -> LostWorker:
+        model = self._namesakes[worker].pop(incarnation).presence.model
+        return LostWorker(worker, incarnation, model, reason, is_final=False, is_death=is_death)
+
+    def _end(self, presence: WorkerPresence, reason: str, *, is_death: bool) -> LostWorker:
+        """End a worker, or one of several of its id."""
+        worker = presence.worker
+        others = self._namesakes.get(worker, {})
+        followed = self.get(worker) if others else None
+        ended = (followed or presence).incarnation
+        self._remove(worker)
+        if others:
+            longest = max(others.values(), key=lambda other: _held_s(other.presence))
+            del others[longest.presence.incarnation]
+            self._namesakes[worker] = others
+            self._workers[worker] = longest
+        return LostWorker(
+            worker, ended, presence.model, reason, is_final=worker not in self._workers, is_death=is_death
+        )
+
+    def restart_leases(self, now: float) -> None:
+        """Start every lease anew: while our own connection was down, nobody could be heard."""
+        for tracked in chain(self._workers.values(), *(others.values() for others in self._namesakes.values())):
+            tracked.restart_lease(now)
+
+    def incarnations_of(self, worker: str) -> frozenset[str]:
+        """All live incarnations that announce themselves as `worker`: more than one if several workers have its id."""
+        seen = self.get(worker)
+        own = () if seen is None else (seen.incarnation,)
+        return frozenset((*own, *self._namesakes.get(worker, ())))
+
+    def incarnations(self) -> frozenset[tuple[str, str]]:
+        """Worker and incarnation of all that live and have not fenced themselves."""
+        own = ((p.worker, p.incarnation) for p in self.workers() if p.state is not WorkerState.FENCED)
+        others = ((worker, name) for worker, others in self._namesakes.items() for name in others)
+        return frozenset((*own, *others))
+
+    @property
+    def snapshot(self) -> FleetSnapshot:
+        """The live workers; the same object until one comes, goes or changes its state."""
+        if self._snapshot is None:
+            self._snapshot = FleetSnapshot(self.workers())
+        return self._snapshot
+
+    def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
+        """Live workers by id, of one model or of all."""
+        return tuple(t.presence for _, t in sorted(self._workers.items()) if model in (None, t.presence.model))
+
+    def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
+        """Those of them that take whole requests."""
+        return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and accepts_whole_requests(p))
+
+    def is_awaited(self, model: str) -> bool:
+        """Return True if a worker takes requests for `model`, or will soon: it may be paused, updating or starting."""
+        workers = (p for p in self.workers(model) if accepts_whole_requests(p))
+        return any(p.state.is_present or (p.state is WorkerState.STARTING and p.start_left_s) for p in workers)
+
+    def target_version(self, model: str) -> int | None:
+        """The newest weights that any live worker of `model` should have; None: none has said."""
+        announced = (p.target_version for p in self.workers(model))
+        return max((version for version in announced if version is not None), default=None)
+
+    def get(self, worker: str) -> WorkerPresence | None:
+        """The latest announcement of a live worker."""
+        tracked = self._workers.get(worker)
+        return None if tracked is None else tracked.presence
+
+    def _remove(self, worker: str) -> None:
+        self._snapshot = None
+        self._workers.pop(worker, None)
+        self._ended.pop(worker, None)
+        self._namesakes.pop(worker, None)
+
+
+def _held_s(presence: WorkerPresence) -> float:
+    """How long a worker has held its id, as far as it says."""
+    return presence.uptime_s if presence.held_s is None else presence.held_s
+
+
+def accepts_whole_requests(worker: WorkerPresence) -> bool:
+    """It takes requests from the queue, when it serves, and not prefill legs alone."""
+    return worker.capabilities is None or worker.capabilities.role != "prefill"
+
+
+def _serves_as(worker: WorkerPresence, role: Role) -> bool:
+    capabilities = worker.capabilities
+    return worker.state is WorkerState.SERVING and capabilities is not None and capabilities.role == role
+
+
+def connector_of(worker: WorkerPresence) -> str | None:
+    """Return the connector by which a worker shares KV; None: it shares none, or is starting."""
+    return None if worker.capabilities is None else worker.capabilities.kv_connector
+
+
+def _differs(a: WorkerPresence, b: WorkerPresence) -> bool:
+    return (a.state, a.model, a.incarnation) != (b.state, b.model, b.incarnation)

@@ -1,0 +1,71 @@
+"""Which workers must answer a command."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ....schemas.control import (
+    AnyCommand,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    LoadLora,
+    StartWeightUpdate,
+    UnloadLora,
+    UpdateWeightChunk,
+    UpdateWeights,
+)
+from ....schemas.errors import InvalidRequest, NoWorkers
+from ....schemas.presence import WorkerPresence, WorkerState
+
+__all__ = ["Roster", "workers_that_must_ack"]
+
+Roster = dict[str, tuple[WorkerPresence, ...]]
+"""The workers that must answer, by model and in the order of their ids; no model is without."""
+
+_SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""A worker in these states answers nothing; one that comes back finds what is recorded."""
+_OF_ONE_MODEL: Final = (
+    UpdateWeights,
+    LoadLora,
+    UnloadLora,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    UpdateWeightChunk,
+    FinishWeightUpdate,
+)
+"""Commands that cannot mean the same to two models."""
+
+
+def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand) -> Roster:
+    """Say which of the live `workers` must answer `command`.
+
+    Raises:
+        NoWorkers: none; the message says what those that are there are doing.
+        InvalidRequest: a worker that the command names is not among them; nobody has heard of its model; or it names
+            no model where it would have to.
+    """
+    known = [worker for worker in workers if command.model in (None, worker.model)]
+    if workers and not known:
+        models = ", ".join(sorted({worker.model for worker in workers}))
+        raise InvalidRequest(field="model", problem=f"is {command.model!r}", allowed=f"one of {models}")
+    able = [worker for worker in known if worker.state not in _SILENT]
+    others = ", ".join(f"{worker.worker} is {worker.state}" for worker in known if worker.state in _SILENT)
+    if not able:
+        raise NoWorkers(
+            message=f"no live worker of {command.model or 'any model'} can answer" + (f" ({others})" if others else "")
+        )
+    if command.workers is not None:
+        wanted = set(command.workers)
+        able = [worker for worker in able if worker.worker in wanted]
+        absent = sorted(wanted - {worker.worker for worker in able})
+        if absent:
+            raise InvalidRequest(
+                field="workers",
+                problem=f"names {', '.join(absent)}, which cannot answer" + (f" ({others})" if others else ""),
+                allowed=f"live workers of {command.model or 'any model'}",
+            )
+    roster: dict[str, tuple[WorkerPresence, ...]] = {}
+    for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
+        roster[worker.model] = (*roster.get(worker.model, ()), worker)
+    if len(roster) > 1 and isinstance(command, _OF_ONE_MODEL):
+        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(roster)}")
+    return roster

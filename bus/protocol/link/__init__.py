@@ -1,0 +1,1 @@
+"""The numbered frames from one worker to one client: acknowledgements, credit and resends."""

@@ -1,0 +1,47 @@
+"""A frame before it is sealed: offers and chunks, as many as fit."""
+
+from ....schemas.chunk import Chunk
+from ....schemas.limits import MAX_CHUNKS_PER_FRAME
+from ....schemas.messages import RequestKey
+from ..stream.chunk_sizes import CHUNK_OVERHEAD_BYTES
+
+__all__ = ["MAX_FRAME_BYTES", "FrameBuilder"]
+
+MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
+"""No larger frames whatever the server allows: so no frame holds more offers or chunks than may be in one."""
+
+
+class FrameBuilder:
+    """A frame as it fills up.
+
+    Args:
+        max_bytes: for its offers and chunks; what alone is larger still gets a frame.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.admitted: list[RequestKey] = []
+        self.chunks: list[Chunk] = []
+        self.room = max_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is in it."""
+        return not self.admitted and not self.chunks
+
+    def fits(self, num_bytes: int) -> bool:
+        """There is room; what fits no frame goes alone."""
+        return num_bytes <= self.room or self.is_empty
+
+    def offer(self, key: RequestKey) -> bool:
+        """Add an offer; False where it does not fit."""
+        num_bytes = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
+        if not self.fits(num_bytes):
+            return False
+        self.admitted.append(key)
+        self.room -= num_bytes
+        return True
+
+    def add(self, chunk: Chunk, num_bytes: int) -> None:
+        """Add a chunk that fits."""
+        self.chunks.append(chunk)
+        self.room -= num_bytes

@@ -1,0 +1,80 @@
+"""The worker's half of plain mode: one request becomes frames for a program that keeps no link."""
+
+from ....schemas.chunk import Chunk, ChunkError
+from ....schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from ..stream.chunk_sizes import chunk_bytes
+from ..stream.chunk_writer import ChunkWriter
+from ..stream.engine_step import RequestStep
+from .frame_builder import MAX_FRAME_BYTES, FrameBuilder
+
+__all__ = ["PlainSender"]
+
+
+class PlainSender:
+    """What a worker has for one request of a program that keeps no link: frames without credit and resends.
+
+    Args:
+        key: the request.
+        writer: of its chunks.
+        incarnation: of the worker.
+        max_frame_bytes: no frame exceeds it, unless a single chunk does.
+    """
+
+    def __init__(self, key: RequestKey, writer: ChunkWriter, *, incarnation: str, max_frame_bytes: int) -> None:
+        self._key = key
+        self._writer = writer
+        self._incarnation = incarnation
+        self._max_frame_bytes = min(max_frame_bytes, MAX_FRAME_BYTES)
+        self._number = 0
+        self._terminal: Chunk | None = None
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<PlainSender {self._key.request_id} frames={self._number}>"
+
+    @property
+    def has_left(self) -> bool:
+        """The terminal chunk is in a frame that was handed out."""
+        return self._writer.has_left and self._terminal is None
+
+    def add_step(
+        self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
+    ) -> None:
+        """Take what an engine step added to request `key`, its only one; the versions are of what sampled it.
+
+        Raises:
+            LocalProtocolError: as `ChunkWriter.add_step`; nothing was taken.
+        """
+        self._writer.add_step(step, weight_version, lora_version)
+
+    def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
+        """End request `key`, its only one, with `error`; before its first frame, this rejects it.
+
+        Raises:
+            LocalProtocolError: its terminal chunk was handed out before.
+        """
+        self._terminal = self._writer.fail(error, weight_version)
+
+    def frames(self) -> list[bytes]:
+        """All that is unsent, as few frames as fit; the first says that the request was admitted."""
+        frames: list[bytes] = []
+        draft = FrameBuilder(self._max_frame_bytes)
+        if self._terminal is None and not self._number:
+            draft.offer(self._key)
+        while self._terminal is not None or self._writer.has_unsent:
+            chunk, self._terminal = self._terminal, None
+            if chunk is None:
+                chunk = self._writer.next_chunk(None if draft.is_empty else draft.room)
+            if chunk is None:
+                frames.append(self._seal(draft))
+                draft = FrameBuilder(self._max_frame_bytes)
+            else:
+                draft.add(chunk, chunk_bytes(chunk))
+        if not draft.is_empty:
+            frames.append(self._seal(draft))
+        return frames
+
+    def _seal(self, draft: FrameBuilder) -> bytes:
+        frame = Frame(WIRE_VERSION, self._incarnation, self._number, draft.admitted, draft.chunks)
+        self._number += 1
+        return encode(frame)

@@ -1,0 +1,175 @@
+"""What a worker pulls next from its model's queue: which lanes, and how many messages of each.
+
+Each pull asks for one message. A server that carries the answers of a pull from one account to another ends them at the
+first empty message (nats-server#6172): an empty request would hide those behind it, and they would count as poison.
+
+Invariants: the pulls under way may bring at most `MAX_OVER` messages more than there is room for; a lane is pulled
+from only while every lane before it is known to be empty; a lane is asked as soon as all before it are.
+
+A *probe* takes what a lane has now, and its answer says whether that was all. On a lane that was just found empty a
+*standing* pull waits for the next message. Only when every lane stands is the queue known to be empty.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ....schemas.request import Lane
+
+__all__ = ["MAX_OVER", "STANDING_S", "Pull", "PullPlan", "PullStatus", "decode_status"]
+
+STANDING_S: Final = 1.0
+"""How long the server keeps a standing pull: what dies with its worker claims no message for longer."""
+MAX_OVER: Final = 3
+"""With room for one request a message may come on each of the four lanes, and nobody knows on which."""
+MAX_BATCH: Final = 256
+"""Pulls of one probe: the round trip between two probes weighs nothing against that many."""
+LOST_S: Final = 1.0
+"""After this long without the answer that was due, a pull or its answer was lost."""
+RETRY_S: Final = 0.25
+"""Before a lane is asked again whose pull was refused: as a server shuts down, or a cluster elects a leader."""
+
+
+class PullStatus(enum.Enum):
+    """How the server says that a pull has ended."""
+
+    EMPTY = enum.auto()
+    """The lane has no more messages."""
+    MISSING = enum.auto()
+    """There is no such consumer, or no longer."""
+    REFUSED = enum.auto()
+    """It may succeed later."""
+
+
+def decode_status(code: str, description: str) -> PullStatus:
+    """Read the status headers of a message without content."""
+    if code in {"404", "408"}:
+        return PullStatus.EMPTY
+    if code == "503" or "Deleted" in description:
+        return PullStatus.MISSING
+    return PullStatus.REFUSED
+
+
+class Pull(NamedTuple):
+    """Pulls of one message each to publish at once."""
+
+    lane: Lane
+    number: int
+    """Never used twice; the answers bear it."""
+    num_pulls: int
+    """How many to publish: all under this number."""
+    is_standing: bool
+    """Wait `STANDING_S` for them; False: answer at once."""
+
+
+@dataclass(slots=True)
+class _LaneState:
+    """The last pull on one lane, and what it told."""
+
+    number: int = -1
+    left: int = 0
+    """Messages that it may still bring; 0: none is under way."""
+    is_standing: bool = False
+    ends_at: float = 0.0
+    """When it counts as lost; only while one is under way."""
+    waiting: int = 0
+    """Messages that the lane had besides the last one that came; 0: none, or the worker does not know."""
+    is_empty: bool = False
+    """The lane had no more messages just now. Forgotten where no standing pull follows at once."""
+    not_before: float = 0.0
+
+
+class PullPlan:
+    """The pulls of one worker.
+
+    Args:
+        lanes: in the order in which they are emptied.
+        max_batch: messages that may be on their way from one lane.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], max_batch: int = MAX_BATCH) -> None:
+        self._max_batch = max_batch
+        self._lanes = {lane: _LaneState() for lane in lanes}
+        self._next_number = 0
+
+    def __repr__(self) -> str:
+        """One line: what is under way."""
+        pulls = " ".join(f"{lane}={state.left}" for lane, state in self._lanes.items())
+        return f"<PullPlan {pulls}>"
+
+    @property
+    def claimed(self) -> int:
+        """Messages that the pulls under way may still bring."""
+        return sum(state.left for state in self._lanes.values())
+
+    def next_pulls(self, room: int, now: float) -> list[Pull]:
+        """Say what to pull now, and take it as pulled. Call it after every event and at `next_at`.
+
+        Args:
+            room: requests that may be taken besides those already taken; what is under way does not count.
+        """
+        for state in self._lanes.values():
+            if state.left and state.ends_at <= now:
+                state.left = 0
+        pulls = []
+        if room > 0:
+            for lane, state in self._lanes.items():
+                if state.left:
+                    if state.is_standing:
+                        continue
+                    break  # the answer decides whether it is the next lane's turn
+                free = room + MAX_OVER - self.claimed
+                if free <= 0:
+                    break
+                if state.not_before > now:
+                    continue
+                # A pull that finds nothing costs the server as much as one that brings a message.
+                pulls.append(self._pull(lane, state, min(room, free, self._max_batch, max(1, state.waiting)), now))
+                if not state.is_standing:
+                    break
+        for state in self._lanes.values():
+            state.is_empty = False
+        return pulls
+
+    def _pull(self, lane: Lane, state: _LaneState, count: int, now: float) -> Pull:
+        state.is_standing = state.is_empty
+        state.number = self._next_number
+        self._next_number += 1
+        state.left = 1 if state.is_standing else count
+        state.ends_at = now + LOST_S + (STANDING_S if state.is_standing else 0.0)
+        return Pull(lane, state.number, state.left, state.is_standing)
+
+    def count_message(self, lane: Lane, *, waiting: int) -> None:
+        """Take note of a message.
+
+        Args:
+            waiting: messages that the lane had besides when it was sent; an estimate where they are handed out again.
+        """
+        state = self._lanes[lane]
+        state.waiting = waiting
+        if state.left:
+            state.left -= 1
+            state.is_empty = not state.left and not waiting
+
+    def end_pull(self, number: int, answer: PullStatus, now: float) -> None:
+        """Take note that one pull ended without a message; ends of pulls that counted as lost say nothing."""
+        for state in self._lanes.values():
+            if state.number == number and state.left:
+                state.left -= 1
+                state.waiting = 0
+                state.not_before = now + RETRY_S if answer is PullStatus.REFUSED else 0.0
+                state.is_empty = not state.left and answer is PullStatus.EMPTY
+
+    def reset(self) -> None:
+        """Nothing is under way any more: the connection was lost, or the inbox closed."""
+        for state in self._lanes.values():
+            state.left = state.waiting = 0
+            state.is_empty = False
+            state.not_before = 0.0
+
+    def next_at(self, now: float) -> float | None:
+        """When `next_pulls` may say more even if nothing happens until then; None: never."""
+        times = [state.ends_at for state in self._lanes.values() if state.left]
+        times += [state.not_before for state in self._lanes.values() if state.not_before > now]
+        return min(times, default=None)

@@ -1,0 +1,391 @@
+"""The worker's half of a stream: what engine steps add to a request becomes numbered chunks that fit a message.
+
+Steps are taken as the engine makes them and leave as chunks when there is credit for them: what gathers meanwhile is
+merged. Numbers are given as chunks leave, so that what waits can still be merged, or dropped when the request fails.
+
+Invariant: the chunks of one attempt and child are numbered from 0 without a gap, hold every token and every row
+once and in order, and exactly one of them, the last, has an `End` whose totals are theirs. No chunk with tokens is
+ahead of them with its rows, so that the stream can be resumed behind it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ....schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
+from ....schemas.errors import LocalProtocolError
+from ....schemas.messages import RequestKey
+from ....schemas.presence import RoutedExpertsInfo
+from ....schemas.rows import DTYPES, Rows, expected_rows
+from .chunk_sizes import CHUNK_OVERHEAD_BYTES, error_bytes, text_bytes, top_bytes
+from .engine_step import RequestStep
+from .row_buffer import RowBuffer
+from .token_buffer import TokenBuffer
+
+__all__ = ["SEGMENT_BYTES", "ChunkWriter"]
+
+SEGMENT_BYTES = 256 * 1024
+"""Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond. Smaller
+ones cost more CPU than they move."""
+
+
+class _TerminalChunk(NamedTuple):
+    """What the terminal chunk says besides the totals."""
+
+    finish_reason: FinishReason
+    stop_reason: int | None
+    error: ChunkError | None
+    kv_params: bytes | None = None
+
+
+class _Plan(NamedTuple):
+    """What the next chunk holds."""
+
+    prompt_logprobs: PromptLogprobs | None
+    num_tokens: int
+    num_rows: int
+    is_terminal: bool
+    num_bytes: int
+    """Upper bound of its encoded size."""
+
+
+class ChunkWriter:
+    """Writes the chunks of one attempt and child.
+
+    Args:
+        key: which attempt and child.
+        prompt_len: Lp, for the row rule.
+        routing: the shape of the model's routing; None when none is returned.
+        start: the `routed_experts_prompt_start` applied.
+        segment_bytes: arrays of one chunk take at most this, unless a single token or row is larger.
+        traceparent: of the request; the first chunk bears it.
+
+    Attributes:
+        segment_bytes: as above; may be set anew before the first step is taken.
+        reports_kv: the engine reports KV that it computes anew; may be set before the first step is taken.
+        unsent_bytes: of what was taken and has not left.
+        last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
+        is_ended: the request's last step was taken, or it failed; no other may follow.
+        has_left: the terminal chunk was handed out.
+    """
+
+    def __init__(
+        self,
+        key: RequestKey,
+        *,
+        prompt_len: int,
+        routing: RoutedExpertsInfo | None,
+        start: int,
+        segment_bytes: int,
+        traceparent: str | None = None,
+    ) -> None:
+        self._key = key
+        self._prompt_len = prompt_len
+        self._routing = routing
+        self._start = start
+        self.segment_bytes = segment_bytes
+        self.reports_kv = False
+        self._traceparent = traceparent
+        self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
+        self._row_bytes = 0 if routing is None else routing.row_bytes
+        # What has left.
+        self._num_chunks = self._num_tokens = self._num_rows = 0
+        # What was taken, whether it has left or not.
+        self._taken_tokens = self._taken_rows = 0
+        self._cached_tokens: int | None = None
+        # Of its last step, or of the end that was put to it.
+        self._weight_version = 0
+        self._lora_version: int | None = None
+        # What has not left.
+        self._prompt_logprobs: deque[PromptLogprobs] = deque()
+        self._runs: deque[TokenBuffer] = deque()
+        self._rows = RowBuffer()
+        self._ending: _TerminalChunk | None = None
+        self.unsent_bytes = 0
+        self.last_bytes = 0
+        self.is_ended = False
+        self.has_left = False
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<ChunkWriter {self._key.request_id} chunks={self._num_chunks} unsent_bytes={self.unsent_bytes}>"
+
+    @property
+    def has_unsent(self) -> bool:
+        """There is a next chunk."""
+        return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
+
+    def add_step(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
+        """Take what one step added; its arrays are copied, but for a prompt's rows, which must not change any more.
+
+        Args:
+            weight_version: of the weights that sampled its tokens.
+            lora_version: of the adapter that the request uses; None: it uses none.
+
+        Raises:
+            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was taken.
+        """
+        num_tokens = len(step.token_ids)
+        rows = step.routed_experts if self._routing is not None else None
+        num_rows = 0 if rows is None else len(rows)
+        self._check(step, num_tokens)
+        if rows is not None and num_rows:
+            self._check_rows(rows, step.routed_experts_start)
+        self._check_row_rule(step, self._taken_tokens + num_tokens, self._taken_rows + num_rows)
+        if step.prompt_logprobs is not None:
+            for part in _prompt_parts(step.prompt_logprobs, self.segment_bytes):
+                self._prompt_logprobs.append(part)
+                self.unsent_bytes += _prompt_bytes(part)
+        if num_tokens:
+            width = 0 if step.top_logprobs is None else step.top_logprobs.width
+            kind = weight_version, lora_version, step.logprobs is not None, width
+            if not self._runs or self._runs[-1].kind != kind or step.kv_recomputed:
+                self._runs.append(TokenBuffer(kind))
+            run = self._runs[-1]
+            run.kv_recomputed |= step.kv_recomputed
+            run.add(step)
+            self.unsent_bytes += num_tokens * run.token_bytes
+        if rows is not None and num_rows:
+            self._rows.add(rows)
+            self.unsent_bytes += num_rows * self._row_bytes
+        self._taken_tokens += num_tokens
+        self._taken_rows += num_rows
+        self._weight_version, self._lora_version = weight_version, lora_version
+        if step.cached_tokens is not None:
+            self._cached_tokens = step.cached_tokens
+        if step.finish_reason is not None:
+            error = None if step.error is None else ChunkError(step.error_code, step.error)
+            self._ending = _TerminalChunk(step.finish_reason, step.stop_reason, error, step.kv_params)
+            self.is_ended = True
+
+    def _check(self, step: RequestStep, num_tokens: int) -> None:
+        if self.is_ended:
+            raise LocalProtocolError("the engine went on after the request's last step")
+        if step.logprobs is not None and len(step.logprobs) != num_tokens:
+            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but {len(step.logprobs)} logprobs")
+        top = step.top_logprobs
+        if top is not None and len(top.token_ids_data) != 4 * top.width * num_tokens:
+            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but top logprobs of other positions")
+        if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
+            raise LocalProtocolError(f"the engine gave finish reason {step.finish_reason} and error {step.error!r}")
+        if step.kv_params is not None and step.finish_reason is None:
+            raise LocalProtocolError("the engine gave KV parameters before the request's last step")
+
+    def _check_rows(self, rows: Rows, start: int) -> None:
+        routing = self._routing
+        position = self._start + self._taken_rows
+        if routing is None:
+            return
+        wanted = (routing.num_layers, routing.top_k)
+        if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
+            raise LocalProtocolError(
+                f"the engine gave rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
+            )
+        if start != position:
+            raise LocalProtocolError(f"the engine gave rows from {start}; {position} comes next")
+
+    def _check_row_rule(self, step: RequestStep, num_tokens: int, num_rows: int) -> None:
+        """Refuse rows of positions that are not there yet and, at the end, any other number than belongs to it."""
+        if self._routing is None:
+            return
+        most = self._prompt_len - self._start + num_tokens
+        if num_rows > most:
+            raise LocalProtocolError(f"the engine gave {num_rows} rows; there are no more than {most} positions yet")
+        # A failed request may lack rows of tokens that it did deliver: nobody takes it for a result.
+        if step.finish_reason is None or step.error is not None:
+            return
+        expected = expected_rows(self._prompt_len, self._start, num_tokens)
+        if num_rows != expected:
+            raise LocalProtocolError(
+                f"the engine gave {num_rows} rows for {num_tokens} tokens "
+                f"after a prompt of {self._prompt_len} from {self._start}; {expected} belong to them"
+            )
+
+    @property
+    def next_bytes(self) -> int:
+        """An upper bound of the encoded size of the next chunk; 0 where there is none."""
+        return self._plan().num_bytes if self.has_unsent else 0
+
+    def next_chunk(self, max_bytes: int | None = None) -> Chunk | None:
+        """Hand out the next chunk: what has gathered, as far as it may share one.
+
+        Args:
+            max_bytes: of the encoded chunk.
+
+        Returns:
+            None where nothing is unsent or `next_bytes` exceeds `max_bytes`.
+        """
+        if not self.has_unsent:
+            return None
+        plan = self._plan()
+        if max_bytes is not None and plan.num_bytes > max_bytes:
+            return None
+        return self._cut(plan)
+
+    def _plan(self) -> _Plan:
+        if self._prompt_logprobs:
+            part = self._prompt_logprobs[0]
+            return _Plan(part, 0, 0, False, self._chunk_overhead + _prompt_bytes(part))
+        num_tokens, num_rows = self._next_counts()
+        run = self._runs[0] if self._runs else None
+        num_bytes = self._chunk_overhead + num_rows * self._row_bytes
+        if run is not None:
+            num_bytes += num_tokens * run.token_bytes
+        is_terminal = (
+            self._ending is not None
+            and self._num_rows + num_rows == self._taken_rows
+            and self._num_tokens + num_tokens == self._taken_tokens
+        )
+        if self._ending is not None:
+            num_bytes += error_bytes(self._ending.error)
+        if is_terminal and self._ending is not None and self._ending.kv_params:
+            num_kv_bytes = len(self._ending.kv_params)
+            # They may be as large as a part: then they go alone, after the rest.
+            is_terminal = num_bytes + num_kv_bytes <= self.segment_bytes or not (num_tokens or num_rows)
+            num_bytes += num_kv_bytes if is_terminal else 0
+        return _Plan(None, num_tokens, num_rows, is_terminal, num_bytes)
+
+    def _next_counts(self) -> tuple[int, int]:
+        """How many tokens and rows go into one chunk: as many as fit, the rows only as far as the tokens need them."""
+        unsent_rows = self._taken_rows - self._num_rows
+        # Rows before the next token's own: they may go ahead of it, for it must follow.
+        due = self._prompt_len - self._start + self._num_tokens - self._num_rows
+        if len(self._runs) == 1 and self.unsent_bytes <= self.segment_bytes:
+            # All fits, as mostly.
+            num_tokens = self._runs[0].num_tokens
+            return num_tokens, min(unsent_rows, due + num_tokens - 1)
+        ahead = min(unsent_rows, due)
+        if not self._runs:
+            return 0, min(ahead, self._rows_per_part())
+        run = self._runs[0]
+        room = self.segment_bytes - run.token_bytes - ahead * self._row_bytes
+        if ahead and room < 0:
+            return 0, min(ahead, self._rows_per_part())
+        each = run.token_bytes + (self._row_bytes if unsent_rows > ahead else 0)
+        num_tokens = min(run.num_tokens, 1 + max(room, 0) // each)
+        return num_tokens, min(unsent_rows, due + num_tokens - 1)
+
+    def _rows_per_part(self) -> int:
+        return max(self.segment_bytes // max(self._row_bytes, 1), 1)
+
+    def _cut(self, plan: _Plan) -> Chunk:
+        self.last_bytes = plan.num_bytes
+        weight_version, lora_version = self._weight_version, self._lora_version
+        token_ids, logprobs, top, kv_recomputed = b"", None, None, None
+        if plan.prompt_logprobs is not None:
+            self._prompt_logprobs.popleft()
+            self.unsent_bytes -= _prompt_bytes(plan.prompt_logprobs)
+        if self._runs:
+            weight_version, lora_version = self._runs[0].weight_version, self._runs[0].lora_version
+        if plan.num_tokens:
+            run = self._runs[0]
+            kv_recomputed = run.kv_recomputed if self.reports_kv else None
+            token_ids, logprobs, top = run.pop(plan.num_tokens)
+            self.unsent_bytes -= plan.num_tokens * run.token_bytes
+            self._num_tokens += plan.num_tokens
+            if not run.num_tokens:
+                self._runs.popleft()
+        routed_experts = self._pop_rows(plan)
+        end = None
+        if self._ending is not None and plan.is_terminal:
+            end = self._end(self._ending)
+        chunk = Chunk(
+            request_id=self._key.request_id,
+            attempt=self._key.attempt,
+            child=self._key.child,
+            chunk_index=self._num_chunks,
+            weight_version=weight_version,
+            token_ids_data=token_ids,
+            logprobs_data=logprobs,
+            routed_experts=routed_experts,
+            top_logprobs=top,
+            prompt_logprobs=plan.prompt_logprobs,
+            end=end,
+            lora_version=lora_version,
+            traceparent=None if self._num_chunks else self._traceparent,
+            kv_recomputed=kv_recomputed,
+        )
+        self._num_chunks += 1
+        return chunk
+
+    def _pop_rows(self, plan: _Plan) -> RoutedExperts | None:
+        routing, count = self._routing, plan.num_rows
+        # Where there is no row at all, the receiver still learns the shape.
+        if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
+            return None
+        shape = (count, routing.num_layers, routing.top_k)
+        data = self._rows.pop(count * self._row_bytes)
+        part = RoutedExperts(self._start + self._num_rows, shape, routing.dtype, data)
+        self.unsent_bytes -= len(data)
+        self._num_rows += count
+        return part
+
+    def _end(self, ending: _TerminalChunk) -> End:
+        self.has_left = True
+        return End(
+            finish_reason=ending.finish_reason,
+            num_tokens=self._num_tokens,
+            num_rows=self._num_rows,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
+            cached_tokens=self._cached_tokens,
+            routed_experts_start=None if self._routing is None else self._start,
+            kv_params=ending.kv_params,
+        )
+
+    def fail(self, error: ChunkError, weight_version: int) -> Chunk:
+        """End the request with `error`; returns its terminal chunk, whose totals are those of what has left.
+
+        What has not left is dropped.
+
+        Raises:
+            LocalProtocolError: the terminal chunk was handed out before.
+        """
+        return self._cut_short(_TerminalChunk(FinishReason.ERROR, None, error), weight_version)
+
+    def abort(self, weight_version: int) -> Chunk:
+        """End the request as aborted, for a client that wants no more of it: else as `fail`.
+
+        Its rows may be fewer or more than the row rule says of its tokens.
+
+        Raises:
+            LocalProtocolError: the terminal chunk was handed out before.
+        """
+        return self._cut_short(_TerminalChunk(FinishReason.ABORT, None, None), weight_version)
+
+    def _cut_short(self, ending: _TerminalChunk, weight_version: int) -> Chunk:
+        if self.has_left:
+            raise LocalProtocolError("the request ended again after its terminal chunk")
+        self._prompt_logprobs.clear()
+        self._runs.clear()
+        self._rows.clear()
+        self.unsent_bytes = 0
+        self.is_ended = True
+        self._weight_version = weight_version
+        self._ending = ending
+        return self._cut(_Plan(None, 0, 0, True, 0))
+
+
+def _prompt_bytes(part: PromptLogprobs) -> int:
+    # Never 0: a part without a value is still to be sent.
+    return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + top_bytes(part.top)
+
+
+def _prompt_parts(prompt_logprobs: PromptLogprobs, segment_bytes: int) -> Iterator[PromptLogprobs]:
+    top = prompt_logprobs.top
+    width = 0 if top is None else top.width
+    per_part = max(segment_bytes // (4 + 8 * width), 1)
+    # Without a value, as for a prompt of one token, still one part: the receiver learns that there are none.
+    for first in range(0, max(len(prompt_logprobs.logprobs_data) // 4, 1), per_part):
+        past = first + per_part
+        yield PromptLogprobs(
+            start=prompt_logprobs.start + first,
+            logprobs_data=prompt_logprobs.logprobs_data[4 * first : 4 * past],
+            top=None
+            if top is None
+            else TopLogprobs(
+                width,
+                top.token_ids_data[4 * width * first : 4 * width * past],
+                top.logprobs_data[4 * width * first : 4 * width * past],
+            ),
+        )

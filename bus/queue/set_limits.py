@@ -1,0 +1,57 @@
+"""Changing the bounds of a queue that exists, without losing a request.
+
+A server that is told a lower bound than what a stream holds deletes the oldest messages without a word. So the bounds
+are compared with what is held first, and workers never change them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nats.aio.client import Client
+
+from ...schemas.errors import BusBroken, InvalidRequest
+from ..nats.jetstream import ApiError, ask
+from ..subjects import Subjects
+from .limits import bounds_of_stream
+from .streams import STREAM_LANES, stream_name
+
+__all__ = ["set_limits"]
+
+
+async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mapping[str, int]) -> None:
+    """Give the streams of `model`, which exist, these bounds; the others stay.
+
+    Args:
+        limits: by the names of `QueueLimits`.
+
+    Raises:
+        InvalidRequest: a stream holds more; nothing of it is changed. The error says how much of what.
+        BusBroken: JetStream does not answer or refuses, quoting it.
+    """
+    try:
+        for lanes in STREAM_LANES:
+            name = stream_name(subjects, model, lanes[0])
+            info = await ask(nats, f"STREAM.INFO.{name}", {"subjects_filter": ">"})
+            bounds = bounds_of_stream(lanes[0], limits)
+            _check_held(name, info["state"], bounds)
+            # Over what is there: an operator's replicas and placement stay.
+            await ask(nats, f"STREAM.UPDATE.{name}", {**info["config"], **bounds})
+    except ApiError as error:
+        raise BusBroken(f"the limits of the queue of {model!r} cannot be set: {error}") from error
+
+
+def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> None:
+    """Refuse bounds below what the stream holds."""
+    of_clients = state.get("subjects") or {}
+    held = {
+        "max_msgs": state["messages"],
+        "max_bytes": state["bytes"],
+        "max_msgs_per_subject": max(of_clients.values(), default=0),
+    }
+    for bound, now in held.items():
+        if now > bounds.get(bound, now):
+            raise InvalidRequest(
+                field=bound,
+                problem=f"is {bounds[bound]}, and {stream} holds {now}",
+                allowed=f"{now} or more, until workers have taken some",
+            )

@@ -1,0 +1,99 @@
+"""The way into the NATS server: what answered, TLS, and whether the server lets this user in."""
+
+import ssl
+import time
+from typing import Final
+
+from ....bus.nats.address import parse_url, redact
+from ....bus.nats.connection import Connection
+from ....bus.nats.server import Server
+from ....schemas.errors import BusBroken, TlsFailed
+from .findings import Finding, fail, ok, warn
+from .probe import describe_peer, host_of, probe_server
+
+__all__ = ["explain", "tls_finding"]
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+ENDS_SOON_S: Final = 14 * 24 * 3600.0
+"""Of a certificate: time to get another one."""
+
+
+def tls_finding(nats: Connection, server: Server) -> Finding:
+    """Say what protects an open connection."""
+    peer = nats.peer()
+    if peer is None:
+        found = "the server was not asked for TLS"
+        if host_of(server.url) in LOOPBACK:
+            return ok("tls", f"{found}: it is on this machine")
+        return warn(
+            "tls",
+            f"{found}: what is sent can be read on its way",
+            "fine in a trusted network; else a certificate (rollbus auth init --server-cert FILE) and a tls:// URL",
+        )
+    found = describe_peer(peer)
+    left_s = ssl.cert_time_to_seconds(peer.certificate["notAfter"]) - time.time()
+    if left_s < ENDS_SOON_S:
+        return warn("tls", f"{found}: {left_s / 86400:.0f} days", "renew the server's certificate")
+    if not server.requires_tls:
+        return warn("tls", f"{found}; the URL does not require it", "tls:// in the URL: the server may be another one")
+    return ok("tls", found)
+
+
+async def explain(error: BusBroken, server: Server) -> Finding:
+    """Say why there is no connection, and what to do."""
+    try:
+        url = redact(parse_url(server.url))
+    except BusBroken:
+        return fail("server", str(error), "name the NATS server as nats://HOST:PORT or tls://HOST:PORT with --nats")
+    if isinstance(error, TlsFailed):
+        seen = await probe_server(server.url)
+        shown = f"; it showed {describe_peer(seen.peer)}" if seen.peer is not None and seen.peer.certificate else ""
+        return fail("tls", f"{error.problem}{shown}", error.advice)
+    if "refused" in str(error) and ("uthorization" in str(error) or "uthentication" in str(error)):
+        return _refused(str(error), server)
+    return await _without_connection(error, server, url)
+
+
+def _refused(problem: str, server: Server) -> Finding:
+    """Say what to do about credentials that the server does not take."""
+    if server.credentials is not None:
+        advice = (
+            f"the server does not know this key of {server.credentials.user}: the file is another server's, or old. An "
+            "admin runs `rollbus auth init` with this name, has the server read its configuration again "
+            "(nats-server --signal reload), and hands on the new file"
+        )
+    elif "@" in server.url:
+        advice = "check user and password in the URL with whoever configures the server"
+    else:
+        advice = "name your credentials with --creds FILE or $ROLLBUS_CREDS"
+    return fail("server", problem, advice)
+
+
+async def _without_connection(error: BusBroken, server: Server, url: str) -> Finding:
+    """Say what answers there, if anything does."""
+    seen = await probe_server(server.url)
+    if seen.http:
+        return fail(
+            "server",
+            f"what answers at {url} speaks HTTP, not NATS: {seen.http}",
+            "name the NATS port with --nats: 4222 unless told otherwise; NATS's monitoring page is at 8222, the HTTP "
+            "service of rollbus at 8080",
+        )
+    if seen.greeting and not seen.is_nats:
+        return fail("server", f"what answers at {url} is no NATS server: {seen.greeting!r}", "name one with --nats")
+    if not seen.greeting and seen.peer is not None and not server.requires_tls:
+        return fail(
+            "server",
+            f"the server at {url} says nothing before a TLS handshake, where it shows {describe_peer(seen.peer)}",
+            "tls:// in the URL",
+        )
+    if seen.is_connected and not seen.greeting:
+        return fail(
+            "server",
+            f"what answers at {url} takes connections and says nothing, where a NATS server speaks first: {error}",
+            "if it is a NATS server, it hangs: look at its log; else name one with --nats",
+        )
+    advice = (
+        "start one (`rollbus up`: with all else, on this machine; `nats-server -js`: alone), or name it with --nats"
+    )
+    return fail("server", str(error), advice)

@@ -1,0 +1,296 @@
+"""The HTTP service's connections: how many may be open, and how long each may wait for its client.
+
+uvicorn has a deadline for idle connections only. `HttpConnection` adds a deadline and a size limit for request heads.
+`ConnectionTable` decides which connection to close when there are as many as the service may have.
+"""
+
+import asyncio
+import enum
+import os
+import resource
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from .errors import HttpError, error_body
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+else:
+    # The faster one of the two, if it is installed.
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+
+__all__ = [
+    "INCOMPLETE",
+    "KEEP_ALIVE_S",
+    "ConnectionTable",
+    "HttpConnection",
+    "OpenConnections",
+    "Stage",
+    "max_connections",
+    "raise_descriptor_limit",
+]
+
+C = TypeVar("C")
+
+HEAD_TIMEOUT_S: Final = 30.0
+"""From a connection's opening, or from the first byte of a later request, until the request's head is there."""
+KEEP_ALIVE_S: Final = 75
+"""Longer than clients keep idle connections: else they meet one that closes as they send."""
+LINGER_S: Final = 5.0
+"""For a client to read why its connection is closed."""
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Of a request's head; h11, which uvicorn uses without httptools, has a smaller limit of its own."""
+MIN_CONNECTIONS: Final = 8
+MAX_CONNECTIONS: Final = 4096
+"""Without a larger `max_in_flight`."""
+SPARE_DESCRIPTORS: Final = 32
+"""For everything but HTTP connections: NATS, files, a tokenizer that is loaded."""
+WANTED_DESCRIPTORS: Final = 16_384
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of file descriptors as far as the hard limit allows: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(WANTED_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_connections(max_in_flight: int) -> int:
+    """Return how many connections the service may have: all requests in flight and others, as descriptors allow."""
+    wanted = max(MAX_CONNECTIONS, 2 * max_in_flight)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    free = soft - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
+    return max(min(wanted, free - SPARE_DESCRIPTORS), MIN_CONNECTIONS)
+
+
+class Stage(enum.Enum):
+    """What a connection waits for."""
+
+    HEAD = enum.auto()
+    """The client has not sent a whole request head."""
+    IDLE = enum.auto()
+    """The last request is answered, and no byte of the next one has come."""
+    BODY = enum.auto()
+    """A request is being answered, and its body is not complete."""
+    ANSWER = enum.auto()
+    """A whole request is being answered."""
+
+
+INCOMPLETE: Final = (Stage.HEAD, Stage.IDLE, Stage.BODY)
+"""Without a whole request, in the order in which they are closed when there are too many connections."""
+
+
+class ConnectionTable(Generic[C]):
+    """The open connections by stage, in the order in which they reached it.
+
+    Args:
+        limit: of connections.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_stage: dict[Stage, dict[C, None]] = {stage: {} for stage in Stage}
+        self._stages: dict[C, Stage] = {}
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._stages)
+
+    def move(self, connection: C, stage: Stage) -> None:
+        """Note that a connection, which may be new, has reached a stage."""
+        self.remove(connection)
+        self._stages[connection] = stage
+        self._by_stage[stage][connection] = None
+
+    def remove(self, connection: C) -> None:
+        """Forget a connection; safe to repeat."""
+        stage = self._stages.pop(connection, None)
+        if stage is not None:
+            del self._by_stage[stage][connection]
+
+    def stage(self, connection: C) -> Stage | None:
+        """Return the stage of a connection; None if it is not open."""
+        return self._stages.get(connection)
+
+    @property
+    def is_full(self) -> bool:
+        """True if one of the connections must be closed before another one is taken."""
+        return len(self._stages) >= self.limit
+
+    @property
+    def has_too_many_requests(self) -> bool:
+        """True if requests have more than seven eighths: the rest is left for new connections and health checks."""
+        return len(self._by_stage[Stage.BODY]) + len(self._by_stage[Stage.ANSWER]) > self.limit - self.limit // 8
+
+    def victim(self, *stages: Stage) -> C | None:
+        """Return the oldest connection of the first of these stages that has one; None if none has."""
+        return next((connection for stage in stages for connection in self._by_stage[stage]), None)
+
+
+class OpenConnections:
+    """Closes connections that are too slow, or too many.
+
+    Args:
+        limit: of connections.
+        client_timeout_s: of the service's settings; request heads have as long, but at most `HEAD_TIMEOUT_S`.
+        on_cut: called with the reason whenever a connection is closed.
+    """
+
+    def __init__(self, limit: int, client_timeout_s: float, on_cut: Callable[[str], None]) -> None:
+        self.table: ConnectionTable[HttpConnection] = ConnectionTable(limit)
+        self.head_timeout_s = min(client_timeout_s, HEAD_TIMEOUT_S)
+        self.on_cut = on_cut
+
+    def make_room(self) -> None:
+        """Close the oldest connection without a whole request, if the next connection would be one too many."""
+        if self.table.is_full:
+            self.cut_oldest(*INCOMPLETE)
+
+    def cut_oldest(self, *stages: Stage) -> bool:
+        """Close the oldest connection of the first of these stages that has one; False if none has."""
+        victim = self.table.victim(*stages)
+        if victim is None:
+            return False
+        self.on_cut("too_many")
+        victim.cut()
+        return True
+
+    def has_room_for(self, connection: "HttpConnection") -> bool:
+        """Return True if a request that has begun may be answered; a slower one makes room for it."""
+        while self.table.has_too_many_requests:
+            if self.table.victim(Stage.BODY) in (None, connection):
+                return False
+            self.cut_oldest(Stage.BODY)
+        return True
+
+
+class HttpConnection(HttpProtocol):
+    """uvicorn's connection, which tells `OpenConnections` what it waits for.
+
+    Of uvicorn this uses the constructor, the methods of `asyncio.Protocol`, `send_400_response`, `on_body`, `parser`
+    and `cycle` with its `more_body`. pyproject.toml has the releases in which these are the same.
+    """
+
+    def __init__(
+        self, connections: OpenConnections, config: Config, server_state: ServerState, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(config, server_state, {"connection": self}, loop)
+        self._connections = connections
+        self._num_requests = 0
+        # Of the request that has come last, behind its head; and of the next one.
+        self._num_body_bytes = 0
+        self._num_other_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Wait for the first request's head."""
+        super().connection_made(transport)
+        self._connections.table.move(self, Stage.HEAD)
+        self._move(Stage.HEAD)
+
+    def data_received(self, data: bytes) -> None:
+        """Note how far the request has come."""
+        cycle, num_body_bytes = self.cycle, self._num_body_bytes
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self.cycle is not cycle:
+            self._num_other_bytes = self._num_body_bytes = 0
+            self._move_to_request()
+            return
+        if self._stage is Stage.IDLE:
+            self._move(Stage.HEAD)
+        elif self._stage is Stage.BODY and not self.cycle.more_body:
+            self._move(Stage.ANSWER)
+        self._num_other_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
+        # h11 has a limit of its own; httptools keeps a head, or what stands between and behind a body's chunks.
+        if hasattr(self, "parser") and self._num_other_bytes > MAX_HEAD_BYTES + self._num_body_bytes:
+            message = f"the request's head or trailers are too large; allowed: {MAX_HEAD_BYTES} bytes"
+            self._refuse(HttpError(431, message, code="head_too_large"))
+
+    def on_body(self, body: bytes) -> None:
+        """Count a part of a body; httptools calls this."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)  # type: ignore[misc]  # h11's has no such method, and does not call it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        super().connection_lost(exc)
+        self._forget()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, with an error in the shape of all others."""
+        self._refuse(HttpError(400, msg.rstrip("."), code="invalid_http"))
+
+    def begin_request(self) -> None:
+        """Note that the application has been called."""
+        self._num_requests += 1
+        self._move_to_request()
+
+    def end_request(self) -> None:
+        """Note that the application has returned; another request may have begun (pipelining)."""
+        self._num_requests -= 1
+        if not self._num_requests:
+            self._move(Stage.IDLE)
+
+    def cut(self) -> None:
+        """Close the connection at once, whatever waits to be sent."""
+        self._forget()
+        # Closing would wait for the client to read.
+        self.transport.abort()
+
+    @property
+    def _stage(self) -> Stage | None:
+        return self._connections.table.stage(self)
+
+    def _move_to_request(self) -> None:
+        self._move(Stage.BODY if self.cycle.more_body else Stage.ANSWER)
+
+    def _move(self, stage: Stage) -> None:
+        if self._stage is None:
+            # Closed meanwhile.
+            return
+        self._connections.table.move(self, stage)
+        if stage is Stage.HEAD:
+            self._set_deadline(self._connections.head_timeout_s, self._end_wait_for_head)
+        elif stage is Stage.IDLE:
+            # uvicorn closes it at this time, which waits for a client that does not read the last bytes.
+            self._set_deadline(KEEP_ALIVE_S + LINGER_S, self.cut)
+        else:
+            self._set_deadline(None, self.cut)
+
+    def _set_deadline(self, seconds: float | None, then: Callable[[], None]) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, then)
+
+    def _end_wait_for_head(self) -> None:
+        self._connections.on_cut("head_timeout")
+        message = f"the request's head did not come; allowed: {self._connections.head_timeout_s:g} s"
+        self._refuse(HttpError(408, message, code="head_timeout"))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer what is no request, and close the connection."""
+        if self._num_requests:
+            # An answer to an earlier request is under way.
+            self.cut()
+            return
+        body = error_body(error)
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+        self._set_deadline(LINGER_S, self.cut)
+
+    def _forget(self) -> None:
+        self._connections.table.remove(self)
+        self._set_deadline(None, self.cut)

@@ -1,0 +1,160 @@
+"""From an HTTP request to a request for tokens: what all routes that generate have in common."""
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from ... import bus
+from ...schemas.errors import ErrorCode, InvalidRequest, RollbusError
+from ...schemas.model_limits import check_model_limits
+from ...schemas.presence import Capabilities, WorkerPresence
+from .edge import REQUEST_ID_HEADER, given_request_id
+from .errors import HttpError, http_error
+from .service import Service
+from .trace import traceparent_of
+
+__all__ = ["RequestTarget", "build_request", "find_target", "id_headers", "named_errors"]
+
+SESSION_ID_HEADER = "X-Session-ID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTarget:
+    """Who a request is for."""
+
+    worker: WorkerPresence
+    """One that serves it; others may too."""
+    capabilities: Capabilities
+    """What that worker's model can do."""
+    lora: str | None
+    """The adapter; None: the base model."""
+
+    @property
+    def name(self) -> str:
+        """What answers call the model: the adapter's name, if there is one."""
+        return self.lora or self.worker.model
+
+    def room(self, prompt_len: int) -> int:
+        """How many tokens the model's context leaves after a prompt."""
+        return self.capabilities.max_model_len - prompt_len
+
+
+def find_target(service: Service, name: str | None) -> RequestTarget:
+    """The model of that name, or the adapter; without a name, the fleet's only model.
+
+    Raises:
+        HttpError: 404 if nobody serves it, 503 if there are no workers or they are starting, 400 if there are several
+            models to choose from.
+    """
+    workers = service.rb.fleet.workers
+    if not workers:
+        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+    models = sorted({worker.model for worker in workers})
+    allowed = f"allowed: {', '.join(models)}"
+    if name is None and len(models) > 1:
+        raise HttpError(400, f"model is missing; {allowed}", code=ErrorCode.INVALID_REQUEST, param="model")
+    model = models[0] if name is None else name
+    found = None
+    for worker in workers:
+        if worker.capabilities is None:
+            continue
+        if worker.model == model:
+            found = RequestTarget(worker=worker, capabilities=worker.capabilities, lora=None)
+            break
+        if any(lora.name == model for lora in worker.loras):
+            found = RequestTarget(worker=worker, capabilities=worker.capabilities, lora=model)
+    if found is None and model in models:
+        raise HttpError(503, f"model {model!r} is starting", code=ErrorCode.NO_WORKERS)
+    if found is None:
+        raise HttpError(404, f"model {model!r} is unknown; {allowed}", code=ErrorCode.UNKNOWN_MODEL, param="model")
+    service.metrics.is_for(found.worker.model)
+    return found
+
+
+def build_request(
+    service: Service,
+    request: Request,
+    target: RequestTarget,
+    *,
+    sampling: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> bus.GenerateRequest:
+    """Make the request for tokens, checked against the model: nothing has been published yet.
+
+    The headers' part is done here: `X-Request-Id`, `X-Session-ID` and `traceparent`; so is the deadline.
+
+    Args:
+        sampling: fields of `rollbus.SamplingParams`; `max_tokens` None: the rest of the model's context.
+        fields: others of `rollbus.GenerateRequest`, `prompt_token_ids` at least; a `request_id` of None is drawn.
+        names: what the route calls the bus's fields, see `named_errors`.
+
+    Raises:
+        HttpError: 400, naming the route's field.
+    """
+    headers = request.headers
+    common: dict[str, Any] = {
+        "model": target.worker.model,
+        "lora": target.lora,
+        "session_id": headers.get(SESSION_ID_HEADER),
+        "traceparent": traceparent_of(headers),
+        "timeout_s": service.settings.timeout_s,
+    }
+    with named_errors(names):
+        built = bus.GenerateRequest(
+            sampling=bus.SamplingParams(**sampling),
+            **{**common, **fields, "request_id": _request_id(headers, fields.get("request_id"))},
+        )
+        check_model_limits(built, target.capabilities)
+    return built
+
+
+def _request_id(headers: Mapping[str, str], from_body: str | None) -> str:
+    """The header's, as with vLLM, if it can be used; else the body's, which must; else a new one."""
+    return given_request_id(headers) or (uuid.uuid4().hex if from_body is None else from_body)
+
+
+def id_headers(request: bus.GenerateRequest) -> dict[str, str]:
+    """Headers of every answer to a request for tokens."""
+    return {REQUEST_ID_HEADER: request.request_id}
+
+
+@contextmanager
+def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None = None) -> Iterator[None]:
+    """Turn the bus's errors into those of HTTP, with a route's own names for fields and the request's id.
+
+    Args:
+        names: by the bus's name, or the beginning of it: `{"sampling": "", "prompt_token_ids": "prompt"}` makes
+            `sampling.top_p` `top_p` and `prompt_token_ids[3]` `prompt[3]`. The longest one counts.
+
+    Raises:
+        HttpError: for every `RollbusError`.
+    """
+    try:
+        yield
+    except (HttpError, RollbusError) as error:
+        if isinstance(error, HttpError):
+            failure = error
+        elif isinstance(error, InvalidRequest):
+            failure = http_error(
+                error, {error.field: _route_name(error.field, {"session_id": SESSION_ID_HEADER, **names})}
+            )
+        else:
+            failure = http_error(error)
+        if request is not None:
+            failure.headers.update(id_headers(request))
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _route_name(field: str, names: Mapping[str, str]) -> str:
+    for at in range(len(field), 0, -1):
+        begin, rest = field[:at], field[at:]
+        if begin in names and (not rest or rest[0] in ".[ "):
+            return f"{names[begin]}{rest}".lstrip(".")
+    return field

@@ -1,0 +1,39 @@
+"""The message bus between RL trainers and a fleet of vLLM workers, over NATS.
+
+    import rollbus
+
+    async with rollbus.connect("nats://127.0.0.1:4222") as rb:
+        generation = await rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
+
+Its parts are `rollbus.bus`, `rollbus.frontend`, `rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this
+docstring is not what `help(rollbus)` shows, another package called `rollbus` comes first on your path.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_PARTS = {"bus", "examples", "frontend", "schemas", "trainer", "workers"}
+"""Packages in here: their import asks for an attribute of the same name first."""
+
+if TYPE_CHECKING:
+    from .bus import *  # noqa: F403
+
+    __all__: list[str]
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the client when one of its names is first asked for: engines and trainers import parts without it."""
+        if name not in _PARTS and (name == "__all__" or not name.startswith("_")):
+            bus = import_module(".bus", __name__)
+            if name == "__all__":
+                return [*bus.__all__, "__version__"]
+            if name in bus.__all__:
+                found = globals()[name] = getattr(bus, name)
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
+
+__version__ = "0.1.0"

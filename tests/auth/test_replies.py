@@ -1,0 +1,215 @@
+"""NATS checks no permission on the reply subject of a publish: each role publishes with each reply of value.
+
+Nothing of another role changes, and no client hears anything in another's name.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from nats.aio.msg import Msg
+
+import rollbus
+from rollbus.bus.auth.credentials import Role, User
+from rollbus.bus.auth.permissions import permissions
+from rollbus.bus.nats.connection import Connection, publish, subscribe
+from rollbus.bus.nats.jetstream import ask, put
+from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.queue.streams import stream_name
+from rollbus.bus.subjects import LANES, Subjects
+from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.messages import decode_client_presence, decode_command, decode_link_message, decode_request_message
+from rollbus.schemas.request import Lane
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.control.support import ask as greedy
+from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S
+
+pytestmark = pytest.mark.slow
+
+SUBJECTS = Subjects(FLEET)
+QUEUE = stream_name(SUBJECTS, MODEL, "normal")
+ATTACKERS = {Role.TRAINER: "alice", Role.WORKER: "w0", Role.VIEWER: "eye", Role.FRONTEND: "front"}
+"""An admin may change everything already."""
+BUCKET = f"rollbus-{FLEET}"
+STREAMS = (QUEUE, stream_name(SUBJECTS, MODEL, "resume"), "KV_rollbus", f"OBJ_{BUCKET}")
+STATE = f"$KV.rollbus.{FLEET}.{MODEL}"
+
+STORED = (STATE, f"$O.{BUCKET}.M.x", f"$O.{BUCKET}.C.x", f"rb.v1.{FLEET}.req.bob.{MODEL}.normal")
+"""Subjects of streams: an answer there would be stored in another's name."""
+VERBS = (
+    *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE") for stream in STREAMS),
+    *(f"$JS.API.CONSUMER.DELETE.{QUEUE}.{lane}" for lane in ("high", "normal", "low")),
+    f"$JS.API.CONSUMER.PAUSE.{QUEUE}.normal",
+    f"$JS.API.CONSUMER.CREATE.{QUEUE}.spy",
+    f"$JS.API.CONSUMER.MSG.NEXT.{QUEUE}.normal",
+)
+"""JetStream's own services: an answer there would be a call in its name."""
+CLIENTS = ("frame.bob.w1", "plain.bob.x", "presence.w1", "ack.boss.w1", "ack.bob.w1", "client.bob", "ping")
+WORKERS = ("control.boss", "client.bob", "link.bob.w1", "direct.bob.w1", "ping")
+REPLIES = (
+    *STORED,
+    *VERBS,
+    *(f"rb.v1.{FLEET}.{kind}" for kind in dict.fromkeys(CLIENTS + WORKERS)),
+    "_INBOX_admin.boss.x",
+    "_INBOX_trainer.bob.x",
+    "$SYS.REQ.SERVER.PING",
+)
+
+
+def concrete(pattern: str) -> list[str]:
+    """The subjects that stand for one a user may publish: wildcards become what the attacker would name."""
+    if ".API.CONSUMER.INFO." in pattern:
+        return [f"$JS.API.CONSUMER.INFO.{QUEUE}.normal"]
+    if ".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK."):
+        lane = pattern.removesuffix(".>").rpartition(".")[2]
+        stream = stream_name(SUBJECTS, MODEL, cast(Lane, lane))
+        if ".MSG.NEXT." in pattern:
+            return [f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{lane}"]
+        return [f"$JS.ACK.{stream}.{lane}.1.1.1.1.0"]
+    if pattern.startswith("$KV."):
+        return [f"$KV.rollbus.{FLEET}.forged"]  # what it may write anyway: a model of its own
+    if ".req." in pattern:
+        return [pattern.replace("*.*", f"{MODEL}.{lane}") for lane in ("normal", "resume")]
+    return [pattern.replace("*", "bob" if ".frame." in pattern or ".ack." in pattern else "w1").replace(">", "x")]
+
+
+def payloads(subject: str) -> list[bytes]:
+    """What makes the service of this subject answer at all, and junk."""
+    if ".MSG.NEXT." in subject:
+        return [b'{"batch":1,"no_wait":true}', b'{"batch":3,"expires":1000000000,"idle_heartbeat":100000000}']
+    if ".STREAM.MSG.GET.KV" in subject or ".MSG.GET.OBJ" in subject:
+        return [json.dumps({"last_by_subj": STATE}).encode(), b'{"seq":1}']
+    if ".DIRECT.GET." in subject:
+        return [b'{"seq":1}', b'{"seq":1,"batch":5,"next_by_subj":">"}']
+    if subject.startswith("$JS.ACK."):
+        return [b"+ACK", b"+NXT"]
+    return [b"", b"{}"]
+
+
+async def contents(admin: Connection) -> dict[str, Any]:
+    """What the streams hold, with configurations and consumers, but for what the attacker may write."""
+    found: dict[str, Any] = {}
+    for stream in STREAMS:
+        info = await ask(admin, f"STREAM.INFO.{stream}", {"subjects_filter": ">"})
+        of_others = {
+            subject: count
+            for subject, count in (info["state"].get("subjects") or {}).items()
+            if ".req.alice." not in subject and ".req.front." not in subject and not subject.endswith(".forged")
+        }
+        found[stream] = (info["config"], of_others, info["state"].get("consumer_count"))
+    for lane in LANES:
+        stream = stream_name(SUBJECTS, MODEL, lane)
+        found[lane] = (await ask(admin, f"CONSUMER.INFO.{stream}.{lane}"))["config"]
+    found["state"] = (await ask(admin, "STREAM.MSG.GET.KV_rollbus", {"last_by_subj": STATE}))["message"]["data"]
+    return found
+
+
+DECODERS: dict[str, Callable[[bytes], object]] = {
+    "control": decode_command,
+    "client": decode_client_presence,
+    "link": decode_link_message,
+    "direct": decode_request_message,
+}
+
+
+def is_meant(message: Msg) -> bool:
+    """Return True if a worker would act on a message: it decodes."""
+    try:
+        DECODERS[message.subject.split(".")[3]](message.data)
+    except (RemoteProtocolError, InvalidRequest):
+        return False
+    return True
+
+
+@asynccontextmanager
+async def victims(guard: Guarded, heard: list[tuple[str, str]]) -> AsyncIterator[None]:
+    """Listen as bob, boss and w1, as the software does; note who heard what."""
+
+    async def listen(name: str, subjects: list[str], nats: Connection) -> None:
+        async def on_message(message: Msg) -> None:
+            if name != "w1" or is_meant(message):
+                heard.append((name, message.subject))
+
+        for subject in subjects:
+            await subscribe(nats, subject, on_message)
+
+    prefix = f"rb.v1.{FLEET}"
+    async with guard.connected("bob") as bob, guard.connected("boss") as boss, guard.connected("w1") as worker:
+        of_bob = ("frame.bob.*", "plain.bob.>", "ack.bob.*", "client.bob")
+        await listen("bob", [*(f"{prefix}.{kind}" for kind in of_bob), "_INBOX_trainer.bob.>"], bob)
+        await listen("boss", [f"{prefix}.ack.boss.*", f"{prefix}.frame.boss.*", "_INBOX_admin.boss.x"], boss)
+        of_worker = ("control.*", "client.*", "link.*.w1", "direct.*.w1")
+        await listen("w1", [f"{prefix}.{kind}" for kind in of_worker], worker)
+        for nats in (bob, boss, worker):
+            await nats.confirm(timeout_s=SOON_S)
+        yield
+        for nats in (bob, boss, worker):
+            await nats.confirm(timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("role", list(ATTACKERS))
+async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_path: Path) -> None:
+    """Each publish of the role, with each reply of value: streams, others' requests and desired states stay."""
+    name = ATTACKERS[role]
+    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U"))
+    heard: list[tuple[str, str]] = []
+    async with guarded(tmp_path) as guard, guard.connected("boss") as admin, guard.connected("bob") as bob:
+        await ensure_bucket(admin, BUCKET, max_bytes=1024**2)
+        await put(admin, STATE, b"{}")
+        await put(admin, f"$O.{BUCKET}.C.content", b"content")
+        await put(bob, f"rb.v1.{FLEET}.req.bob.{MODEL}.normal", b"a request")
+        before = await contents(admin)
+        async with victims(guard, heard), guard.connected(name) as attacker:
+            for pattern in own.publish:
+                for subject in concrete(pattern):
+                    for data in payloads(subject):
+                        for reply in REPLIES:
+                            await publish(attacker, subject, data, reply=reply)
+                await attacker.confirm(timeout_s=SOON_S)
+            await asyncio.sleep(1.2)  # standing pulls and heartbeats have ended
+        after = await contents(admin)
+
+    if role is Role.WORKER:
+        # It may take any request, and ack it.
+        for found in (before, after):
+            for stream in STREAMS[:2]:
+                found[stream] = (found[stream][0], found[stream][2])
+    assert after == before
+    assert [one for one in heard if one not in allowed(role, name)] == []
+
+
+def allowed(role: Role, name: str) -> set[tuple[str, str]]:
+    """What others hear because the user may say it."""
+    prefix = f"rb.v1.{FLEET}"
+    if role is Role.WORKER:
+        return {
+            ("bob", f"{prefix}.frame.bob.{name}"),
+            ("bob", f"{prefix}.plain.bob.x"),
+            ("bob", f"{prefix}.ack.bob.{name}"),
+        }
+    return set()
+
+
+@pytest.mark.parametrize("role", list(ATTACKERS))
+async def test_a_fleet_serves_on_through_the_attack(role: Role, tmp_path: Path) -> None:
+    """While all of that is published, bob's requests are answered, and the worker does what it was told."""
+    name = ATTACKERS[role]
+    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U"))
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w1", credentials=guard.credentials("w1"))
+        async with worker, rollbus.connect(guard.login("bob")) as bob, guard.connected(name) as attacker:
+            await bob.fleet.wait_for_workers()
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(bob.complete(greedy())) for _ in range(50)]
+                for pattern in own.publish:
+                    if role is Role.WORKER and (".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK.")):
+                        continue  # a worker may take requests and never answer
+                    for subject in concrete(pattern):
+                        for reply in REPLIES:
+                            await publish(attacker, subject, payloads(subject)[0], reply=reply)
+            assert [one.result().error for one in asked] == [None] * 50

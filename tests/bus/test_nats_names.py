@@ -1,0 +1,185 @@
+"""nats-py's private names: those that this software uses stand in one list, and the installed release has them all."""
+
+import ast
+import importlib.metadata
+import inspect
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.patched_client import PatchedNatsClient
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "workers", "frontend", "trainer", "schemas")
+OWN = (PatchedNatsClient, Connection)
+"""Our classes that inherit nats-py's names."""
+
+PRIVATE_NAMES = {
+    "_close": "(self, status: 'int', do_cbs: 'bool' = True) -> 'None'",
+    "_current_server": "",
+    "_error_cb": "",
+    "_flush_pending": "(self, force_flush: 'bool' = False) -> 'Any'",
+    "_flush_queue": "",
+    "_pending": "",
+    "_pending_data_size": "",
+    "_pongs": "",
+    "_pongs_received": "",
+    "_process_connect_init": "(self) -> 'None'",
+    "_process_err": "(self, err_msg: 'str') -> 'None'",
+    "_process_info": "(self, info: 'Dict[str, Any]', initial_connection: 'bool' = False) -> 'None'",
+    "_process_msg": "(self, sid: 'int', subject: 'bytes', reply: 'bytes', data: 'bytes', headers: 'bytes') -> 'None'",
+    "_process_op_err": "(self, e: 'Exception') -> 'None'",
+    "_process_pong": "(self) -> 'None'",
+    "_ps": "",
+    "_public_nkey": "",
+    "_read_loop": "(self) -> 'None'",
+    "_resp_map": "",
+    "_send_command": "(self, cmd: 'bytes', priority: 'bool' = False) -> 'None'",
+    "_send_ping": "(self, future: 'Optional[asyncio.Future]' = None) -> 'None'",
+    "_send_publish": "(self, subject: 'str', reply: 'str', payload: 'bytes', payload_size: 'int', "
+    "headers: 'Optional[Dict[str, Any]]') -> 'None'",
+    "_server_info": "",
+    "_server_pool": "",
+    "_status": "",
+    "_subs": "",
+    "_transport": "",
+}
+"""The contract with nats-py beyond its documentation. Attributes have no signature: an empty string.
+
+A new release of nats-py: install it, run this file, read what changed about the names that it reports, then raise the
+upper bound in pyproject.toml."""
+
+
+def names_of_nats() -> set[str]:
+    """Every private name that nats-py defines."""
+    files = Path(inspect.getfile(nats)).parent.rglob("*.py")
+    return {name for path in files for name in _defined_below(ast.parse(path.read_text()))}
+
+
+def names_of_client() -> set[str]:
+    """Those of its `Client`, which our classes inherit."""
+    tree = ast.parse(Path(inspect.getfile(Client)).read_text())
+    [client] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Client"]
+    return _defined_below(client)
+
+
+def _defined_below(tree: ast.AST) -> set[str]:
+    """Private functions, and private attributes that are assigned."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return {name for name in found if is_private(name)}
+
+
+def is_private(name: str) -> bool:
+    """One underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    """The software's own code."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Private names that a module defines or assigns to an object itself."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.Name(id=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def used_names() -> set[str]:
+    """nats-py's private names in our code.
+
+    In our classes that inherit from nats-py's, each private name of nats-py is a use of it, also one that is only
+    assigned: it would take the place of nats-py's. Elsewhere it is one where the module does not define the name.
+    """
+    of_nats, of_client = names_of_nats(), names_of_client()
+    own_classes = {own.__name__ for own in OWN}
+    found: set[str] = set()
+    for _, tree in trees():
+        inheriting = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in own_classes]
+        inside = {name for node in inheriting for name in _names_in(node)}
+        outside = {name for node in tree.body if node not in inheriting for name in _names_in(node)}
+        found |= inside & of_client
+        if _imports_nats(tree):
+            found |= (outside - defined_in(tree)) & of_nats
+    return found
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        match part:
+            case ast.Attribute(attr=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                if is_private(name):
+                    yield name
+
+
+def _imports_nats(tree: ast.Module) -> bool:
+    """True if a module can hold an object of nats-py: it imports it, or our connection."""
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    ours = ("connection", "nats_client")
+    return any(module.split(".")[0] == "nats" or module.split(".")[-1] in ours for module in modules)
+
+
+def signature_of(name: str) -> str:
+    """Of a method of nats-py; empty for an attribute, and for what it does not have."""
+    method = getattr(Client, name, None) or getattr(Subscription, name, None)
+    return str(inspect.signature(method)) if inspect.isfunction(method) else ""
+
+
+def test_the_list_is_what_the_code_uses() -> None:
+    """The code uses no name outside the list, and the list has no unused name."""
+    assert used_names() == set(PRIVATE_NAMES)
+
+
+def test_the_installed_release_has_every_name() -> None:
+    """With the arguments that it had."""
+    assert set(PRIVATE_NAMES) <= names_of_nats()
+    assert {name: signature_of(name) for name in PRIVATE_NAMES} == PRIVATE_NAMES
+
+
+def test_a_name_outside_the_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In our classes, and through a connection elsewhere."""
+    inside = ast.parse(
+        "class Connection(PatchedNatsClient):\n    def f(self) -> None:\n        self._server_version_x\n"
+    )
+    elsewhere = ast.parse(
+        "from rollbus.bus.nats.connection import Connection\ndef f(nats: Connection) -> None:\n    nats._drain_x\n"
+    )
+    monkeypatch.setitem(globals(), "trees", lambda: iter([(ROOT, inside), (ROOT, elsewhere)]))
+    for names in ("names_of_nats", "names_of_client"):
+        monkeypatch.setitem(globals(), names, lambda: {"_server_version_x", "_drain_x"})
+
+    assert used_names() == {"_server_version_x", "_drain_x"}
+
+
+def test_only_the_proven_release_is_installed_by_pip() -> None:
+    """The next minor one may move the names; the lock has one that is inside."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [requirement] = [one for one in project["dependencies"] if one.startswith("nats-py")]
+    major, minor, *_ = importlib.metadata.version("nats-py").split(".")
+    locked = [
+        line for line in (ROOT / "requirements-cpu.lock").read_text().splitlines() if line.startswith("nats-py==")
+    ]
+
+    assert requirement == f"nats-py>={major}.{minor},<{major}.{int(minor) + 1}"
+    assert [line.split()[0].startswith(f"nats-py=={major}.{minor}.") for line in locked] == [True]

@@ -1,0 +1,120 @@
+"""Each client has a share of a lane: one that floods it makes no other wait for all that it has."""
+
+import asyncio
+import itertools
+
+import rollbus
+from rollbus.bus.queue.limits import RESUME_SHARE, QueueLimits
+from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.subjects import LANES, Subjects
+from rollbus.schemas.errors import ErrorCode
+from tests.control.support import ask as greedy
+from tests.support.fleet import synthetic_worker
+from tests.support.queues import MODEL, publishing, pulling
+from tests.support.waits import until
+
+SHARE = 5
+LIMITS = QueueLimits(max_per_client=SHARE)
+
+
+async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: str) -> None:
+    """Alice publishes 200 requests, bob one: his comes behind a share of hers, and all are taken, hers in order."""
+    async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
+        await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
+        tokens = [await alice.send(b"%d" % number) for number in range(200)]
+        for token in tokens[:SHARE]:
+            assert (await alice.result(token)).ok
+        assert (await bob.publish(b"bob")).ok
+        async with pulling(nats_url, fleet, limits=LIMITS) as worker:
+            taken = await worker.take_all(201)
+
+        assert taken.index(b"bob") <= SHARE
+        assert [number for number in taken if number != b"bob"] == [b"%d" % number for number in range(200)]
+        assert all(alice.results[token][0].ok and len(alice.results[token]) == 1 for token in tokens)
+        assert alice.publisher.stats.kept_back >= 1
+
+
+async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
+    """What is kept back of one lane or model says nothing about the others; resumed requests have a larger share."""
+    subjects = Subjects(fleet)
+    async with publishing(nats_url, fleet) as alice:
+        for model in (MODEL, "other"):
+            await ensure_queue(alice.nats, subjects, model, LIMITS)
+        for _ in range(3 * SHARE):
+            await alice.send()
+            await alice.send(lane="resume")
+        assert (await alice.publish(lane="high")).ok
+        assert (await alice.publish(model="other")).ok
+        for _ in range(RESUME_SHARE * SHARE):
+            await alice.send(lane="resume")
+
+        async def waiting() -> dict[str, int]:
+            depths = await queue_depths(alice.nats, subjects, (MODEL,))
+            return {depth.lane: depth.waiting for depth in depths}
+
+        await until(waiting, {"resume": RESUME_SHARE * SHARE, "high": 1, "normal": SHARE, "low": 0})
+
+
+async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> None:
+    """A request that nobody wants any more is not published when there is room, and those behind it are."""
+    async with publishing(nats_url, fleet) as alice:
+        await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
+        tokens = [await alice.send(b"%d" % number) for number in range(20)]
+        for token in tokens[:SHARE]:
+            assert (await alice.result(token)).ok
+        for token in tokens[10:15]:
+            alice.publisher.remove(token)
+        async with pulling(nats_url, fleet, limits=LIMITS) as worker:
+            taken = await worker.take_all(15)
+
+    assert taken == [b"%d" % number for number in (*range(10), *range(15, 20))]
+
+
+async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> None:
+    """Where the client hears of no worker that took its requests, a probe finds the room."""
+    async with publishing(nats_url, fleet) as alice:
+        await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_per_client=1))
+        tokens = [await alice.send() for _ in range(3)]
+        async with pulling(nats_url, fleet, limits=LIMITS) as worker:
+            await worker.take_all(3)
+        for token in tokens:
+            assert (await alice.result(token)).ok
+
+
+async def test_a_full_stream_is_still_queue_full(nats_url: str, fleet: str) -> None:
+    """Where all clients together have filled it, a request is refused at once; the code of the server is the same."""
+    async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
+        await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_msgs=2, max_per_client=2))
+        await alice.publish_all(b"1", b"2")
+        result = await bob.publish()
+
+    assert result.code is ErrorCode.QUEUE_FULL
+
+
+async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: str) -> None:
+    """Two clients, one with fifty times the share: every request of both is answered."""
+    async with (
+        synthetic_worker(nats_url, fleet, model="m") as _worker,
+        rollbus.connect(nats_url, fleet=fleet, client="alice") as alice,
+        rollbus.connect(nats_url, fleet=fleet, client="bob") as bob,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await alice.fleet.wait_for_workers()
+        await bob.fleet.wait_for_workers()
+        asked = [tasks.create_task(alice.complete(greedy())) for _ in range(50 * SHARE)]
+        asked += [tasks.create_task(bob.complete(greedy())) for _ in range(SHARE)]
+
+    assert list(itertools.filterfalse(None, (one.result().error is None for one in asked))) == []
+
+
+def test_every_lane_of_a_stream_has_a_bound_for_each_client() -> None:
+    """Lanes of resumed requests have four times the share of new ones."""
+    bounds = {lane: LIMITS.of_stream(lane) for lane in LANES}
+
+    assert {lane: bound["max_msgs_per_subject"] for lane, bound in bounds.items()} == {
+        "resume": 4 * SHARE,
+        "high": SHARE,
+        "normal": SHARE,
+        "low": SHARE,
+    }
+    assert all(bound["discard_new_per_subject"] for bound in bounds.values())

@@ -1,0 +1,400 @@
+"""The contract with vLLM names all that the adapter uses, and with a release that lacks any of it no engine starts."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbus.schemas.errors import EngineDead
+from rollbus.workers.engines.vllm import contract_check
+from rollbus.workers.engines.vllm.contract import CONTRACT
+from rollbus.workers.engines.vllm.contract_check import find_gaps, release_in
+from rollbus.workers.engines.vllm.contract_loaded import check_loaded
+from rollbus.workers.engines.vllm.contract_need import Need
+from tests.support.doctored_vllm import doctored_vllm, installed_vllm
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ADAPTER = ROOT / "workers" / "engines" / "vllm"
+FILES = sorted(path for path in ADAPTER.rglob("*.py") if not path.name.startswith("contract"))
+
+NOT_MODULES = {"vllm.general_plugins"}
+"""Texts that look like names of vLLM's modules."""
+
+VARIABLES = {
+    "launch.py": {"args": "AsyncEngineArgs", "config": "VllmConfig", "model_config": "ModelConfig"},
+    "cores.py": {"args": "AsyncEngineArgs", "config": "VllmConfig", "parallel": "ParallelConfig"},
+    "capabilities.py": {
+        "config": "VllmConfig", "lora": "LoRAConfig", "model": "ModelConfig", "parallel": "ParallelConfig",
+        "current_platform": "Platform",
+    },
+    "routing.py": {"config": "VllmConfig", "current_platform": "Platform"},
+    "engine.py": {"llm": "AsyncLLM", "self._launch.llm": "AsyncLLM"},
+    "calls.py": {"self._llm": "AsyncLLM"},
+    "weights.py": {"llm": "AsyncLLM", "self._model_config": "ModelConfig"},
+    "feeds.py": {
+        "llm": "AsyncLLM", "self._llm": "AsyncLLM", "self._core": "AsyncMPClient", "output": "EngineCoreOutput",
+        "prefill": "PrefillStats", "error": "RequestError", "event": "EngineCoreEvent",
+    },
+    "kv_history.py": {
+        "core": "EngineCore", "scheduler": "Scheduler", "request": "Request", "new": "NewRequestData",
+        "scheduled": "SchedulerOutput", "output": "EngineCoreOutput", "outputs": "EngineCoreOutputs",
+    },
+    "generate_feed.py": {
+        "self._llm": "AsyncLLM", "self._collector": "RequestOutputCollector", "request_output": "RequestOutput",
+        "completion": "CompletionOutput", "flat": "FlatLogprobs", "params": "SamplingParams",
+    },
+    "extension.py": {"worker": "Worker"},
+    "reloading.py": {
+        "self._worker": "Worker", "self._runner": "GPUModelRunner", "transfer": "WeightTransferEngine",
+        "info": "LayerReloadingInfo", "config": "ModelConfig",
+    },
+    "direct_copies.py": {"info": "LayerReloadingInfo"},
+    "probing.py": {"info": "LayerReloadingInfo"},
+    "rotations.py": {"model_runner": "GPUModelRunner", "module": "RotaryEmbedding"},
+    "seeds.py": {"model_runner": "GPUModelRunner", "batch": "InputBatch"},
+    "kv/config.py": {"transfer": "KVTransferConfig", "model": "ModelConfig", "parallel": "ParallelConfig"},
+    "kv/phase_tracker.py": {
+        "request": "Request", "output": "SchedulerOutput", "new": "NewRequestData", "cached": "CachedRequestData",
+    },
+    "kv/connector.py": {"request": "Request", "blocks": "KVCacheBlocks", "kv_cache_config": "KVCacheConfig"},
+    "plugin.py": {"request": "Request", "connector": "AuxOutputSchedulerConnector"},
+}  # fmt: skip
+"""By file, which of vLLM's classes a variable is of."""
+
+PARTS = {
+    ("AsyncLLM", "engine_core"): "AsyncMPClient",
+    ("AsyncLLM", "input_processor"): "InputProcessor",
+    ("AsyncLLM", "vllm_config"): "VllmConfig",
+    ("GPUModelRunner", "model_config"): "ModelConfig",
+    ("GPUModelRunner", "discard_request_mask"): "CpuGpuBuffer",
+    ("GPUModelRunner", "input_batch"): "InputBatch",
+    ("Request", "sampling_params"): "SamplingParams",
+    ("VllmConfig", "aux_output_config"): "AuxOutputConfig",
+    ("VllmConfig", "cache_config"): "CacheConfig",
+    ("VllmConfig", "device_config"): "DeviceConfig",
+    ("VllmConfig", "kv_transfer_config"): "KVTransferConfig",
+    ("VllmConfig", "load_config"): "LoadConfig",
+    ("VllmConfig", "lora_config"): "LoRAConfig",
+    ("VllmConfig", "model_config"): "ModelConfig",
+    ("VllmConfig", "parallel_config"): "ParallelConfig",
+    ("VllmConfig", "scheduler_config"): "SchedulerConfig",
+    ("Worker", "model_runner"): "GPUModelRunner",
+    ("Worker", "weight_transfer_engine"): "WeightTransferEngine",
+}
+"""Which class an attribute of a class is of."""
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    """Every file of the adapter, by its name."""
+    for path in FILES:
+        yield str(path.relative_to(ADAPTER)), ast.parse(path.read_text())
+
+
+def known_members() -> dict[str, set[str]]:
+    """What the contract names of each class, in any release."""
+    known: dict[str, set[str]] = {}
+    for need in CONTRACT:
+        known.setdefault(need.name, set()).update(need.has.split(), need.calls, need.overrides)
+    return known
+
+
+def test_every_import_stands_in_the_contract() -> None:
+    """Each name or module that the adapter imports from vLLM, also for types only, is in the contract."""
+    names = {(need.module, need.name) for need in CONTRACT}
+    modules = {need.module for need in CONTRACT}
+    missing = set()
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                missing |= {
+                    f"{file}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if (node.module, alias.name) not in names and f"{node.module}.{alias.name}" not in modules
+                }
+            elif isinstance(node, ast.Import):
+                found = {alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"}
+                missing |= {f"{file}: {name}" for name in found - modules}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                looks_like_one = re.fullmatch(r"vllm(\.[a-z_]\w*)+", node.value)
+                if looks_like_one and node.value not in modules | NOT_MODULES:
+                    missing.add(f"{file}: {node.value!r}")
+
+    assert missing == set()
+
+
+def test_every_attribute_of_vllms_objects_stands_in_the_contract() -> None:
+    """What the adapter reads, sets or calls of an object of vLLM is named for its class."""
+    known = known_members()
+    missing = set()
+    seen = set()
+    for file, tree in trees():
+        variables = VARIABLES.get(file, {})
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = class_of(node.value, variables)
+            if owner is None:
+                continue
+            seen.add(file)
+            if node.attr not in known[owner]:
+                missing.add(f"{file}:{node.lineno}: {owner}.{node.attr}")
+
+    assert missing == set()
+    assert seen == set(VARIABLES)
+
+
+def class_of(node: ast.expr, variables: dict[str, str]) -> str | None:
+    """The class of vLLM that an expression is of, as far as it is told here."""
+    text = ast.unparse(node)
+    if text in variables:
+        return variables[text]
+    if isinstance(node, ast.Attribute):
+        owner = class_of(node.value, variables)
+        return None if owner is None else PARTS.get((owner, node.attr))
+    return None
+
+
+def test_every_call_by_name_stands_in_the_contract() -> None:
+    """Methods that the adapter names in texts are there, with the keywords that it gives them."""
+    methods: dict[str, str] = {}
+    for need in CONTRACT:
+        if need.name in ("AsyncLLM", "AsyncMPClient"):
+            prefix = "" if need.name == "AsyncLLM" else "engine_core."
+            methods |= {f"{prefix}{name}": call for name, call in need.calls.items()}
+    in_core = {name for need in CONTRACT if need.name == "EngineCore" for name in need.calls}
+    found = []
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr in ("call", "on_replicas"):
+                name = node.args[0]
+                if isinstance(name, ast.Constant):
+                    assert name.value in methods
+                    assert node.func.attr == "call" or name.value in in_core
+                    given = {keyword.arg for keyword in node.keywords}
+                    assert given <= set(methods[name.value].partition("*")[2].split())
+                    found.append(name.value)
+
+    assert {"engine_core.pause_scheduler_async", "reset_prefix_cache", "remove_lora"} <= set(found)
+
+
+def test_nothing_stands_in_the_contract_for_nothing() -> None:
+    """Each member that the contract names is used somewhere in the adapter."""
+    text = "\n".join(path.read_text() for path in FILES)
+    unused = {
+        f"{need.name or need.module}.{name}"
+        for need in CONTRACT
+        for name in (*need.has.split(), *need.calls)
+        if not re.search(rf"\b{name}\b", text)
+    }
+
+    assert unused == set()
+
+
+@pytest.mark.slow
+def test_the_installed_release_keeps_it() -> None:
+    """Nothing is missing in the vLLM of this environment."""
+    assert find_gaps(installed_vllm()) == ()
+
+
+DOCTORED = [
+    ("v1/engine/utils.py", "get_mp_context", "get_context", "vllm.v1.engine.utils has no 'get_mp_context'"),
+    (
+        "v1/engine/__init__.py",
+        "    routed_experts: ",
+        "    expert_rows: ",
+        "vllm.v1.engine.EngineCoreOutput has no 'routed_experts'",
+    ),
+    (
+        "v1/engine/__init__.py",
+        "    new_token_ids: list[int]\n",
+        "    step: int\n    new_token_ids: list[int]\n",
+        "vllm.v1.engine.EngineCoreOutput takes (request_id, step) by position, and the adapter gives (request_id, new",
+    ),
+    (
+        "inputs/engine.py",
+        "def tokens_input(\n",
+        "def tokens_input(\n    model: str,\n",
+        "vllm.inputs.engine.tokens_input takes (model) by position, and the adapter gives (prompt_token_ids)",
+    ),
+    (
+        "v1/engine/core_client.py",
+        "def resume_scheduler_async(self)",
+        "def resume_scheduler_async(self, mode: str)",
+        "AsyncMPClient.resume_scheduler_async asks for 'mode', which the adapter does not give",
+    ),
+    ("v1/engine/core_client.py", "self.outputs_queue", "self.out_queue", "AsyncMPClient has no 'outputs_queue'"),
+    (
+        "distributed/kv_transfer/kv_connector/v1/base.py",
+        "    @abstractmethod\n    def wait_for_save",
+        "    @abstractmethod\n    def begin(self) -> None:\n        pass\n\n    @abstractmethod\n    def wait_for_save",
+        "KVConnectorBase_V1 wants 'begin' to be implemented",
+    ),
+    (
+        "v1/core/sched/output.py",
+        "    new_block_ids: ",
+        "    added_block_ids: ",
+        "vllm.v1.core.sched.output.CachedRequestData has no 'new_block_ids'",
+    ),
+    ("exceptions.py", "class GracefulHTTPError(", "class BusyError(", "vllm.exceptions has no 'GracefulHTTPError'"),
+    (
+        "v1/engine/__init__.py",
+        '"error", "repetition")',
+        '"error", "timeout")',
+        'vllm.v1.engine.FINISH_REASON_STRINGS is not ("stop", ',
+    ),
+    ("config/model.py", "    def get_num_experts(", "    def num_experts(", "has no method 'get_num_experts'"),
+    # Overloads for type checkers stand before it.
+    (
+        "v1/core/kv_cache_manager.py",
+        "        allow_none: bool = False,\n",
+        "        group: int,\n        allow_none: bool = False,\n",
+        "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids asks for 'group', which the adapter does not give",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "old", "new", "gap"), DOCTORED)
+def test_what_a_doctored_release_lacks_is_named(tmp_path: Path, file: str, old: str, new: str, gap: str) -> None:
+    """A name that is gone, a renamed field and a signature of another shape are each named, and nothing else is."""
+    folder = doctored_vllm(tmp_path, file, old, new)
+
+    gaps = find_gaps(folder)
+
+    assert len(gaps) == 1
+    assert gap in gaps[0]
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> None:
+    """The start fails before vLLM is imported; the message names the release and what is missing."""
+    folder = doctored_vllm(tmp_path, "v1/engine/async_llm.py", "class AsyncLLM(", "class AsyncEngine(")
+    program = (
+        "import asyncio, sys\n"
+        "from rollbus.workers.engines.vllm import VllmEngine\n"
+        "try:\n    asyncio.run(VllmEngine('/model').start())\n"
+        "except Exception as exc:\n    print(type(exc).__name__, exc)\n"
+        "print('vllm' in sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    told, is_imported = done.stdout.splitlines()
+    assert told.startswith(f"EngineDead vLLM {release_in(folder)} lacks what the rollbus worker uses of it: ")
+    assert "vllm.v1.engine.async_llm has no 'AsyncLLM'" in told
+    assert "allowed: 0.30 to 0.33" in told
+    assert is_imported == "False"
+
+
+@pytest.mark.slow
+def test_what_is_changed_after_it_was_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are imported are checked as they are, not by their sources."""
+    import vllm.inputs.engine
+    import vllm.v1.core.sched.output
+    import vllm.v1.engine.core_client
+
+    def tokens_input(prompt: str) -> None:
+        """Take something else."""
+
+    assert check_loaded(CONTRACT[:0]) == []
+    needs = contract_check.needs_of(release_in(installed_vllm()))
+    assert check_loaded(needs) == []
+    monkeypatch.delattr(vllm.v1.engine.core_client.AsyncMPClient, "resume_scheduler_async")
+    monkeypatch.delattr(vllm.v1.core.sched.output, "NewRequestData")
+    monkeypatch.setattr(vllm.inputs.engine, "tokens_input", tokens_input)
+
+    with pytest.raises(EngineDead) as refused:
+        contract_check.check()
+    message = str(refused.value)
+    assert "vllm.v1.core.sched.output has no 'NewRequestData'" in message
+    assert "vllm.inputs.engine.tokens_input takes (prompt) by position" in message
+
+
+def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start at once check once: Python 3.11 cannot parse in two threads."""
+    begun, go = threading.Event(), threading.Event()
+    read = []
+
+    class Slow:
+        """Takes its time, and lacks nothing."""
+
+        def __init__(self, folder: Path) -> None:
+            read.append(folder)
+            begun.set()
+            go.wait()
+
+        def gaps(self, _need: Need) -> list[str]:
+            """Find nothing."""
+            return []
+
+    monkeypatch.setattr(contract_check, "Sources", Slow)
+    contract_check._find_gaps.cache_clear()
+    folder = installed_vllm()
+    threads = [threading.Thread(target=find_gaps, args=(folder,)) for _ in range(2)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+
+    threads[1].join(0.1)
+    go.set()
+    for thread in threads:
+        thread.join()
+    contract_check._find_gaps.cache_clear()
+
+    assert read == [folder]
+
+
+def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When several engines start at once, one imports vLLM; the others take no name that is still to come for a gap."""
+    (tmp_path / "half_imported.py").write_text(
+        "import threading\nbegun, go = threading.Event(), threading.Event()\nbegun.set()\ngo.wait()\nlate = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = threading.Thread(target=importlib.import_module, args=("half_imported",))
+    importing.start()
+    while "half_imported" not in sys.modules or not hasattr(sys.modules["half_imported"], "go"):
+        importing.join(0.001)
+    found: list[list[str]] = []
+    needs = [Need("half_imported:late")]
+    checking = threading.Thread(target=lambda: found.append(check_loaded(needs)))
+    checking.start()
+
+    checking.join(0.1)
+    sys.modules["half_imported"].go.set()
+    checking.join()
+    importing.join()
+
+    assert found == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("release", "outcome"), [("0.29.1", "refused"), ("0.33.2", None), ("0.34.0rc1", "logged"), ("1.0.0", "logged")]
+)
+def test_releases_outside_of_the_contract(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, outcome: Any
+) -> None:
+    """Older releases are refused; newer ones start with a warning where they lack nothing."""
+    monkeypatch.setattr(contract_check, "release_in", lambda _folder: release)
+    monkeypatch.setattr(contract_check, "find_gaps", lambda _folder: ())
+    monkeypatch.setattr(contract_check, "check_loaded", lambda _needs: [])
+
+    if outcome == "refused":
+        with pytest.raises(EngineDead, match=r"vLLM 0\.29\.1 is too old .*; allowed: 0\.30 to 0\.33"):
+            contract_check.check()
+    else:
+        contract_check.check()
+    assert ("engine.release_not_proven" in caplog.text) == (outcome == "logged")

@@ -1,0 +1,16 @@
+"""The processes of an engine, too, import what is ours as parts of `rollbus`."""
+
+import pytest
+
+from tests.support.vllm_engine import RunningEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_an_engine_imports_nothing_under_a_second_name(reloaded: RunningEngine) -> None:
+    """Each module of rollbus that the process with the model has imported has a name that begins with `rollbus.`."""
+    found = reloaded.call(reloaded.engine._launch.llm.collective_rpc("modules_of_ours"))
+
+    [(rightly, wrongly)] = found
+    assert wrongly == []
+    assert {"rollbus.workers.engines.vllm.extension", "rollbus.workers.engines.vllm.ownership"} <= set(rightly)

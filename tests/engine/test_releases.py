@@ -1,0 +1,333 @@
+"""What differs between releases of vLLM, on objects that are shaped like those of the later ones."""
+
+import io
+import multiprocessing
+import os
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import EngineDead
+from rollbus.workers.engines.vllm import VllmEngine, launch, ownership, plugin, routing
+from rollbus.workers.engines.vllm.calls import Calls
+from rollbus.workers.engines.vllm.contract import CONTRACT
+from rollbus.workers.engines.vllm.cores import Cores
+from rollbus.workers.engines.vllm.feeds import _output
+from rollbus.workers.engines.vllm.params import extra_names
+from rollbus.workers.engines.vllm.reloading import Reload
+from tests.support.presences import capabilities
+
+REASON = "vLLM 0.32.0 returns no routed experts on a CPU"
+
+
+class Executor:
+    """As much of an executor as is asked for."""
+
+    def __init__(self, config: str) -> None:
+        self.config = config
+
+
+def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 16) -> Any:
+    """A `VllmConfig` whose flag of routing is where 0.31 and later have it, or where 0.30 has it."""
+    model: dict[str, Any] = {"get_num_experts": lambda: num_experts}
+    if old is not None:
+        model["enable_return_routed_experts"] = old
+    config = SimpleNamespace(model_config=SimpleNamespace(**model))
+    if aux is not None:
+        config.aux_output_config = SimpleNamespace(enable_return_routed_experts=aux)
+    return config
+
+
+def test_the_executor_is_a_class_of_its_kind() -> None:
+    """VLLM may ask whether it is a subclass; what builds it is the class that it stands for."""
+    owned = ownership.owned_executor(Executor, None)
+
+    assert issubclass(owned, Executor)
+    assert type(owned("config")) is Executor
+    assert owned("config").config == "config"
+
+
+def test_the_executor_adopts_where_it_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gets it by pickle is adopted before it has the class, and is told whose it is."""
+    adopted: list[Any] = []
+    before = multiprocessing.active_children()
+
+    def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
+        adopted.append((owner_pid, cores))
+        return executor_class
+
+    adopt.__qualname__ = "adopt"
+    adopt.__module__ = ownership.__name__
+    monkeypatch.setattr(ownership, "adopt", adopt)
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(ownership.owned_executor(Executor, Cores(2, (0, 1))))
+
+    assert ForkingPickler.loads(buffer.getvalue()) is Executor
+    assert adopted == [(os.getpid(), Cores(2, (0, 1)))]
+    assert multiprocessing.active_children() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "returns"),
+    [
+        (config_of(aux=None, old=True), True),
+        (config_of(aux=None, old=False), False),
+        (config_of(aux=True), True),
+        (config_of(aux=False), False),
+    ],
+)
+def test_the_flag_is_read_where_the_release_keeps_it(config: Any, *, returns: bool) -> None:
+    """It is in the model's configuration in 0.30, and in one of its own later."""
+    assert routing.returns_routing(config) is returns
+
+
+def test_why_there_is_no_routing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with experts has a reason: the release on this platform, or the user; one without experts has none."""
+    monkeypatch.setattr(routing, "cpu_refusal", lambda: REASON)
+    assert routing.routing_refusal(config_of(aux=False)) == REASON
+    assert routing.routing_refusal(config_of(aux=True)) is None
+    assert routing.routing_refusal(config_of(aux=False, num_experts=0)) is None
+    monkeypatch.setattr(routing, "cpu_refusal", lambda: None)
+    assert "'enable_return_routed_experts': false" in str(routing.routing_refusal(config_of(aux=False)))
+
+
+def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the release returns none on this platform, it is off with a warning; asking for it is refused."""
+    monkeypatch.setattr(launch, "cpu_refusal", lambda: REASON)
+
+    assert launch._chosen_routing({}, has_experts=True) is False
+    assert [record.getMessage() for record in caplog.records] == [f"engine.routing_turned_off reason={REASON}"]
+    assert launch._chosen_routing({}, has_experts=False) is False
+    assert len(caplog.records) == 1
+    with pytest.raises(EngineDead, match=f"'enable_return_routed_experts' is true, but {REASON}; allowed here: false"):
+        launch._chosen_routing({"enable_return_routed_experts": True}, has_experts=True)
+    monkeypatch.setattr(launch, "cpu_refusal", lambda: None)
+    assert launch._chosen_routing({}, has_experts=True) is True
+    assert launch._chosen_routing({"enable_return_routed_experts": False}, has_experts=True) is False
+
+
+def test_a_refusal_of_routing_says_what_to_do() -> None:
+    """What vLLM says of routed experts is kept, with the argument that helps; other errors are left alone."""
+
+    class Args:
+        """Engine arguments that vLLM refuses."""
+
+        def __init__(self, message: str) -> None:
+            self.message = message
+
+        def create_engine_config(self) -> None:
+            """Refuse."""
+            raise ValueError(self.message)
+
+    args: Any = Args("AuxOutput Connector requires prefix caching.")
+    with pytest.raises(EngineDead, match=r"requires prefix caching.*'enable_return_routed_experts': false starts"):
+        launch.engine_config(args)
+    other: Any = Args("no such model")
+    with pytest.raises(ValueError, match="no such model"):
+        launch.engine_config(other)
+
+
+def test_new_parameters_that_nothing_answers_are_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private names of any release are refused, and those whose answer the wire cannot carry."""
+
+    class Params(msgspec.Struct):
+        """Fields that 0.31 and 0.32 have brought."""
+
+        temperature: float = 1.0
+        prompt_logprob_token_ids: list[int] | None = None
+        prompt_logprob_start: int = 0
+        watermarking: bool | None = None
+        _watermarking_skipped: bool = False
+
+    monkeypatch.setattr("vllm.SamplingParams", Params)
+
+    assert extra_names(SimpleNamespace()) == ("watermarking",)
+
+
+def test_what_the_engine_says_of_an_error_is_told() -> None:
+    """An output of 0.33 names the error of its request; of others it is in the engine's log."""
+    fields: dict[str, Any] = dict.fromkeys(
+        ("events", "new_logprobs", "new_prompt_logprobs_tensors", "prefill_stats", "routed_experts", "stop_reason")
+    )
+    output: Any = SimpleNamespace(**fields, request_id="1", new_token_ids=[], finish_reason="error")
+
+    assert _output(output).error == "the engine failed this request; its log says why"
+    output.error = SimpleNamespace(code="internal", message="the grammar cannot be compiled", retryable=False)
+    assert _output(output).error == "the engine failed this request: the grammar cannot be compiled"
+    assert _output(output).finish_reason is FinishReason.ERROR
+
+
+def test_a_failed_load_restores_what_vllm_has_changed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights come from is as before: the folder, its revision, and from 0.32 on a store of objects."""
+    model_config = SimpleNamespace(model="/old", revision="main", model_weights="s3://old", quantization=None)
+
+    def reload_weights(weights_path: str) -> None:
+        model_config.model, model_config.revision, model_config.model_weights = weights_path, None, ""
+        raise ValueError("no such tensor")
+
+    runner = SimpleNamespace(model_config=model_config, get_model=torch.nn.Module)
+    reload = Reload(SimpleNamespace(model_runner=runner, reload_weights=reload_weights))
+    monkeypatch.setattr("rollbus.workers.engines.vllm.reloading._find_unreadable", lambda _folder: None)
+    monkeypatch.setattr(reload, "begin", lambda: None)
+    monkeypatch.setattr(reload, "give_up", lambda: None)
+
+    assert reload.load(str(tmp_path))["code"] is not None
+    assert (model_config.model, model_config.revision, model_config.model_weights) == ("/old", "main", "s3://old")
+
+
+@pytest.mark.parametrize(
+    ("aux", "is_paused", "preempt", "wanted"),
+    [
+        (True, False, True, ["pause", "reset", "resume"]),
+        (True, True, True, ["reset"]),
+        (True, False, False, ["reset"]),
+        (False, False, True, ["reset"]),
+    ],
+)
+async def test_running_requests_are_preempted_while_nothing_runs(
+    *, aux: bool, is_paused: bool, preempt: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With routed experts of 0.31 and later the cache is taken from running requests only while they are frozen."""
+    done: list[str] = []
+    engine = VllmEngine("/model")
+
+    class Told(Calls):
+        """Tells what is called."""
+
+        async def call(self, name: str, *_: Any, **__: Any) -> bool:
+            """Take note."""
+            done.append({"reset_prefix_cache": "reset", "engine_core.resume_scheduler_async": "resume"}[name])
+            return True
+
+    async def pause() -> None:
+        done.append("pause")
+
+    llm: Any = SimpleNamespace(vllm_config=config_of(aux=aux), engine_core=None)
+    engine._controls = SimpleNamespace(calls=Told(llm))  # type: ignore[assignment]
+    engine._launch._llm = llm
+    engine._is_paused = is_paused
+    monkeypatch.setattr(engine, "pause", pause)
+
+    assert await engine.reset_cache(preempt=preempt)
+    assert done == wanted
+
+
+class Transfer:
+    """As much of vLLM's `KVTransferConfig` as is asked for."""
+
+    kv_connector = "NixlConnector"
+    kv_connector_module_path = None
+    kv_connector_extra_config: ClassVar[dict[str, Any]] = {}
+
+
+def checked_class() -> Any:
+    """A `VllmConfig` as in 0.31 and later, with its two refusals."""
+
+    class VllmConfig:
+        """Refuses routed experts with one connector, and with pipelines."""
+
+        def __init__(self, *, is_ours: bool, num_stages: int = 1) -> None:
+            name = "rollbus.workers.engines.vllm.extension.WorkerExtension" if is_ours else ""
+            self.parallel_config = SimpleNamespace(worker_extension_cls=name)
+            self.kv_transfer_config: Any = Transfer()
+            self.num_stages = num_stages
+
+        def _verify_aux_output_compatibility(self) -> None:
+            if self.kv_transfer_config is not None:
+                raise ValueError(
+                    "--enable-return-routed-experts is incompatible with NixlConnector; PD auxiliary output is not "
+                    "supported."
+                )
+            if self.num_stages > 1:
+                raise ValueError("--enable-return-routed-experts is incompatible with pipeline parallelism (PP > 1).")
+
+    return VllmConfig
+
+
+def test_every_refusal_that_is_lifted_stands_in_the_contract() -> None:
+    """The texts by which the plugin knows vLLM's refusals are looked for in vLLM's sources when an engine starts."""
+    read = [item for need in CONTRACT if need.name == "VllmConfig" for item in need.reads.items()]
+    missing = {
+        refusal
+        for method, refusal in plugin.REFUSALS.items()
+        if not any(name == method and text in refusal for name, text in read)
+    }
+
+    assert missing == set()
+
+
+@pytest.mark.slow
+def test_the_later_refusal_is_lifted_for_our_engines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector is hidden from one check of a rollbus worker's engine and is there again; others are refused."""
+    config_class = checked_class()
+    monkeypatch.setattr("vllm.config.VllmConfig", config_class)
+    plugin.install()
+    plugin.install()
+
+    config = config_class(is_ours=True)
+    config._verify_aux_output_compatibility()
+    assert isinstance(config.kv_transfer_config, Transfer)
+    with pytest.raises(ValueError, match="NixlConnector"):
+        config_class(is_ours=False)._verify_aux_output_compatibility()
+    pipeline = config_class(is_ours=True, num_stages=2)
+    with pytest.raises(ValueError, match="pipeline parallelism"):
+        pipeline._verify_aux_output_compatibility()
+    assert isinstance(pipeline.kv_transfer_config, Transfer)
+
+
+@pytest.mark.parametrize(
+    ("num_external", "start", "takes", "kept"),
+    [
+        (64, 99, True, 64),
+        (64, 100, True, 64),
+        (64, 98, True, 0),
+        (64, 99, False, 0),
+        # Not whole blocks: what is computed first would begin inside of one.
+        (63, 99, True, 0),
+    ],
+)
+def test_decode_legs_keep_the_kv_that_they_are_handed(
+    monkeypatch: pytest.MonkeyPatch, num_external: int, start: int, kept: int, *, takes: bool
+) -> None:
+    """Where vLLM would compute the prompt again for its rows, a leg that asks for none of them uses its KV."""
+
+    class Connector:
+        """As much of 0.33's `AuxOutputSchedulerConnector` as is asked for; it holds no rows at all."""
+
+        _block_size = 32
+
+        def cap_external_hit(self, _request: Any, _num_local: int, _num_external: int) -> int:
+            return 0
+
+    module: Any = SimpleNamespace(AuxOutputSchedulerConnector=Connector)
+    monkeypatch.setattr("importlib.import_module", lambda _name: module)
+    plugin.keep_external_hits()
+    plugin.keep_external_hits()
+    request: Any = SimpleNamespace(
+        sampling_params=SimpleNamespace(routed_experts_prompt_start=start),
+        num_prompt_tokens=100,
+        kv_transfer_params={"do_remote_prefill": takes},
+    )
+
+    assert Connector().cap_external_hit(request, 0, num_external) == kept
+    request.kv_transfer_params = None
+    assert Connector().cap_external_hit(request, 0, num_external) == 0
+
+
+def test_the_reason_reaches_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for routing is refused with the reason that the worker announces."""
+    from rollbus.schemas.errors import ErrorCode, RequestRejected
+    from rollbus.schemas.request import GenerateRequest
+    from rollbus.workers.requests import admission
+
+    request = GenerateRequest(prompt_token_ids=[1, 2], return_routed_experts=True)
+    offered = msgspec.structs.replace(capabilities(), routed_experts=None, routing_refusal=REASON)
+
+    with pytest.raises(RequestRejected, match=REASON) as refused:
+        admission._check_offers(request, offered, SimpleNamespace())  # type: ignore[arg-type]
+    assert refused.value.code is ErrorCode.UNSUPPORTED

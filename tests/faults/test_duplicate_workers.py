@@ -1,0 +1,209 @@
+"""Two workers of one id: one of them gives way, says to which process, and no request hangs."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.bus.nats.server import Server
+from rollbus.bus.protocol.fleet.duplicates import TIE_S
+from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.lifecycle.identity import IdGuard
+from tests.auth.support import FLEET, MODEL, guarded
+from tests.control.support import ask
+from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet_states import until_state
+from tests.support.hand_worker import HandWorker, chunk, request, worker_by_hand
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.waits import until_true
+from tests.support.worker_process import LASTING, worker_process
+
+CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+SAME = ("--worker-id", "same", "--served-model-name", MODEL, "--lease-s", "6", "--listen-s", "2")
+LIMIT_S = 60
+
+
+@contextlib.asynccontextmanager
+async def requesting(rb: rollbus.Client) -> AsyncIterator[list[int]]:
+    """Send one request after the other while the block runs, at least one; yields the attempts that each took."""
+    attempts: list[int] = []
+
+    async def send() -> None:
+        while True:
+            generation = await rb.complete(ask(max_tokens=3))
+            assert generation.error is None
+            attempts.append(generation.attempts)
+
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(send())
+        yield attempts
+        attempts.append((await rb.complete(ask(max_tokens=3))).attempts)
+        sending.cancel()
+
+
+async def holder(rb: rollbus.Client, process: Process) -> WorkerPresence:
+    """The only worker of the fleet, once that is this process, and serves."""
+    async with asyncio.timeout(LIMIT_S):
+        held = [(process.pid, WorkerState.SERVING)]
+        state = await until_state(rb, lambda state: [(one.pid, one.state) for one in state.workers] == held)
+    return state.workers[0]
+
+
+async def error_of(process: Process) -> str:
+    """What a worker that gives way writes at its end."""
+    assert process.stderr is not None
+    async with asyncio.timeout(LIMIT_S):
+        written = (await process.stderr.read()).decode()
+        assert await process.wait() == EXIT_DUPLICATE_WORKER
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_guarded", [False, True])
+async def test_a_second_worker_of_an_id_gives_way(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
+) -> None:
+    """It names the first one's host, pid and start, exits with a code of its own, and no request notices."""
+    async with contextlib.AsyncExitStack() as stack:
+        server, options, fleet = Server(nats_url), (*SAME, *LASTING), tmp_path.name
+        if is_guarded:
+            guard, fleet = await stack.enter_async_context(guarded(tmp_path)), FLEET
+            server, options = guard.login("alice"), (*SAME[2:], *LASTING, "--creds", str(guard.path("w0")))
+        process = await stack.enter_async_context(worker_process(server.url, fleet, *options))
+        rb = await stack.enter_async_context(rollbus.connect(server, fleet=fleet))
+        first = await holder(rb, process)
+        async with requesting(rb) as attempts:
+            async with worker_process(server.url, fleet, *options, stderr=PIPE) as second:
+                error = await error_of(second)
+            assert (await holder(rb, process)).incarnation == first.incarnation
+        lost = rb.stats().attempts_lost
+
+    assert (
+        f"worker id {first.worker} is in use by another process: host {first.host}, pid {first.pid}, started 2" in error
+    )
+    assert first.pid not in (second.pid, None)
+    assert set(attempts) == {1}
+    assert lost == 0
+
+
+@pytest.mark.slow
+async def test_of_two_workers_that_start_together_one_serves(nats_url: str, fleet: str) -> None:
+    """Exactly one exits, either of them, and clients know at once which one is left."""
+    async with (
+        worker_process(nats_url, fleet, *SAME) as one,
+        worker_process(nats_url, fleet, *SAME) as other,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        asyncio.timeout(LIMIT_S),
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            waiting = {tasks.create_task(process.wait()): process for process in (one, other)}
+            (ended,), (left,) = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            left.cancel()
+        await holder(rb, waiting[left])
+        async with requesting(rb):
+            pass
+
+        assert ended.result() == EXIT_DUPLICATE_WORKER
+        assert waiting[left].returncode is None
+
+
+@pytest.mark.slow
+async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet: str) -> None:
+    """After SIGSTOP for longer than its lease, the id is that of the worker which has held it meanwhile."""
+    async with (
+        worker_process(nats_url, fleet, *SAME, stderr=PIPE) as first,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await holder(rb, first)
+        os.kill(first.pid, signal.SIGSTOP)
+        # It serves once it has listened for a lease, so that the first one's lease is over.
+        listening = worker_process(nats_url, fleet, *SAME, "--listen-s", "6")
+        async with listening as second, asyncio.timeout(LIMIT_S):
+            while ((await holder(rb, second)).held_s or 0) <= TIE_S:
+                pass
+            async with requesting(rb):
+                os.kill(first.pid, signal.SIGCONT)
+                error = await error_of(first)
+            assert second.returncode is None
+            assert f"pid {second.pid}," in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_worker_that_starts_again_at_once_serves(nats_url: str, fleet: str, how: signal.Signals) -> None:
+    """The one before it is silent, or has said that it stopped: its id is free."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, worker_process(nats_url, fleet, *SAME) as first:
+        await holder(rb, first)
+        first.send_signal(how)
+        async with worker_process(nats_url, fleet, *SAME) as second, asyncio.timeout(LIMIT_S):
+            await holder(rb, second)
+            async with requesting(rb):
+                pass
+            assert second.returncode is None
+
+
+@pytest.mark.slow
+async def test_two_workers_that_both_stay_serve_everything(
+    nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of earlier releases do not look for another one of their id; what either has comes to its end."""
+
+    async def hear_nothing(_self: IdGuard, _message: object) -> None:
+        return
+
+    monkeypatch.setattr(IdGuard, "receive", hear_nothing)
+    load = await Load.mixed(80, CONFIG)
+    async with (
+        one_worker(config=CONFIG, worker_id="same") as (rb, one, _),
+        asyncio.timeout(LIMIT_S),
+        synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="same") as (other, _),
+    ):
+        # What a worker is can be asked once it has connected.
+        await until_true(lambda: hasattr(other, "_lifecycle") and other._lifecycle.state is WorkerState.SERVING)
+        await load.run(rb)
+        served = [worker.stats().links.offered for worker in (one, other)]
+
+    assert min(served) > 0
+
+
+async def test_two_workers_of_an_earlier_release_serve_what_they_have(nats_url: str, fleet: str) -> None:
+    """Their announcements and frames alternate; each request ends at the worker that has it, at its first attempt."""
+    async with (
+        worker_by_hand(nats_url, fleet) as one,
+        worker_by_hand(nats_url, fleet) as other,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.timeout(LIMIT_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        other.incarnation = "life-2"
+        for worker in (one, other, one, other):
+            await worker.announce()
+            await worker.nats.flush()
+        await rb.fleet.wait_for_workers()
+        serving = [tasks.create_task(serve(worker)) for worker in (one, other)]
+        results = [result async for result in rb.complete_many([request(2) for _ in range(40)], max_in_flight=8)]
+        stats = rb.stats()
+        for task in serving:
+            task.cancel()
+
+    assert {(tuple(result.token_ids), result.attempts) for result in results} == {((7, 8), 1)}
+    assert (stats.attempts_lost, stats.stale_frames) == (0, 0)
+
+
+async def serve(worker: HandWorker) -> None:
+    """Answer each request in two frames, and announce the worker between them."""
+    number = 0
+    while True:
+        key = await worker.next_key()
+        await worker.frame(number, chunk(key, 0, 7), admitted=(key,))
+        await worker.announce()
+        await worker.frame(number + 1, chunk(key, 1, 8, total=2))
+        number += 2

@@ -1,0 +1,241 @@
+"""Requests that kill the engines they meet: they are found and refused, and those beside them are finished."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.schemas.errors import EngineDead, ErrorCode, NoWorkers, RequestError, RequestFailed
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticFaults
+from rollbus.workers.worker import Worker
+from tests.support.hand_worker import chunk, failure, hand_worker, request
+from tests.support.invariants import observing
+from tests.support.outcomes import error_of
+from tests.support.requests import greedy
+from tests.support.worker_process import worker_process
+
+pytestmark = pytest.mark.slow
+
+BAD = 299
+"""A prompt that begins with this token kills the engine that computes it."""
+CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=300, faults=SyntheticFaults(dies_of=BAD))
+
+
+@contextlib.asynccontextmanager
+async def undying_worker(nats_url: str, fleet: str, worker_id: str) -> AsyncIterator[list[EngineDead]]:
+    """A worker that is started again whenever its engine has died; yields the deaths so far."""
+    deaths: list[EngineDead] = []
+    worker: Worker | None = None
+
+    async def run() -> None:
+        nonlocal worker
+        while True:
+            config = WorkerConfig(nats_url=nats_url, fleet=fleet, worker_id=worker_id, model="synthetic")
+            worker = Worker(config, SyntheticEngine(CONFIG))
+            try:
+                await worker.run()
+            except EngineDead as exc:
+                deaths.append(exc)
+            else:
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run(), name="undying worker")
+        try:
+            yield deaths
+        finally:
+            if worker is not None:
+                worker.stop()
+            await running
+
+
+async def results_of(rb: rollbus.Client, requests: list[GenerateRequest]) -> dict[str, Generation]:
+    """All of them by their ids."""
+    return {generation.request_id: generation async for generation in rb.complete_many(requests)}
+
+
+@pytest.mark.parametrize("workers", [("a",), ("a", "b", "c")])
+async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
+    """Of 60 requests two kill engines: these alone end as poison, after at most three engines each."""
+    good = [greedy(index, 20, request_id=f"good-{index}") for index in range(58)]
+    bad = [greedy(BAD, 20, request_id=f"bad-{index}") for index in range(2)]
+    requests = [*good[:10], bad[0], *good[10:30], bad[1], *good[30:]]
+    async with (
+        observing(nats_url, fleet) as observer,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        deaths = [await stack.enter_async_context(undying_worker(nats_url, fleet, name)) for name in workers]
+        await rb.fleet.wait_for_workers(len(workers))
+        results = await results_of(rb, requests)
+        await observer.check_at_rest()
+
+    failed = {request_id: result.error for request_id, result in results.items() if result.error is not None}
+    assert {request_id: error.code for request_id, error in failed.items()} == {
+        "bad-0": ErrorCode.POISON_REQUEST,
+        "bad-1": ErrorCode.POISON_REQUEST,
+    }
+    assert all(len(results[request.request_id].token_ids) == 20 for request in good)
+    assert sum(map(len, deaths)) <= 6
+
+
+async def test_a_process_that_is_killed_without_a_word_counts_the_same(nats_url: str, fleet: str) -> None:
+    """The kernel kills each worker that computes one of the requests; another worker of the same name follows each."""
+    # A step is long enough for the offers to reach the client on a busy machine: if the client has not received the
+    # offer, it does not count the death.
+    arguments = {"step_s": 2.0, "vocab_size": 300, "faults": {"dies_of": BAD, "dies_silently": True}}
+    requests = [greedy(index, 2, request_id=f"good-{index}") for index in range(4)]
+    requests.insert(2, greedy(BAD, 2, request_id="bad"))
+    num_deaths = 0
+
+    async def supervise() -> None:
+        nonlocal num_deaths
+        while True:
+            async with worker_process(nats_url, fleet, "--worker-id", "a", engine_args=arguments) as process:
+                await process.wait()
+            num_deaths += 1
+
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
+        supervising = tasks.create_task(supervise())
+        await rb.fleet.wait_for_workers(timeout_s=60)
+        results = await results_of(rb, requests)
+        supervising.cancel()
+
+    failed = {request_id: result.error for request_id, result in results.items() if result.error is not None}
+    assert {request_id: error.code for request_id, error in failed.items()} == {"bad": ErrorCode.POISON_REQUEST}
+    assert num_deaths == 2
+
+
+async def test_requests_with_a_token_are_not_blamed(nats_url: str, fleet: str) -> None:
+    """Requests outlive any number of engines that had each made a token of them: another client's is the cause."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = [tasks.create_task(rb.complete(request(6))) for _ in range(2)]
+        for life in range(5):
+            keys = [await worker.next_key(), await worker.next_key()]
+            await worker.frame(0, *(chunk(key, 0, life) for key in keys), admitted=tuple(keys))
+            await worker.frame(1, failure(keys[0], 1, ErrorCode.ENGINE_DEAD, total=1))
+            await worker.frame(2, failure(keys[1], 1, ErrorCode.ENGINE_DEAD, total=1))
+            await worker.acked(3)
+            await worker.announce(WorkerState.FAILED)
+            worker.incarnation = f"after-{life}"
+            await worker.announce()
+        keys = [await worker.next_key(), await worker.next_key()]
+        await worker.frame(0, *(chunk(key, 0, 5, total=1) for key in keys), admitted=tuple(keys))
+
+    assert [list(task.result().token_ids) for task in completing] == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -> None:
+    """The next goes out with the first token of the one before; what had a token goes out at once."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = [tasks.create_task(rb.complete(request(3, request_id=name))) for name in "abcd"]
+        keys = {key.request_id: key for key in [await worker.next_key() for _ in "abcd"]}
+        await worker.frame(0, chunk(keys["d"], 0, 7), admitted=tuple(keys.values()))
+        dead = [failure(keys[name], int(name == "d"), ErrorCode.ENGINE_DEAD, total=int(name == "d")) for name in "abcd"]
+        await worker.frame(1, *dead)
+        await worker.acked(2)
+        worker.incarnation = "life-2"
+        await worker.announce()
+        first, second = sorted([await worker.next_key(), await worker.next_key()], key=lambda key: key.request_id)
+        assert (first.request_id, second.request_id) == ("a", "d")
+        await worker.frame(0, chunk(second, 0, 8, 9, total=2), admitted=(second,))
+        await worker.acked(1)
+        assert worker.requests.empty()
+        number, seen = 1, first
+        for name in "abc":
+            assert seen.request_id == name
+            await worker.frame(number, chunk(seen, 0, 1), admitted=(seen,))
+            # Before it has ended.
+            following = await worker.next_key() if name != "c" else seen
+            await worker.frame(number + 1, chunk(seen, 1, 2, 3, total=3))
+            number, seen = number + 2, following
+
+    assert [list(task.result().token_ids) for task in completing] == [[1, 2, 3]] * 3 + [[7, 8, 9]]
+
+
+async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats_url: str, fleet: str) -> None:
+    """Its deadline and its caller's cancellation hold; the message says for what it waited."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        tried = tasks.create_task(rb.complete(request(1, request_id="tried")))
+        keys = [await worker.next_key()]
+        left = tasks.create_task(rb.complete(request(1, request_id="left")))
+        keys.append(await worker.next_key())
+        late = tasks.create_task(error_of(rb.complete(request(1, request_id="late", timeout_s=1.5)), RequestError))
+        keys.append(await worker.next_key())
+        aborted = tasks.create_task(rb.complete(request(1, request_id="aborted")))
+        keys.append(await worker.next_key())
+        await worker.frame(0, *(failure(key, 0, ErrorCode.ENGINE_DEAD) for key in keys), admitted=tuple(keys))
+        worker.incarnation = "life-2"
+        await worker.announce()
+        on_trial = await worker.next_key()
+        left.cancel()
+        assert await rb.abort(["aborted"]) == ["aborted"]
+        error = await late
+        assert worker.requests.empty()
+        await worker.frame(0, chunk(on_trial, 0, 1, total=1), admitted=(on_trial,))
+        generation = await tried
+        # Nothing of the others comes after it.
+        another = tasks.create_task(rb.complete(request(1, request_id="another")))
+        key = await worker.next_key()
+        await worker.frame(1, chunk(key, 0, 1, total=1), admitted=(key,))
+        await another
+
+    assert key.request_id == "another"
+    assert (generation.request_id, generation.attempts) == ("tried", 2)
+    assert aborted.result().finish_reason == "abort"
+    assert error.code is ErrorCode.TIMEOUT
+    assert "one at a time" in error.message
+
+
+async def test_a_suspect_whose_weights_are_gone_holds_up_nobody(nats_url: str, fleet: str) -> None:
+    """No worker has the weights that it asks for any more: the next suspect is tried beside it."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        worker.weight_version = 7
+        await worker.announce()
+        waiting = tasks.create_task(rb.complete(request(1, request_id="a", min_weight_version=7)))
+        first = await worker.next_key()
+        completing = tasks.create_task(rb.complete(request(1, request_id="b")))
+        second = await worker.next_key()
+        keys = first, second
+        await worker.frame(0, *(failure(key, 0, ErrorCode.ENGINE_DEAD) for key in keys), admitted=keys)
+        await worker.announce(WorkerState.FAILED)
+        worker.incarnation, worker.weight_version = "life-2", 0
+        await worker.announce()
+        tried = await worker.next_key()
+        other = await worker.next_key()
+        assert (tried.request_id, other.request_id) == ("a", "b")
+        await worker.frame(0, chunk(other, 0, 1, total=1), admitted=(other,))
+        await completing
+        waiting.cancel()
+
+
+async def test_suspects_without_a_fleet_end_together(nats_url: str, fleet: str) -> None:
+    """With the only worker gone for good, what is held back fails after the grace time as what is not."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.5) as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        arguments = {"vocab_size": 300, "faults": {"dies_of": BAD}}
+        async with worker_process(nats_url, fleet, engine_args=arguments) as process:
+            await rb.fleet.wait_for_workers(timeout_s=60)
+            requests = [request_of_samples(4), greedy(BAD, 1), greedy(1, 10_000), greedy(2, 10_000)]
+            failing_all = [tasks.create_task(error_of(rb.complete(wanted), RequestError)) for wanted in requests]
+            await process.wait()
+            errors = [await task for task in failing_all]
+
+    for error in errors:
+        assert isinstance(error, NoWorkers | RequestFailed)
+        assert error.code in (ErrorCode.ENGINE_DEAD, ErrorCode.NO_WORKERS)
+
+
+def request_of_samples(count: int) -> GenerateRequest:
+    """A bad request of several samples."""
+    return GenerateRequest(prompt_token_ids=[BAD], sampling=SamplingParams(max_tokens=5, n=count, seed=1))

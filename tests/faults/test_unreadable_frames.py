@@ -1,0 +1,212 @@
+"""Frames that do not decode: what they belong to is resumed or fails, and everything else goes on."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from rollbus.bus.nats.connection import publish
+from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.errors import ErrorCode, RequestFailed
+from rollbus.schemas.messages import Frame, RequestKey, encode
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.connections import opened
+from tests.support.disagg import filtered
+from tests.support.fleet import StartServed
+from tests.support.hand_worker import HandWorker, chunk, hand_worker, request, worker_by_hand
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.nats_noise import NatsNoise
+from tests.support.outcomes import error_of
+from tests.support.waits import until_true
+
+CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
+JETSTREAM_ERROR = b'{"type":"io.nats.jetstream.api.v1.account_info_response","error":{"code":503}}'
+
+
+def spoilt(frame: Frame, key: RequestKey) -> bytes:
+    """The frame with three bytes of token ids, which is no number of tokens, in the first chunk of `key`."""
+    content = msgspec.msgpack.decode(encode(frame))
+    for item in content[4]:
+        if RequestKey(*item[:3]) == key:
+            item[5] = b"abc"
+            break
+    return msgspec.msgpack.encode(content)
+
+
+async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestKey, offers: bool = False) -> None:
+    """Send frame `number` with the first token of each request, spoilt in that of `bad`."""
+    content = [chunk(key, 0, 7) for key in keys]
+    admitted = list(keys) if offers else []
+    frame = Frame(1, worker.incarnation, number, admitted, content, worker.link, worker.client_incarnation)
+    await publish(worker.nats, worker.subjects.frame(worker.client, worker.name), spoilt(frame, bad))
+
+
+@pytest.mark.parametrize("offers", [True, False])
+async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet: str, offers: bool) -> None:
+    """It fails at once and is aborted; nothing is asked for again, and the link goes on with others."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        failing = tasks.create_task(error_of(rb.complete(request(2)), RequestFailed))
+        key = await worker.next_key()
+        if not offers:
+            await worker.frame(0, admitted=(key,))
+        await send(worker, int(not offers), key, bad=key, offers=offers)
+        error = await failing
+        assert await worker.aborted() == [key]
+        second = tasks.create_task(rb.complete(request(1)))
+        other = await worker.next_key()
+        await worker.frame(2 - offers, chunk(other, 0, 8, total=1), admitted=(other,))
+        assert list((await second).token_ids) == [8]
+        stats = rb.stats()
+
+    assert error.code is ErrorCode.PROTOCOL_ERROR
+    assert error.message.startswith("worker hand sent a frame that does not decode: frame: token ids of 3 bytes")
+    assert (stats.bad_messages, stats.resends_asked) == (1, 0)
+
+
+async def test_a_frame_for_anothers_request_ends_it_not(nats_url: str, fleet: str) -> None:
+    """A worker whose undecodable frame names a request that another worker has is told to stop, and no more."""
+    async with (
+        hand_worker(nats_url, fleet) as (worker, rb),
+        worker_by_hand(nats_url, fleet, "liar", pulls=False) as liar,
+        asyncio.TaskGroup() as tasks,
+    ):
+        completing = tasks.create_task(rb.complete(request(2)))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.acked(1)
+        liar.client_incarnation = worker.client_incarnation
+        await send(liar, 0, key, bad=key)
+        assert await liar.aborted() == [key]
+        await worker.frame(1, chunk(key, 1, 8, total=2))
+        generation = await completing
+
+    assert (list(generation.token_ids), generation.attempts) == ([7, 8], 1)
+
+
+async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str, fleet: str) -> None:
+    """After two resends in vain the link is broken, and everything on it becomes a new attempt."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        completing = [tasks.create_task(rb.complete(request(1))) for _ in range(3)]
+        keys = [await worker.next_key() for _ in completing]
+        await worker.frame(0, admitted=tuple(keys))
+        await send(worker, 1, *keys[:2], bad=keys[0])
+        for _ in range(2):
+            assert (await worker.resend_wanted()).acked == 1
+            await send(worker, 1, *keys[:2], bad=keys[0])
+        again = [await worker.next_key() for _ in completing]
+        # To a worker: its client has lost its place, and only a new link helps.
+        assert (await worker.resend_wanted()).acked == 0
+        worker.link += 1
+        await worker.frame(0, *(chunk(key, 0, 9, total=1) for key in again), admitted=tuple(again))
+        generations = [await task for task in completing]
+        stats = rb.stats()
+
+    assert {(key.request_id, key.attempt) for key in again} == {(key.request_id, 1) for key in keys}
+    assert {(tuple(generation.token_ids), generation.attempts) for generation in generations} == {((9,), 2)}
+    assert (stats.attempts_lost, stats.bad_messages) == (3, 3)
+
+
+async def test_a_request_that_no_two_workers_can_frame_ends(nats_url: str, fleet: str) -> None:
+    """The request whose chunk does not decode at either worker is a protocol error; those beside it go on."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        bad = tasks.create_task(error_of(rb.complete(request(1)), RequestFailed))
+        bad_id = (key := await worker.next_key()).request_id
+        good = tasks.create_task(rb.complete(request(1)))
+        keys = [key, await worker.next_key()]
+        async with worker_by_hand(nats_url, fleet, "hand2") as second:
+            # Both workers pull; what either gets is in one queue.
+            second.requests = worker.requests
+            await second.announce()
+            for serving in (worker, second):
+                serving.client_incarnation = worker.client_incarnation
+                bad_key = next(key for key in keys if key.request_id == bad_id)
+                await serving.frame(0, admitted=tuple(keys))
+                await send(serving, 1, *keys, bad=bad_key)
+                for _ in range(2):
+                    await serving.resend_wanted()
+                    await send(serving, 1, *keys, bad=bad_key)
+                if serving is worker:
+                    keys = [await worker.next_key() for _ in keys]
+            error = await bad
+            last = await worker.next_key()
+            second.link += 1
+            await second.frame(0, chunk(last, 0, 9, total=1), admitted=(last,))
+            generation = await good
+
+    assert error.code is ErrorCode.PROTOCOL_ERROR
+    assert error.message.startswith("worker hand2 sent a frame that does not decode")
+    assert (list(generation.token_ids), generation.attempts) == ([9], 3)
+
+
+def without_end(data: bytes) -> bytes:
+    """A message that breaks off."""
+    return data[:-3]
+
+
+def wrong_shape(data: bytes) -> bytes:
+    """A frame with chunks whose token ids are of no number of tokens."""
+    content = msgspec.msgpack.decode(data)
+    for item in content[4]:
+        item[5] = b"abc"
+    return msgspec.msgpack.encode(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [without_end, wrong_shape])
+async def test_one_worker_makes_one_frame_that_does_not_decode(
+    nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
+) -> None:
+    """Everything is served all the same, also by that worker, which opens a new link."""
+    load = await Load.mixed(60, CONFIG)
+    broken: list[Frame] = []
+
+    def encode_badly(frame: Frame) -> bytes:
+        data = encode(frame)
+        if not broken and len({item.request_id for item in frame.chunks}) > 1:
+            broken.append(frame)
+            return harm(data)
+        return data
+
+    monkeypatch.setattr(link_sender, "encode", encode_badly)
+    async with (
+        observing(nats_url, fleet) as observer,
+        one_worker(config=CONFIG) as (rb, worker, _),
+    ):
+        results = await load.run(rb)
+        stats = rb.stats()
+
+        assert stats.bad_messages >= 3
+        # A request of a session was handed to the worker directly, and may be withdrawn before its offer has come.
+        named = {item.request_id for item in broken[0].chunks}
+        assert stats.attempts_lost >= sum(not name.startswith("session") for name in named)
+        assert {generation.attempts for generation in results} == {1, 2}
+        assert worker.stats().links.links_broken == 1
+        await observer.check_at_rest()
+
+
+@pytest.mark.slow
+async def test_junk_between_frames_that_are_lost_ends_and_breaks_nothing(nats_url: str, fleet: str) -> None:
+    """Answers of JetStream on the subjects of frames, by the thousand, while frames are lost: no attempt is."""
+    load, junk = await Load.mixed(50, CONFIG), 2000
+    noise = NatsNoise(r"\.frame\.", seed=1, drop=0.01)
+    async with (
+        observing(nats_url, fleet) as observer,
+        filtered(nats_url, fleet, "one", CONFIG, client=noise.filter, workers=NatsNoise("none").filter) as (_, rb),
+        opened(nats_url) as nats,
+        asyncio.TaskGroup() as tasks,
+    ):
+        completing = tasks.create_task(load.run(rb))
+        subject = Subjects(fleet).frame(rb._config.client, "w")
+        for _ in range(junk):
+            await publish(nats, subject, JETSTREAM_ERROR)
+            await asyncio.sleep(0)
+        results = await completing
+
+        assert {generation.attempts for generation in results} == {1}
+        assert rb.stats().missing_frames > 0
+        # It may lie behind the last result.
+        await until_true(lambda: rb.stats().bad_messages > junk / 2)
+        await observer.check_at_rest()

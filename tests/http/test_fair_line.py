@@ -1,0 +1,232 @@
+"""Users of one HTTP service share the room that the fleet has: one user's flood is not ahead of all others."""
+
+import asyncio
+import random
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+import rollbus
+from rollbus.frontend.http.calls import Admission
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.fair_line import FairLine, Ticket
+from rollbus.frontend.http.metrics import Metrics
+from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.turns import MIN_AHEAD, Turns, room_of
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.metrics_doc import NoClient
+from tests.http.support import Http, http_before
+from tests.http.test_safety import becomes
+from tests.support.gated_engine import GatedEngine, running
+from tests.support.patience import SOON_S
+
+PATH = "/inference/v1/generate"
+ROOM = 1 + MIN_AHEAD
+"""Of a fleet that runs one request at a time."""
+FLOOD = 30
+
+
+def lined_up(*users: str, size: int = 1) -> tuple[FairLine, list[Ticket]]:
+    """A line with a request of each of these users, in this order."""
+    line = FairLine()
+    tickets = [Ticket(user, size) for user in users]
+    for ticket in tickets:
+        line.add(ticket)
+    return line, tickets
+
+
+def turns(line: FairLine) -> list[str]:
+    """The users in the order of their turns, where one request is under way at a time."""
+    order = []
+    while (ticket := line.next(1)) is not None:
+        order.append(ticket.user)
+        line.end(ticket)
+    return order
+
+
+def test_users_take_turns() -> None:
+    """However many requests a user has before those of another."""
+    line, _ = lined_up(*"aaaaa", *"bb", "c")
+    assert turns(line) == list("abcabaaa")
+    assert not line
+
+
+def test_one_user_alone_is_served_in_order() -> None:
+    """By priority, and then as they came."""
+    line = FairLine()
+    tickets = [Ticket("a", priority=priority) for priority in (0, 5, 0, -1)]
+    for ticket in tickets:
+        line.add(ticket)
+    assert [line.next(9) for _ in range(5)] == [tickets[3], tickets[0], tickets[2], tickets[1], None]
+
+
+def test_no_more_are_under_way_than_there_is_room_for() -> None:
+    """A request for more samples than are left goes as soon as there is room for one, and does not hold up others."""
+    line, (first, large, last) = lined_up("a", "b", "c")
+    large.size = 9
+    assert line.next(1) is first
+    assert line.next(1) is None
+    assert line.next(2) is large
+    assert line.next(4) is None
+    line.end(first)
+    assert line.next(9) is None
+    line.end(large)
+    assert line.next(4) is last
+
+
+def test_who_has_fewer_samples_under_way_is_next() -> None:
+    """A request for many samples is not one turn like others."""
+    line, tickets = lined_up("a", "a", "b", "b", "b", "b")
+    tickets[0].size = 3
+    assert [ticket.user for _ in range(6) if (ticket := line.next(100))] == ["a", "b", "b", "b", "a", "b"]
+
+
+def test_what_has_left_takes_no_turn() -> None:
+    """A request that is given up while it waits, or when it has ended: once, however often it is said."""
+    line, (first, second, third) = lined_up("a", "a", "b")
+    line.end(first)
+    line.end(first)
+    assert line.next(1) is second
+    line.end(second)
+    line.end(second)
+    assert line.next(1) is third
+    line.end(third)
+    assert not line
+
+
+def test_nothing_is_left_of_requests_that_have_ended() -> None:
+    """Neither of those that waited nor of those that had a turn, in whatever order they come and go."""
+    chance = random.Random(1)
+    line = FairLine()
+    waiting: list[Ticket] = []
+    under_way: list[Ticket] = []
+    for _ in range(3000):
+        action = chance.random()
+        if action < 0.4:
+            waiting.append(Ticket(chance.choice("abcd"), chance.randint(1, 4), chance.randint(-1, 1)))
+            line.add(waiting[-1])
+        elif action < 0.7 and (ticket := line.next(6)) is not None:
+            waiting.remove(ticket)
+            under_way.append(ticket)
+        elif waiting or under_way:
+            leaving = chance.choice([tickets for tickets in (waiting, under_way) if tickets])
+            line.end(leaving.pop(chance.randrange(len(leaving))))
+        assert sum(ticket.size for ticket in under_way) < 6 + 4
+    for ticket in (*waiting, *under_way):
+        line.end(ticket)
+    assert not line
+    assert not any(vars(line)[name] for name in ("_waiting", "_under_way", "_last_turns"))
+
+
+def test_a_user_who_comes_later_has_a_share() -> None:
+    """All that may be under way are another user's: the second one may have half as many, and no more."""
+    admission = Admission(4)
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(admission.admitted(user="a"))
+        for user, count in (("a", 1), ("b", 3)):
+            with pytest.raises(HttpError, match="429 busy"), admission.admitted(count, user):
+                pass
+        stack.enter_context(admission.admitted(2, user="b"))
+        with pytest.raises(HttpError, match=r"6 requests are under way, 2 of them this user's; allowed: 4, 2 of each"):
+            stack.enter_context(admission.admitted(user="b"))
+        stack.enter_context(admission.admitted(user="c"))
+    assert admission.in_flight == 0
+    with admission.admitted(4, user="b"):
+        pass
+
+
+@pytest.mark.parametrize("by", ["address", "proxy", "token"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_flood_of_one_user_is_not_ahead_of_another(nats_url: str, fleet: str, by: str, stream: bool) -> None:
+    """The second user's request comes behind the few that the fleet has, and before most that wait in the service."""
+    engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
+    settings = Settings(token="data", admin_token="admin") if by == "token" else Settings()
+    body = {"token_ids": [1], "stream": stream, "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+    order: list[str] = []
+
+    async def ask(client: httpx.AsyncClient, user: str) -> None:
+        answer = await client.post(PATH, json=body)
+        assert answer.status_code == 200
+        order.append(user)
+
+    async with (
+        running(nats_url, fleet, engine),
+        http_before(nats_url, fleet, settings) as http,
+        another_user(http, by) as other,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await http.own.fleet.wait_for_workers()
+        assert room_of(http.own.fleet.workers, "synthetic") == ROOM
+        if by == "token":
+            http.client.headers["Authorization"] = "Bearer data"
+        for _ in range(FLOOD):
+            tasks.create_task(ask(http.client, "flooding"))
+        await becomes(http, "rollbus_http_generations_waiting", FLOOD - ROOM, model="synthetic")
+        asked = tasks.create_task(ask(other, "other"))
+        await becomes(http, "rollbus_http_generations_waiting", FLOOD - ROOM + 1, model="synthetic")
+        engine.gates["steps"].set()
+        await asked
+        assert len(order) < FLOOD
+    assert order.index("other") < 2 * ROOM
+    assert len(order) == FLOOD + 1
+
+
+def another_user(http: Http, by: str) -> httpx.AsyncClient:
+    """A client with another address of this machine, one that comes through a proxy here, or one with another token."""
+    transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2" if by == "address" else "127.0.0.1")
+    headers = {"proxy": {"X-Forwarded-For": "192.0.2.1"}, "token": {"Authorization": "Bearer admin"}}.get(by)
+    return httpx.AsyncClient(transport=transport, base_url=http.url, headers=headers, timeout=None)
+
+
+async def test_a_request_waits_no_longer_than_its_time() -> None:
+    """Then it fails as one that waits in the fleet's queue; one that has waited has what is left of its time."""
+    waiting = Turns(list, 1, Metrics(NoClient()))  # type: ignore[arg-type]
+    prompt = rollbus.GenerateRequest(prompt_token_ids=[1], model="m")
+    async with waiting.turn("a", prompt) as turn:
+        assert turn.request is prompt
+        with pytest.raises(rollbus.RequestTimeout, match="waits behind other requests") as failed:
+            async with waiting.turn("b", replace(prompt, timeout_s=0.01)):
+                pass
+        assert failed.value.stage == "admission"
+        asyncio.get_running_loop().call_later(0.01, turn.end)
+        async with waiting.turn("b", replace(prompt, timeout_s=SOON_S)) as later:
+            assert 0 < (later.request.timeout_s or 0) < SOON_S
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_its_place(nats_url: str, fleet: str) -> None:
+    """Its request is not given to the fleet any more."""
+    engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
+    body: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+        await http.own.fleet.wait_for_workers()
+        asked = [tasks.create_task(http.client.post(PATH, json=body)) for _ in range(ROOM)]
+        await becomes(http, "rollbus_http_generations_in_flight", ROOM, model="synthetic")
+        leaving = tasks.create_task(http.client.post(PATH, json=body))
+        await becomes(http, "rollbus_http_generations_waiting", 1, model="synthetic")
+        leaving.cancel()
+        await becomes(http, "rollbus_http_generations_waiting", 0, model="synthetic")
+        published = http.own.stats().requests
+        engine.gates["steps"].set()
+        await asyncio.wait(asked)
+        assert http.own.stats().requests == published == ROOM
+
+
+async def test_who_does_not_read_a_stream_holds_up_nobody(nats_url: str, fleet: str) -> None:
+    """A turn ends when the fleet is done with a request, not when its client has read the answer."""
+    config = SyntheticConfig(max_num_seqs=1, num_layers=64, top_k=8, max_model_len=100_000)
+    engine = GatedEngine(config=config)
+    large = {"token_ids": [7] * 40_000, "stream": True, "sampling_params": {"max_tokens": 1}}
+    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+        await http.own.fleet.wait_for_workers()
+        unread = [http.client.stream("POST", PATH, json=large) for _ in range(ROOM)]
+        entered = [tasks.create_task(stream.__aenter__()) for stream in unread]
+        await asyncio.wait(entered)
+        assert [task.result().status_code for task in entered] == [200] * ROOM
+        few = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        assert (await http.client.post(PATH, json=few)).status_code == 200
+        for stream in unread:
+            await stream.__aexit__(None, None, None)

@@ -1,0 +1,203 @@
+"""Web pages of others and the service: what a browser sends for them is refused where a token is missing."""
+
+import argparse
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from rollbus.frontend.cli.arguments import host_name
+from rollbus.frontend.http.app import ADMIN, DATA, OPEN
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.origins import check_media_type, check_origin
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.presence import WorkerState
+from tests.http.support import Http, http_service
+
+EVIL = "http://evil.example"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "AAAA"}
+FOREIGN: dict[str, dict[str, str]] = {
+    "Origin": {"Origin": EVIL},
+    "Origin null": {"Origin": "null"},
+    "Sec-Fetch-Site": {"Sec-Fetch-Site": "cross-site"},
+    "Host": {"Host": "evil.example"},
+    "Host rebound": {"Host": "evil.example:8080", "Origin": f"{EVIL}:8080", "Sec-Fetch-Site": "same-origin"},
+}
+"""What a browser sends for pages of others, by the header that tells."""
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+    """Status, code and field."""
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+async def until_serving(http: Http) -> None:
+    """The worker does what it did at first: no command has reached it."""
+    state = await http.rb.fleet.state()
+    assert not state.desired
+    assert [worker.state for worker in state.workers] == [WorkerState.SERVING]
+
+
+@pytest.mark.parametrize("tokens", [{}, {"token": "data"}, {"admin_token": "admin"}])
+async def test_a_page_of_others_cannot_pause_the_fleet(nats_url: str, fleet: str, tokens: dict[str, str]) -> None:
+    """Neither by a text, which browsers send without asking, nor under a name that leads here, nor without a body."""
+    async with http_service(nats_url, fleet, Settings(**tokens)) as http:  # type: ignore[arg-type]
+        for told, foreign in FOREIGN.items():
+            for body in (b"", b'{"mode": "abort"}'):
+                headers = {"Content-Type": "text/plain", **foreign}
+                answer = await http.client.post("/v1/rl/pause", content=body, headers=headers)
+                code = "foreign_host" if told.startswith("Host") else "cross_origin"
+                assert refusal(answer) == (403, code, told.partition(" ")[0])
+        await until_serving(http)
+
+
+async def test_all_routes_refuse_pages_of_others(nats_url: str, fleet: str) -> None:
+    """By whatever method: preflights, HEAD and upgrades too, and without a route. No page may read an answer."""
+    routes = [*OPEN, *DATA, *ADMIN]
+    asked = [*routes, ("GET", "/nowhere"), *(("OPTIONS", path) for _, path in routes)]
+    asked += [("HEAD", path) for method, path in routes if method == "GET"]
+    async with http_service(nats_url, fleet) as http, httpx.AsyncClient(base_url=http.url) as client:
+        for method, path in asked:
+            headers = {**PREFLIGHT, "Origin": EVIL} if method == "OPTIONS" else {"Origin": EVIL}
+            for foreign in (headers, {"Host": "evil.example"}):
+                answer = await client.request(method, path, headers=foreign)
+                assert answer.status_code == 403, (method, path)
+                assert not [name for name in answer.headers if name.startswith("access-control-")]
+        upgraded = await http.client.get("/v1/rl/state", headers={**UPGRADE, "Origin": EVIL})
+        assert refusal(upgraded) == (403, "cross_origin", "Origin")
+        found = (await http.client.get("/metrics")).text
+        assert 'rollbus_http_requests_total{method="any",model="",route="none",status="403"}' in found
+        await until_serving(http)
+
+
+async def test_a_refusal_says_what_is_allowed(nats_url: str, fleet: str) -> None:
+    """The header, its value, and the names."""
+    settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
+    async with http_service(nats_url, fleet, settings) as http:
+        answer = await http.client.get("/health", headers={"Host": "Evil.example:80"})
+        message = answer.json()["error"]["message"]
+        assert message == (
+            "Host is 'Evil.example:80'; allowed: localhost, fleet.example.com, and addresses; --allowed-host adds names"
+        )
+        for name in ("Fleet.Example.Com", "fleet.example.com:443", "localhost:1", "127.0.0.1", "[::1]:8080"):
+            assert (await http.client.get("/health", headers={"Host": name})).status_code == 200
+
+
+async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> None:
+    """Programs send neither header; a page that this service has served names itself, behind a proxy with TLS too."""
+    own = [
+        {},
+        {"Origin": "http://localhost:8080", "Host": "localhost:8080", "Sec-Fetch-Site": "same-origin"},
+        {"Origin": "https://fleet.example.com", "Host": "fleet.example.com"},
+        {"Sec-Fetch-Site": "none"},
+    ]
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
+    async with http_service(nats_url, fleet, settings) as http:
+        for headers in own:
+            assert (await http.client.post("/inference/v1/generate", json=body, headers=headers)).status_code == 200
+
+
+async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) -> None:
+    """Where both are set, they decide alone: behind a proxy no name has to be given."""
+    async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+        admin = {"Authorization": "Bearer admin"}
+        for headers in FOREIGN.values():
+            assert (await http.client.post("/v1/rl/pause", json={}, headers=headers)).status_code == 401
+            assert (await http.client.get("/v1/rl/state", headers=headers)).status_code == 401
+            assert (await http.client.get("/health", headers=headers)).status_code == 200
+            assert (await http.client.get("/v1/rl/state", headers={**headers, **admin})).status_code == 200
+        preflight = await http.client.options("/v1/rl/pause", headers={**PREFLIGHT, "Origin": EVIL})
+        assert not [name for name in preflight.headers if name.startswith("access-control-")]
+        await until_serving(http)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(token="data", admin_token="admin")])
+async def test_bodies_are_declared_as_json(nats_url: str, fleet: str, settings: Settings) -> None:
+    """415 on every route with a body; without a body nothing has to be declared."""
+    async with http_service(nats_url, fleet, settings) as http:
+        http.client.headers["Authorization"] = "Bearer admin"
+        del http.client.headers["Content-Type"]
+        for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
+            for declared in ("text/plain", "application/x-www-form-urlencoded", "text/plain; application/json", None):
+                headers = {} if declared is None else {"Content-Type": declared}
+                answer = await http.client.request(method, path, content=b"{}", headers=headers)
+                assert refusal(answer) == (415, "unsupported_media_type", "Content-Type"), path
+        await until_serving(http)
+        assert (await http.client.post("/resume")).status_code == 200
+        as_json = {"Content-Type": "Application/JSON; charset=utf-8"}
+        assert (await http.client.post("/resume", content=b"{}", headers=as_json)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ([("host", "localhost"), ("host", "localhost")], "Host"),
+        ([("host", "")], "Host"),
+        ([("host", "evil.example@localhost")], "Host"),
+        ([("host", "localhost.evil.example")], "Host"),
+        ([("host", "127.0.0.1.evil.example")], "Host"),
+        ([("host", "[::1]evil.example")], "Host"),
+        ([("host", "localhost:8080"), ("origin", "http://localhost:3000")], "Origin"),
+        ([("host", "localhost:8080"), ("origin", "http://127.0.0.1:8080")], "Origin"),
+        ([("host", "localhost"), ("origin", "https://localhost:80")], "Origin"),
+        ([("host", "localhost"), ("origin", "file://")], "Origin"),
+        ([("host", "localhost"), ("origin", "http://")], "Origin"),
+        ([("host", "localhost"), ("origin", "localhost")], "Origin"),
+        ([("host", "localhost"), ("origin", "http://localhost"), ("origin", "http://evil")], "Origin"),
+        ([("origin", "http://localhost")], "Origin"),
+        ([("host", "localhost"), ("sec-fetch-site", "same-site")], "Sec-Fetch-Site"),
+    ],
+)
+def test_what_is_not_quite_this_service(headers: list[tuple[str, str]], param: str) -> None:
+    """Other ports are other origins, and what only looks like an allowed name is none."""
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    with pytest.raises(HttpError) as refused:
+        check_origin(Headers(raw=raw), frozenset())
+    assert (refused.value.status, refused.value.param) == (403, param)
+
+
+@pytest.mark.parametrize("host", ["localhost.", "LOCALHOST:1", "0.0.0.0:8080", "[fe80::1]", "10.0.0.1"])
+def test_names_that_no_page_of_others_can_have(host: str) -> None:
+    """Nobody else decides where these lead. HTTP/1.0 needs no name; browsers always send one."""
+    check_origin(Headers({"host": host}), frozenset())
+    check_origin(Headers({"host": host, "origin": f"http://{host.lower()}"}), frozenset())
+    check_origin(Headers({}), frozenset())
+
+
+def test_a_body_of_unknown_length_is_a_body() -> None:
+    """Chunked; and several declarations are none."""
+    for headers in (
+        {"transfer-encoding": "chunked"},
+        {"content-length": "1", "content-type": "application/jsonp"},
+    ):
+        with pytest.raises(HttpError, match="415 unsupported_media_type"):
+            check_media_type(Headers(headers))
+    two = [(b"content-length", b"1"), *[(b"content-type", b"application/json")] * 2]
+    with pytest.raises(HttpError, match="415 unsupported_media_type"):
+        check_media_type(Headers(raw=two))
+    check_media_type(Headers({"content-length": "0", "content-type": "text/plain"}))
+
+
+@pytest.mark.parametrize("name", ["http://a", "a:80", "*", "", "a b", "a.", "::1"])
+def test_an_allowed_host_is_a_name(name: str) -> None:
+    """Anything else is a wrong option."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is not the name of a host"):
+        host_name(name)
+    assert host_name("Fleet.example.com") == "fleet.example.com"
+
+
+async def test_upgrades_do_not_hold_up_a_connection(nats_url: str, fleet: str) -> None:
+    """A websocket is not served; the request is answered as any other, and the connection can be closed."""
+    async with http_service(nats_url, fleet) as http:
+        host, port = http.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        lines: dict[str, Any] = {"Host": host, **UPGRADE, "Origin": EVIL}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        writer.write(f"GET /v1/rl/state HTTP/1.1\r\n{head}\r\n".encode())
+        assert (await reader.readline()).split()[1] == b"403"
+        writer.close()

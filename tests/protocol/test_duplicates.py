@@ -1,0 +1,119 @@
+"""Which of two workers of one id gives way, from what each hears of the other and a clock."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rollbus.bus.protocol.fleet.duplicates import MAX_PROOF_S, SILENCE_S, TIE_S, DuplicateWatch, Standing
+from rollbus.schemas.presence import WorkerState
+from tests.support.presences import presence
+
+LEASE_S = 5.0
+OWN = Standing(("me",), held_s=0.0)
+OLDER = presence(incarnation="other", held_s=100.0, lease_s=LEASE_S)
+
+
+def new_watch() -> DuplicateWatch:
+    """Of a worker that starts at 0."""
+    return DuplicateWatch(LEASE_S, LEASE_S, 0.0)
+
+
+def test_a_new_worker_listens_for_a_lease_and_is_silent_at_first() -> None:
+    """It announces itself after a heartbeat without another worker, and serves after a lease."""
+    watch = new_watch()
+
+    assert (watch.announces_in_s(0.0), watch.serves_in_s(0.0)) == (SILENCE_S, LEASE_S)
+    assert watch.announces_in_s(SILENCE_S) <= 0 < watch.serves_in_s(SILENCE_S)
+    assert watch.serves_in_s(LEASE_S) <= 0
+
+
+def test_a_worker_whose_id_is_unique_listens_not() -> None:
+    """It announces itself and serves at once."""
+    watch = DuplicateWatch(LEASE_S, 0.0, 0.0)
+
+    assert watch.announces_in_s(0.0) <= 0
+    assert watch.serves_in_s(0.0) <= 0
+
+
+def test_a_worker_gives_way_to_one_that_holds_the_id() -> None:
+    """It hears the other one for three seconds, announces nothing meanwhile, then gives way."""
+    watch = new_watch()
+    heard = [watch.receive(OLDER, OWN, now) for now in (0.5, 1.5, 2.5, 0.5 + MAX_PROOF_S)]
+
+    assert heard == [False, False, False, True]
+    assert watch.announces_in_s(SILENCE_S + 2) > 0
+
+
+@pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
+def test_a_worker_that_ends_keeps_no_other_out(state: WorkerState) -> None:
+    """Its last announcement frees the id."""
+    watch = new_watch()
+    watch.receive(OLDER, OWN, 0.5)
+    watch.receive(OLDER, OWN, 1.5)
+
+    assert not watch.receive(replace(OLDER, state=state), OWN, 4.0)
+    assert watch.serves_in_s(LEASE_S) <= 0
+
+
+def test_a_worker_that_was_killed_keeps_no_other_out() -> None:
+    """Its silence frees the id: half a lease after it was heard last."""
+    watch = new_watch()
+    watch.receive(OLDER, OWN, 2.4)
+
+    assert watch.serves_in_s(LEASE_S) <= 0
+    assert not watch.receive(OLDER, OWN, 2.4 + MAX_PROOF_S)
+
+
+def test_what_a_worker_hears_of_itself_counts_not() -> None:
+    """Neither its present incarnation nor one before its last fence."""
+    watch = new_watch()
+    own = Standing(("before", "me"), held_s=0.0)
+    heard = {
+        watch.receive(replace(OLDER, incarnation=name), own, now) for now in (0, 4, 8) for name in own.incarnations
+    }
+
+    assert heard == {False}
+    assert watch.serves_in_s(LEASE_S) <= 0
+
+
+def test_a_worker_that_lost_its_lease_gives_way() -> None:
+    """Its uptime counts no longer; the other one, which served meanwhile, does not give way to it."""
+    woken, other = Standing(("a", "b"), held_s=0.0), Standing(("c",), held_s=30.0)
+    fenced = presence(incarnation="b", state=WorkerState.FENCED, uptime_s=1000.0, held_s=0.0)
+
+    assert woken.is_behind(presence(incarnation="c", uptime_s=31.0, held_s=30.0))
+    assert woken.is_behind(presence(incarnation="c", uptime_s=1.0, held_s=TIE_S / 10))
+    assert not Standing(("c",), held_s=TIE_S / 10).is_behind(fenced)
+    assert not other.is_behind(fenced)
+    assert not other.is_behind(replace(fenced, held_s=None))
+
+
+def test_of_an_earlier_release_the_uptime_counts() -> None:
+    """It announces nothing else."""
+    assert OWN.is_behind(presence(incarnation="x", uptime_s=100.0))
+    assert not Standing(("me",), held_s=200.0).is_behind(presence(incarnation="x", uptime_s=100.0))
+
+
+@given(
+    st.floats(0, 10),
+    st.floats(0, 10) | st.floats(-1.2 * TIE_S, 1.2 * TIE_S),
+    st.floats(0, 3),
+    st.floats(0, 3),
+    st.sampled_from([("a", "b"), ("b", "a")]),
+)
+def test_never_do_both_give_way(
+    held_s: float, ahead_s: float, delay_s: float, back_s: float, names: tuple[str, str]
+) -> None:
+    """For any times of holding the id and any delays of announcements; without delays one of them gives way."""
+    first, second = names
+    ages = held_s + max(-ahead_s, 0) + 10, held_s + max(ahead_s, 0) + 10
+
+    def is_behind(own: int, name: str, other: str, delay: float) -> bool:
+        said = presence(incarnation=other, uptime_s=ages[1 - own], held_s=ages[1 - own] - delay)
+        return Standing((name,), held_s=ages[own]).is_behind(said)
+
+    behind = is_behind(0, first, second, delay_s), is_behind(1, second, first, back_s)
+    assert behind != (True, True)
+    if delay_s == back_s == 0:
+        assert behind != (False, False)

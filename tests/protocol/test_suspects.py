@@ -1,0 +1,173 @@
+"""Requests that kill engines are found; those beside them are not blamed."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.queue.suspects import Company, Suspects
+from rollbus.schemas.limits import MAX_ENGINE_DEATHS, MAX_ENGINE_DEATHS_ALONE
+
+M = "model"
+
+
+def engine(number: int) -> tuple[str, str]:
+    """One life of the only worker."""
+    return "w", str(number)
+
+
+def died(suspects: Suspects[str], number: int, *lost: str, others: int = 0) -> dict[str, int]:
+    """Engine `number` dies with `lost` and `others` more in it, none of which has a token."""
+    company = suspects.at_death(engine(number), Company(len(lost) + others, len(lost) + others))
+    return suspects.record_death(engine(number), M, lost, was_alone=company.num_untokened == 1)
+
+
+def test_suspects_are_tried_one_at_a_time() -> None:
+    """The next goes out when the one on trial has a token, or has ended; then each is forgotten."""
+    suspects: Suspects[str] = Suspects()
+    assert died(suspects, 0, "a", "b", "c") == {}
+    assert all(map(suspects.is_held, "abc"))
+
+    for key in "abc":
+        assert suspects.next(M) == key
+        assert suspects.next(M) is None
+        assert not suspects.is_held(key)
+        suspects.clear(key)
+        assert key not in suspects
+
+    assert suspects.next(M) is None
+
+
+def test_models_do_not_wait_for_each_other() -> None:
+    """One suspect of each model is on trial."""
+    suspects: Suspects[str] = Suspects()
+    suspects.record_death(engine(0), "m1", ["a", "b"], was_alone=False)
+    suspects.record_death(engine(1), "m2", ["c"], was_alone=True)
+
+    assert [suspects.next(model) for model in ("m1", "m2", "m1", "m2")] == ["a", "c", None, None]
+    assert dict(suspects.on_trial()) == {"m1": "a", "m2": "c"}
+
+
+def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
+    """Nothing else of the client can have been the cause; the first death of a request that is alone is no proof."""
+    suspects: Suspects[str] = Suspects()
+    assert died(suspects, 0, "a") == {}
+    assert suspects.next(M) == "a"
+    assert died(suspects, 1, "a") == {"a": MAX_ENGINE_DEATHS_ALONE}
+    assert "a" not in suspects
+
+
+def test_in_company_the_third_death_makes_it_poison() -> None:
+    """A second death beside others without a token says little; three in a row say enough."""
+    suspects: Suspects[str] = Suspects()
+    assert died(suspects, 0, "a", "x") == {}
+    assert suspects.next(M) == "a"
+    assert died(suspects, 1, "a", "y") == {}
+    for innocent in "xy":
+        assert suspects.next(M) == innocent, "those in fewer deaths come first"
+        suspects.clear(innocent)
+    assert suspects.next(M) == "a"
+    assert died(suspects, 2, "a", "z") == {"a": MAX_ENGINE_DEATHS}
+    assert suspects.next(M) == "z"
+
+
+def test_a_death_that_is_told_in_two_frames_had_company() -> None:
+    """Whether a request was alone is what the first frame about a death shows, not what is left at the last."""
+    suspects: Suspects[str] = Suspects()
+    died(suspects, 0, "a", "b")
+    suspects.next(M)
+    suspects.pass_over("a")
+    suspects.next(M)
+    assert died(suspects, 1, "a", others=1) == {}
+    assert died(suspects, 1, "b") == {}
+
+
+def test_a_token_ends_all_suspicion() -> None:
+    """A request of which an engine has made a token starts anew: deaths before do not count."""
+    suspects: Suspects[str] = Suspects()
+    died(suspects, 0, "a")
+    suspects.next(M)
+    suspects.clear("a")
+    assert died(suspects, 1, "a") == {}
+
+
+def test_one_that_no_worker_can_take_holds_up_nobody() -> None:
+    """It stays a suspect, and the next is tried beside it."""
+    suspects: Suspects[str] = Suspects()
+    died(suspects, 0, "a", "b", "c")
+    suspects.next(M)
+    suspects.pass_over("a")
+    assert suspects.next(M) == "b"
+    suspects.clear("a")
+    assert suspects.next(M) is None, "`b` is still on trial"
+    assert "b" in suspects
+
+
+def test_a_worker_that_was_only_silent_killed_nothing() -> None:
+    """What was held back for its sake alone goes out; what another engine died of stays a suspect."""
+    suspects: Suspects[str] = Suspects()
+    died(suspects, 0, "a", "b")
+    suspects.next(M)
+    died(suspects, 1, "a", "c")
+    assert suspects.undo_death(engine(1)) == ["c"]
+    assert [key for key in "abc" if key in suspects] == ["a", "b"]
+    assert suspects.next(M) == "b"
+    suspects.clear("b")
+    assert suspects.next(M) == "a"
+    assert suspects.undo_death(engine(0)) == []
+    assert "a" not in suspects
+    assert suspects.undo_death(engine(7)) == []
+
+
+@dataclass
+class World:
+    """A client, its queue, and engines that take all that is there; one dies of each bad request that it starts on."""
+
+    bad: frozenset[int]
+    slots: int
+    suspects: Suspects[int] = field(default_factory=Suspects)
+    queue: deque[int] = field(default_factory=deque)
+    num_deaths: int = 0
+    done: list[int] = field(default_factory=list)
+    poison: list[int] = field(default_factory=list)
+
+    def step(self, pick: int) -> None:
+        """One engine starts on what fits in it, from anywhere in the queue."""
+        self.queue.rotate(pick)
+        taken = [self.queue.popleft() for _ in range(min(self.slots, len(self.queue)))]
+        if self.bad.isdisjoint(taken):
+            for key in taken:
+                self.suspects.clear(key)
+            self.done += taken
+        else:
+            self.num_deaths += 1
+            poison = self.suspects.record_death(engine(self.num_deaths), M, taken, was_alone=len(taken) == 1)
+            self.poison += poison
+            assert all(self.suspects.is_held(key) for key in taken if key not in poison)
+        if (tried := self.suspects.next(M)) is not None:
+            self.queue.append(tried)
+        assert sum(key in self.suspects for key in self.queue) <= 1
+
+
+@settings(max_examples=200)
+@given(
+    count=st.integers(1, 40),
+    bad=st.frozensets(st.integers(0, 39), max_size=4),
+    slots=st.integers(1, 40),
+    picks=st.lists(st.integers(0, 40), max_size=20),
+)
+def test_of_a_burst_only_what_kills_engines_is_refused(
+    count: int, bad: frozenset[int], slots: int, picks: list[int]
+) -> None:
+    """Every innocent request ends well, every bad one as poison, and at most three engines die of each bad one."""
+    world = World(frozenset(key for key in bad if key < count), slots)
+    world.queue.extend(range(count))
+    moves = iter(picks)
+    while world.queue:
+        world.step(next(moves, 0))
+
+    assert sorted(world.poison) == sorted(world.bad)
+    assert sorted(world.done) == sorted(set(range(count)) - world.bad)
+    assert world.num_deaths <= MAX_ENGINE_DEATHS * len(world.bad)
+    assert len(list(world.suspects.on_trial())) == 0

@@ -1,0 +1,63 @@
+"""Which links of one worker's id are followed: one after the other, or those of two workers side by side."""
+
+from rollbus.bus.protocol.link.worker_links import FollowedLinks
+from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey
+
+
+def frame(incarnation: str, *, link: int = 0, client: str = "c") -> Frame:
+    """Frame 0 of a link."""
+    return Frame(WIRE_VERSION, incarnation, 0, [RequestKey("r")], [], link, client)
+
+
+def test_a_new_incarnation_ends_the_one_before() -> None:
+    """Late frames of the old one are stale, also if it has announced itself last."""
+    links = FollowedLinks("c")
+    first, ended = links.receiver_of(frame("a"), {"a"})
+    assert first is not None
+    assert ended == []
+    second, ended = links.receiver_of(frame("b"), {"a"})
+    assert second is not first
+    assert ended == ["a"]
+    assert links.receiver_of(frame("a"), {"a"}) == (None, [])
+    assert list(links.receivers) == [second]
+
+
+def test_two_workers_of_one_id_are_both_followed() -> None:
+    """As long as both announce themselves, neither ends the other, nor its frames."""
+    links, live = FollowedLinks("c"), {"a", "b"}
+    first, _ = links.receiver_of(frame("a"), {"a"})
+    second, ended = links.receiver_of(frame("b"), live)
+
+    assert ended == []
+    assert links.receiver_of(frame("a"), live) == (first, [])
+    assert links.receiver_of(frame("b"), live) == (second, [])
+
+
+def test_a_worker_that_turns_out_to_live_is_followed_again() -> None:
+    """From the first frame of its link; until then its frames are stale."""
+    links = FollowedLinks("c")
+    first, _ = links.receiver_of(frame("a"), {"a"})
+    links.receiver_of(frame("b"), {"a"})
+    again, ended = links.receiver_of(frame("a"), {"a", "b"})
+
+    assert ended == []
+    assert again not in (None, first)
+
+
+def test_of_two_workers_the_one_that_ended_is_given_up() -> None:
+    """Its frames are stale then."""
+    links = FollowedLinks("c")
+    links.receiver_of(frame("a"), {"a", "b"})
+    links.receiver_of(frame("b"), {"a", "b"})
+    links.prune({"b"})
+
+    assert [receiver.incarnation for receiver in links.receivers] == [None]
+    assert links.receiver_of(frame("a"), {"b"}) == (None, [])
+
+
+def test_a_frame_for_another_client_is_stale() -> None:
+    """It opens no link."""
+    links = FollowedLinks("c")
+
+    assert links.receiver_of(frame("a", client="d"), {"a"}) == (None, [])
+    assert list(links.receivers) == []

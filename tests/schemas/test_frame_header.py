@@ -1,0 +1,53 @@
+"""What is read of frames that do not decode: the header, and which requests they name."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.schemas.frame_header import decode_frame_header
+from rollbus.schemas.messages import RequestKey
+from tests.fuzz.mutations import harmed
+
+GOOD = ["r", 1, 0, 4, 0, b"\1\0\0\0"]
+BAD = ["s", 0, 2, 4, 0, b"abc"]
+
+
+def frame(admitted: object, chunks: object) -> bytes:
+    """Frame 7 of link 3, encoded without a check."""
+    return msgspec.msgpack.encode([1, "w", 7, admitted, chunks, 3, "c"])
+
+
+def test_a_frame_with_one_wrong_chunk_names_its_requests() -> None:
+    """The header, all requests that the frame names, and those whose chunks do not decode."""
+    header = decode_frame_header(frame([["t"]], [GOOD, BAD]))
+
+    assert header is not None
+    assert (header.incarnation, header.number, header.link, header.client_incarnation) == ("w", 7, 3, "c")
+    assert header.keys == {RequestKey("r", 1, 0), RequestKey("s", 0, 2), RequestKey("t")}
+    assert header.bad_keys == {RequestKey("s", 0, 2)}
+
+
+@pytest.mark.parametrize("content", [([5], [BAD]), ([], "no list"), ([], [BAD, ["r"]]), ([], [GOOD, 5])])
+def test_a_frame_that_names_an_unreadable_request_names_none(content: tuple[object, object]) -> None:
+    """The header alone counts: nothing is concluded from the part that could be read."""
+    header = decode_frame_header(frame(*content))
+
+    assert header is not None
+    assert (header.number, header.keys, header.bad_keys) == (7, frozenset(), frozenset())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"+ACK", frame([], [BAD])[:-5], msgspec.msgpack.encode([2, "w", 7, [], []])]
+)
+def test_other_bytes_have_no_header(data: bytes) -> None:
+    """A truncated frame, one of another wire version and answers of JetStream tell nothing."""
+    assert decode_frame_header(data) is None
+
+
+@given(harmed(st.just(frame([["t"]], [GOOD, BAD]))) | st.binary(max_size=64))
+def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
+    """Bytes of a hostile peer give a header or none."""
+    header = decode_frame_header(data)
+
+    assert header is None or header.bad_keys <= header.keys

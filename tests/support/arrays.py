@@ -1,0 +1,12 @@
+"""Arrays as they are on the wire."""
+
+from typing import Any
+
+import numpy.typing as npt
+
+__all__ = ["little_endian"]
+
+
+def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
+    """The bytes of `array` as `dtype` ('<i4' or '<f4')."""
+    return array.astype(dtype, copy=False).tobytes()

@@ -1,0 +1,39 @@
+"""Copies of the installed vLLM in which one file is different; the others are links."""
+
+import importlib.util
+from pathlib import Path
+
+__all__ = ["doctored_vllm", "installed_vllm"]
+
+
+def installed_vllm() -> Path:
+    """Return the folder of the installed package."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def doctored_vllm(root: Path, file: str, old: str, new: str, source: Path | None = None) -> Path:
+    """Make a package `vllm` below `root` in whose `file` each `old`, which must be there, is `new`; returns its folder.
+
+    Args:
+        source: the package that it is made from; else the installed one.
+    """
+    source = source or installed_vllm()
+    folder = root / "vllm"
+    _link(source, folder, Path(file).parts)
+    text = (source / file).read_text()
+    assert old in text, f"{file} has no {old!r}"
+    (folder / file).unlink()
+    (folder / file).write_text(text.replace(old, new))
+    return folder
+
+
+def _link(source: Path, target: Path, way: tuple[str, ...]) -> None:
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.name == way[0] and len(way) > 1:
+            _link(entry, target / entry.name, way[1:])
+        elif entry.name != "__pycache__":
+            (target / entry.name).symlink_to(entry)

@@ -1,0 +1,55 @@
+"""What a client is told of its fleet, and the waiting for it."""
+
+from collections.abc import Callable
+
+import rollbus
+from rollbus import FleetState
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.workers.worker import Worker
+from tests.support.waits import until_true
+
+__all__ = ["all_serve", "until_known", "until_state", "until_worker", "worker_of"]
+
+
+async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]) -> FleetState:
+    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
+    while True:
+        state = await rb.fleet.state()
+        if is_met(state):
+            return state
+
+
+async def until_worker(
+    rb: rollbus.Client, name: str, is_met: WorkerState | Callable[[WorkerPresence], object]
+) -> WorkerPresence:
+    """What a worker says of itself once it is there and in this state, or `is_met` holds of it.
+
+    One that was killed or stopped without a word is there as it was last, for as long as its lease.
+    """
+
+    def is_as_wanted(worker: WorkerPresence) -> object:
+        return worker.state is is_met if isinstance(is_met, WorkerState) else is_met(worker)
+
+    state = await until_state(rb, lambda state: any(one.worker == name and is_as_wanted(one) for one in state.workers))
+    return worker_of(state, name)
+
+
+def worker_of(state: FleetState, name: str) -> WorkerPresence:
+    """What one worker says of itself."""
+    [worker] = [worker for worker in state.workers if worker.worker == name]
+    return worker
+
+
+def all_serve(state: FleetState) -> bool:
+    """No worker is there that does not serve."""
+    return all(worker.state is WorkerState.SERVING for worker in state.workers)
+
+
+async def until_known(rb: rollbus.Client, *workers: Worker) -> None:
+    """Wait until the client has heard that all of these serve, each in its present incarnation."""
+
+    def are_known() -> bool:
+        heard = {(one.worker, one.incarnation) for one in rb.fleet.workers if one.state is WorkerState.SERVING}
+        return all((one.worker, one.incarnation) in heard for one in (worker.presence() for worker in workers))
+
+    await until_true(are_known)

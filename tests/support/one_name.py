@@ -1,0 +1,25 @@
+"""Under which names a process has imported files of ours."""
+
+import sys
+from pathlib import Path
+
+__all__ = ["FOLDERS", "ROOT", "misnamed"]
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("bus", "frontend", "schemas", "trainer", "workers")
+"""The parts of `rollbus`, at the top of the repository."""
+
+
+def misnamed() -> list[str]:
+    """The modules of this process with a file in one of our folders, and a name that does not begin with `rollbus.`."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        spec = getattr(module, "__spec__", None)
+        # A program that was started with -m is called __main__, and its spec has its name.
+        names = {spec.name if name == "__main__" and spec is not None else name}
+        if file is not None and not all(known.startswith("rollbus.") for known in names):
+            path = Path(file).resolve()
+            if any(path.is_relative_to(ROOT / folder) for folder in FOLDERS):
+                found.append(f"{name}: {file}")
+    return sorted(found)

@@ -1,0 +1,234 @@
+"""Servers with and without TLS, for tests of what a client sends before and after the handshake."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from rollbus.bus.auth.tls import Tls
+from rollbus.bus.nats import embedded
+from rollbus.bus.nats.embedded import server_config
+from rollbus.bus.nats.server import Server
+from tests.support.certificates import certificate
+
+__all__ = ["FakeServer", "PlainServer", "TlsServer", "configure_tls"]
+
+INFO: Mapping[str, Any] = {
+    "server_id": "x",
+    "version": "2.12.0",
+    "max_payload": 2**20,
+    "headers": True,
+    "proto": 1,
+    "auth_required": True,
+    "nonce": "PaQWx_kTVWMfhZc",
+}
+LEAVES_WITHIN_S = 30.0
+"""A client that has closed its connection; it takes milliseconds."""
+
+
+class FakeServer:
+    """As much of a NATS server as a connection needs that is opened, each client served by a thread.
+
+    Attributes:
+        info: what it says at the start.
+        received: what each connection sent, without TLS or inside it; also of those whose handshake failed.
+    """
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self.info: dict[str, Any] = {**INFO, **info}
+        self.received: list[bytearray] = []
+        self.port = 0
+        self.over = threading.Event()
+        self._listeners: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[threading.Thread] = []
+        self._serving: list[threading.Thread] = []
+
+    @property
+    def address(self) -> str:
+        """As other servers name it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def connects(self) -> list[dict[str, Any]]:
+        """What clients sent with CONNECT."""
+        lines = b"".join(bytes(one) for one in self.received).splitlines()
+        return [json.loads(line.removeprefix(b"CONNECT ")) for line in lines if line.startswith(b"CONNECT ")]
+
+    @contextlib.contextmanager
+    def running(self, port: int = 0) -> Iterator[Self]:
+        """Listen, at the end nowhere and to nobody any more; what clients sent until they left is recorded then."""
+        self.listen(port)
+        try:
+            yield self
+        finally:
+            self._end()
+
+    @contextlib.asynccontextmanager
+    async def beside(self, port: int = 0) -> AsyncIterator[Self]:
+        """Likewise, for clients on this event loop, which has to run while they leave."""
+        self.listen(port)
+        try:
+            yield self
+        finally:
+            await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self.over.set()
+        _close(self._listeners)
+        # Those that accept first: they start the others.
+        for threads in (self._accepting, self._serving):
+            for thread in threads:
+                thread.join(LEAVES_WITHIN_S)
+        self.go_away()
+
+    def listen(self, port: int = 0) -> None:
+        """Take connections, at `port`, else at the port of before."""
+        listener = socket.create_server(("127.0.0.1", port or self.port))
+        self.port = listener.getsockname()[1]
+        self._listeners.append(listener)
+        self._accepting.append(threading.Thread(target=self._accept, args=(listener,), daemon=True))
+        self._accepting[-1].start()
+
+    def go_away(self) -> None:
+        """Take none, and drop all that there are."""
+        _close(self._listeners)
+        _close(self._sockets)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = listener.accept()
+                self._sockets.append(one)
+                self.received.append(bytearray())
+                thread = threading.Thread(target=self._serve, args=(one, self.received[-1]), daemon=True)
+                thread.start()
+                self._serving.append(thread)
+
+    def _serve(self, one: socket.socket, sent: bytearray) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.serve(one, sent)
+
+    def serve(self, one: socket.socket, sent: bytearray) -> None:
+        """Speak with one client, and record what it sends."""
+        raise NotImplementedError
+
+    def say_info(self, one: socket.socket, **more: Any) -> None:
+        """Send INFO."""
+        one.sendall(b"INFO " + json.dumps({**self.info, **more}).encode() + b"\r\n")
+
+    def answer_pings(self, one: socket.socket, sent: bytearray) -> Iterator[None]:
+        """Record all that comes, and answer pings; yields after each answer."""
+        answered = 0
+        while data := one.recv(65536):
+            sent += data
+            while answered < sent.count(b"PING\r\n"):
+                answered += 1
+                one.sendall(b"PONG\r\n")
+                yield
+
+
+class PlainServer(FakeServer):
+    """Offers no TLS, takes all that comes, and records it."""
+
+    def __init__(self, **info: Any) -> None:
+        super().__init__(info)
+
+    def serve(self, one: socket.socket, sent: bytearray) -> None:
+        """As a server without TLS does."""
+        self.say_info(one)
+        for _ in self.answer_pings(one, sent):
+            pass
+
+
+class TlsServer(FakeServer):
+    """Speaks TLS with a certificate of its own.
+
+    Args:
+        folder: for the certificate.
+        names: hosts of the certificate.
+        days: until the certificate expires.
+        shakes_hands: False: the handshake never ends.
+        answers: False: it falls silent after its first answer.
+        learned: addresses of other servers, told after the handshake.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        names: tuple[str, ...] = ("127.0.0.1",),
+        days: float = 1,
+        shakes_hands: bool = True,
+        answers: bool = True,
+        learned: tuple[str, ...] = (),
+        **info: Any,
+    ) -> None:
+        super().__init__({"tls_required": True, **info})
+        cert, key = certificate(folder, names=names, days=days, file=f"cert-{id(self)}")
+        self.cert = cert
+        self.tls = Tls(ca=str(cert))
+        self.shakes_hands, self.answers, self.learned = shakes_hands, answers, learned
+        self.before_handshake = b""
+        """Sent without TLS behind the INFO, as somebody on the way might."""
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(cert, key)
+
+    @property
+    def server(self) -> Server:
+        """For connections."""
+        return Server(f"nats://{self.address}", tls=self.tls)
+
+    def ask_for_certificates(self, ca: Path, newest: ssl.TLSVersion) -> None:
+        """Have clients show a certificate that `ca` has signed, in this version of TLS at most."""
+        self._context.verify_mode = ssl.CERT_REQUIRED
+        self._context.load_verify_locations(ca)
+        self._context.maximum_version = newest
+
+    def serve(self, one: socket.socket, sent: bytearray) -> None:
+        """As a server with TLS does."""
+        self.say_info(one)
+        one.sendall(self.before_handshake)
+        if not self.shakes_hands:
+            self.over.wait()
+            return
+        with self._context.wrap_socket(one, server_side=True) as safe:
+            self._sockets.append(safe)
+            for _ in self.answer_pings(safe, sent):
+                if not self.answers:
+                    self.over.wait()
+                if self.learned:
+                    self.say_info(safe, connect_urls=self.learned)
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+    sockets.clear()
+
+
+def configure_tls(
+    monkeypatch: pytest.MonkeyPatch, cert: Path, key: Path, *, outside: Mapping[str, Any] | None = None, **options: Any
+) -> None:
+    """Have embedded servers speak TLS with this certificate.
+
+    Args:
+        outside: more of the server's configuration.
+        options: more of its `tls` block.
+    """
+
+    def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
+        tls = {"cert_file": str(cert), "key_file": str(key), **options}
+        config = json.loads(server_config(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes))
+        return json.dumps({**config, "tls": tls, **(outside or {})})
+
+    monkeypatch.setattr(embedded, "server_config", changed)

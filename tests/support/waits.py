@@ -1,0 +1,33 @@
+"""Waiting for what nothing tells of: by looking again and again, until it is so."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from tests.support.patience import SOON_S
+
+__all__ = ["until", "until_true"]
+
+LOOK_AGAIN_S = 0.01
+
+
+async def until(look: Callable[[], Awaitable[object]], expected: object) -> None:
+    """Poll until `look` returns `expected`: for what other processes do, of which nobody tells."""
+    seen: object = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SOON_S):
+            while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    # Said here, since pytest explains only what stands in a test.
+    assert seen == expected, f"{look.__qualname__} is {seen} and not {expected}"
+
+
+async def until_true(is_met: Callable[[], object]) -> None:
+    """Poll until `is_met`."""
+
+    async def look() -> bool:
+        return bool(is_met())
+
+    look.__qualname__ = is_met.__qualname__
+    await until(look, True)

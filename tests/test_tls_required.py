@@ -1,0 +1,346 @@
+"""`tls://`, a CA or a client certificate mean TLS or nothing: not one byte goes to a server without it."""
+
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from nats.aio.msg import Msg
+
+from rollbus.bus.auth.credentials import Role, load_credentials
+from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
+from rollbus.schemas.errors import BusBroken, TlsFailed
+from tests.support.certificates import certificate
+from tests.support.loops import on_both_loops, run_on
+from tests.support.nats_server import require_binary
+from tests.support.tcp_proxy import tcp_proxy
+from tests.support.tls_server import FakeServer, PlainServer, TlsServer, configure_tls
+from tests.support.waits import until_true
+
+pytestmark = pytest.mark.slow
+
+SECRETS = "alice:hunter2"
+
+
+@contextlib.asynccontextmanager
+async def opened(server: Server) -> AsyncIterator[Connection]:
+    """A connection, closed at the end."""
+    connection = await open_connection(server, name="test", timeout_s=60)
+    try:
+        yield connection
+    finally:
+        await connection.shut(timeout_s=0.5)
+
+
+async def ignore(_message: Msg) -> None:
+    """Take a message and do nothing."""
+
+
+async def is_refused(server: Server) -> None:
+    """Connect, and be told why not."""
+    with pytest.raises(TlsFailed, match="offers none; nothing was sent to it; give the server a certificate") as told:
+        # A connection that is made all the same has to be closed, or the loop would wait for it.
+        async with opened(server):
+            pass
+    assert "hunter2" not in str(told.value)
+
+
+@on_both_loops
+@pytest.mark.parametrize("asked_by", ["url", "ca", "certificate", "key of a user"])
+def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: str) -> None:
+    """Each setting that requires TLS, with each kind of credentials."""
+    cert, key = certificate(tmp_path)
+    with PlainServer().running() as plain:
+        url = f"{SECRETS}@{plain.address}"
+        [entry] = ensure_users(tmp_path / "users", [("F", Role.TRAINER, "bob")])
+        asked = {
+            "url": Server(f"tls://{url}"),
+            "ca": Server(f"nats://{url}", tls=Tls(ca=str(cert))),
+            "certificate": Server(url, tls=Tls(cert=str(cert), key=str(key))),
+            "key of a user": Server(f"tls://{plain.address}", load_credentials(entry.path)),
+        }
+        run_on(loop, is_refused(asked[asked_by]))
+    assert plain.received == [b""]
+
+
+async def loses_its_server(server: TlsServer) -> None:
+    """Find another server at its place, without TLS, and then the first one again."""
+    async with opened(replace(server.server, url=f"tls://{SECRETS}@{server.address}")) as connection:
+        await subscribe(connection, "secret.subject", ignore)
+        server.go_away()
+        async with PlainServer().beside(server.port) as plain:
+            await publish(connection, "secret.subject", b"secret")
+            await until_true(lambda: len(plain.received) >= 3)
+        assert not any(plain.received)
+        assert not connection.is_connected
+        server.listen()
+        await until_true(lambda: connection.is_connected)
+    assert [connect["pass"] for connect in server.connects] == ["hunter2"] * 2
+    assert b"secret" in server.received[-1]
+
+
+@on_both_loops
+def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: str) -> None:
+    """Each time; what was published meanwhile waits for the server that has TLS."""
+    with TlsServer(tmp_path).running() as server:
+        run_on(loop, loses_its_server(server))
+
+
+async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -> None:
+    """Close with bytes unsent, when the server in reach has said nothing yet."""
+    async with opened(server.server) as connection:
+        await subscribe(connection, "secret.subject", ignore)
+        server.go_away()
+        silent.listen(server.port)
+        await publish(connection, "secret.subject", b"secret")
+        await until_true(lambda: len(silent.received) >= 1)
+
+
+class SilentServer(PlainServer):
+    """Waits for the client to speak."""
+
+    def say_info(self, one: socket.socket, **more: Any) -> None:
+        """Do not."""
+
+
+@on_both_loops
+def test_closing_sends_nothing_without_tls(tmp_path: Path, loop: str) -> None:
+    """What nats-py flushes as its last act neither."""
+    with TlsServer(tmp_path).running() as server, SilentServer().running() as silent:
+        run_on(loop, closes_at_a_silent_server(server, silent))
+    assert not any(silent.received)
+
+
+async def hears_of(server: TlsServer, other: FakeServer, url: str, *, num_visits: int = 2) -> Connection:
+    """Connect to the first of two servers, hear of the second, and lose the first."""
+    connection = await open_connection(Server(url, tls=server.tls), name="test", timeout_s=60)
+    await until_true(lambda: len(connection.discovered_servers))
+    server.go_away()
+    await until_true(lambda: len(other.received) >= num_visits)
+    return connection
+
+
+async def is_told_of_a_plain_server(server: TlsServer, plain: PlainServer) -> None:
+    """Never speak to it."""
+    connection = await hears_of(server, plain, f"tls://{SECRETS}@{server.address}")
+    assert not connection.is_connected
+    server.listen()
+    await until_true(lambda: connection.is_connected)
+    await connection.shut()
+    assert not any(plain.received)
+
+
+@on_both_loops
+def test_a_learned_server_without_tls_gets_nothing(tmp_path: Path, loop: str) -> None:
+    """Each time; the connection goes back to the one that has TLS."""
+    with PlainServer().running() as plain, TlsServer(tmp_path, learned=(plain.address,)).running() as server:
+        run_on(loop, is_told_of_a_plain_server(server, plain))
+
+
+async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -> None:
+    """Connect to one server, hear of the other under `localhost`, and lose the first."""
+    bundle = Path(server.tls.ca).with_name("both.pem")
+    bundle.write_bytes(server.cert.read_bytes() + other.cert.read_bytes())
+    server.tls = Tls(ca=str(bundle))
+    connection = await hears_of(server, other, server.server.url, num_visits=1 if is_trusted else 2)
+    await until_true(lambda: connection.is_connected == is_trusted)
+    refusal = "" if is_trusted else "not valid for '127.0.0.1'"
+    await until_true(lambda: refusal in str(connection.last_error or ""))
+    await connection.shut()
+    assert bool(other.connects) is is_trusted
+
+
+@on_both_loops
+@pytest.mark.parametrize(("names", "is_trusted"), [(("localhost",), False), (("localhost", "127.0.0.1"), True)])
+def test_a_learned_server_has_to_prove_the_name_of_the_url(
+    tmp_path: Path, loop: str, names: tuple[str, ...], is_trusted: bool
+) -> None:
+    """The certificate must bear the name of the URL, not the learned address, which any server could name."""
+    with TlsServer(tmp_path, names=names).running() as other:
+        learned = (f"localhost:{other.port}",)
+        with TlsServer(tmp_path, learned=learned).running() as server:
+            run_on(loop, fails_over(server, other, is_trusted=is_trusted))
+
+
+async def learns_nothing(server: TlsServer) -> None:
+    """Connect, and look at the servers that it knows, and at what it takes for said."""
+    async with opened(server.server) as connection:
+        heard: list[bytes] = []
+
+        async def hear(message: Msg) -> None:
+            heard.append(message.data)
+
+        await subscribe(connection, "x", hear)
+        await connection.flush()
+        assert [uri.netloc for uri in connection.servers] == [server.address]
+        assert heard == []
+
+
+@on_both_loops
+def test_what_comes_before_tls_is_not_believed(tmp_path: Path, loop: str) -> None:
+    """No address, and nothing behind the INFO: anybody on the way can have written both."""
+    server = TlsServer(tmp_path, connect_urls=["198.51.100.1:4222"])
+    server.before_handshake = b"MSG x 1 5\r\nhello\r\n+OK\r\nPONG\r\n"
+    with server.running():
+        run_on(loop, learns_nothing(server))
+
+
+BAD_INFOS: dict[str, Any] = {
+    "addresses": {"connect_urls": ["[::1", "a b:1", "h:99999", "h:x", 7]},
+    "nonce": {"nonce": 7},
+    "max_payload": {"max_payload": "much"},
+    "no object": None,
+}
+
+
+async def survives(server: TlsServer, bad: FakeServer) -> None:
+    """Meet a bad INFO at a reconnect, and the server again."""
+    async with opened(server.server) as connection:
+        server.go_away()
+        bad.listen(server.port)
+        await until_true(lambda: len(bad.received) >= 2)
+        bad.go_away()
+        server.listen()
+        await until_true(lambda: connection.is_connected)
+
+
+class BadServer(PlainServer):
+    """Sends an INFO that is none."""
+
+    def __init__(self, info: dict[str, Any] | None) -> None:
+        super().__init__(**(info or {}), tls_required=True)
+        self.is_list = info is None
+
+    def serve(self, one: socket.socket, sent: bytearray) -> None:
+        """Say it, and wait for the end."""
+        one.sendall(b"INFO " + json.dumps([] if self.is_list else self.info).encode() + b"\r\n")
+        one.recv(65536)
+
+
+@on_both_loops
+@pytest.mark.parametrize("what", BAD_INFOS)
+def test_an_info_that_is_none_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
+    """It is an attempt that failed."""
+    with TlsServer(tmp_path).running() as server:
+        run_on(loop, survives(server, BadServer(BAD_INFOS[what])))
+
+
+@contextlib.asynccontextmanager
+async def real_server(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, names: tuple[str, ...] = ("127.0.0.1",), **options: Any
+) -> AsyncIterator[tuple[str, Tls]]:
+    """A nats-server with TLS: host and port, and what to trust."""
+    require_binary()
+    cert, key = certificate(folder, names=names)
+    configure_tls(monkeypatch, cert, key, **options)
+    async with EmbeddedServer() as server:
+        yield urlsplit(server.url).netloc, Tls(ca=str(cert))
+
+
+async def test_a_server_that_only_offers_tls_is_used_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where clients may choose, ours does."""
+    async with (
+        real_server(monkeypatch, tmp_path, outside={"allow_non_tls": True}) as (address, tls),
+        opened(Server(f"nats://{address}", tls=tls)) as asks,
+        opened(Server(f"nats://{address}")) as does_not,
+    ):
+        assert await asks.confirm(timeout_s=10)
+        assert (asks._wire.is_secure, does_not._wire.is_secure) == (True, False)
+
+
+async def test_a_server_that_wants_the_handshake_first_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It says nothing before; the second attempt begins with TLS, and so does the next connection."""
+    async with (
+        real_server(monkeypatch, tmp_path, handshake_first=True) as (address, tls),
+        opened(Server(f"tls://{address}", tls=tls)) as connection,
+    ):
+        assert connection._wire.is_secure
+        assert await connection.confirm(timeout_s=10)
+        connection._wire.abort()
+        await until_true(lambda: connection.counters().reconnects)
+
+
+async def test_who_takes_tls_out_of_the_info_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A man in the middle gets no CONNECT for it."""
+    async with real_server(monkeypatch, tmp_path) as (address, tls), tcp_proxy(f"nats://{address}") as proxy:
+        proxy.make_filter = lambda: lambda data: data.replace(b'"tls_required":true', b'"tls_required":false')
+        with pytest.raises(TlsFailed, match="offers none"):
+            await open_connection(Server(proxy.url, tls=tls), name="test", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("names", "days", "is_named", "words"),
+    [
+        (("127.0.0.1",), 1, False, "self-signed certificate; name the certificate of its CA with --tls-ca FILE"),
+        (("nats.example.com",), 1, True, "not valid for '127.0.0.1'.*; name the server in the URL as its certificate"),
+        (("127.0.0.1",), -1, True, "expired; renew the server's certificate"),
+    ],
+)
+async def test_a_certificate_that_is_refused_says_why(
+    tmp_path: Path, names: tuple[str, ...], days: float, is_named: bool, words: str
+) -> None:
+    """At once, with the next step; the server gets no CONNECT."""
+    server = TlsServer(tmp_path, names=names, days=days)
+    async with server.beside():
+        tls = server.tls if is_named else Tls()
+        with pytest.raises(TlsFailed, match=words):
+            await open_connection(Server(f"tls://{server.address}", tls=tls), name="test", timeout_s=60)
+    assert server.connects == []
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_server_that_asks_for_a_certificate(tmp_path: Path, newest: ssl.TLSVersion) -> None:
+    """Without one the error names the options, in both versions of TLS; with one the connection is made."""
+    cert, key = certificate(tmp_path, file="client")
+    server = TlsServer(tmp_path)
+    server.ask_for_certificates(cert, newest)
+    async with server.beside():
+        with pytest.raises(TlsFailed, match="--tls-cert FILE and --tls-key FILE"):
+            await open_connection(server.server, name="test", timeout_s=60)
+        shown = replace(server.tls, cert=str(cert), key=str(key))
+        async with opened(Server(server.server.url, tls=shown)) as connection:
+            assert await connection.confirm(timeout_s=10)
+
+
+async def test_nats_server_asks_for_a_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same, with the real one."""
+    cert, key = certificate(tmp_path, file="client")
+    async with real_server(monkeypatch, tmp_path, verify=True, ca_file=str(cert)) as (address, tls):
+        with pytest.raises(TlsFailed, match="--tls-cert FILE and --tls-key FILE"):
+            await open_connection(Server(f"tls://{address}", tls=tls), name="test", timeout_s=60)
+        async with opened(Server(f"tls://{address}", tls=replace(tls, cert=str(cert), key=str(key)))) as connection:
+            assert await connection.confirm(timeout_s=10)
+
+
+async def test_without_asking_tls_is_used_where_a_server_demands_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As before; its certificate has to be good all the same."""
+    async with real_server(monkeypatch, tmp_path) as (address, _):
+        with pytest.raises(TlsFailed, match="self-signed"):
+            await open_connection(f"nats://{address}", name="test", timeout_s=60)
+
+
+def test_what_asks_for_tls() -> None:
+    """The scheme, in any case, and each file; a key alone is a mistake, and so is a list of servers."""
+    assert Server("TLS://h").requires_tls
+    assert Server("h", tls=Tls(ca="x")).requires_tls
+    assert Server("h", tls=Tls(cert="x")).requires_tls
+    assert not Server("h").requires_tls
+    with pytest.raises(BusBroken, match="has no certificate: --tls-cert"):
+        Tls(key="k.pem").context()
+    for url in ("tls://a,nats://b", "nats://a:1,b:2", "a,b"):
+        with pytest.raises(BusBroken, match="it names several servers"):
+            assert Server(url).requires_tls

@@ -1,0 +1,89 @@
+"""The life of a worker whose process stood still for longer than its lease."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+import rollbus.workers.lifecycle.lifecycle
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.protocol.states import WorkerEvent
+from rollbus.schemas.messages import decode_presence
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.lifecycle.lifecycle import WorkerLifecycle
+from tests.support.presences import presence
+
+LEASE_S = 6.0
+
+
+class Wire:
+    """A connection that keeps what was announced, and whose server confirms everything."""
+
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.announced: list[WorkerPresence] = []
+
+    async def publish(self, _subject: str, data: bytes, *_: object) -> None:
+        """Take an announcement."""
+        self.announced.append(decode_presence(data))
+
+    async def confirm(self, *, timeout_s: float) -> bool:
+        """The server has it."""
+        return timeout_s > 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the worker reads as the time: `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(rollbus.workers.lifecycle.lifecycle, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def make_life(wire: Wire) -> WorkerLifecycle:
+    """Of a worker that serves, and listens for no other one."""
+    config = WorkerConfig(nats_url="", model="m", worker_id="same", lease_s=LEASE_S, listen_s=0.0)
+
+    def describe() -> WorkerPresence:
+        return presence(worker="same", incarnation=life.incarnation, state=life.state, held_s=life.held_s)
+
+    life = WorkerLifecycle(
+        config, cast(Connection, wire), describe=describe, on_fenced=lambda: None, on_changed=lambda: None
+    )
+    life.transition(WorkerEvent.READY)
+    life.transition(WorkerEvent.CAUGHT_UP)
+    return life
+
+
+async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespace) -> None:
+    """A heartbeat of the old incarnation would renew the lease that others have seen expire."""
+    wire = Wire()
+    life = make_life(wire)
+    await life.publish_presence()
+    clock.now += LEASE_S + 1
+    await life.publish_presence()
+
+    assert [announced.state for announced in wire.announced] == [WorkerState.SERVING, WorkerState.FENCED]
+    assert wire.announced[0].incarnation != wire.announced[1].incarnation == life.incarnation
+    assert life.times_fenced == 1
+
+
+async def test_a_worker_that_served_meanwhile_is_ahead_of_it(clock: SimpleNamespace) -> None:
+    """Read before its own next heartbeat, the other one's keeps it from serving, and at last it gives way."""
+    wire = Wire()
+    life = make_life(wire)
+    await life.publish_presence()
+    clock.now += LEASE_S + 1
+    other = presence(worker="same", incarnation="other", held_s=0.1)
+
+    assert not life.on_presence(other)
+    await life.publish_presence()
+    assert life.state is WorkerState.FENCED
+    assert [announced.state for announced in wire.announced] == [WorkerState.SERVING]
+    heard = []
+    for _ in range(4):
+        clock.now += 1
+        heard.append(life.on_presence(other))
+    assert heard == [False, False, True, True]

@@ -1,0 +1,103 @@
+"""The acks of a worker: made, added to the command log and published."""
+
+import logging
+import time
+from functools import partial
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from ...bus.nats.connection import Connection, publish
+from ...bus.subjects import Subjects
+from ...schemas.control import Ack, AckError, AckStatus
+from ...schemas.errors import ControlError
+from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.messages import encode_json
+from ..config import WorkerConfig
+from ..lifecycle.lifecycle import WorkerLifecycle
+from ..requests.in_flight import InFlightRequests
+from ..requests.publisher import OutboundPublisher
+from .command_log import CommandLog, ReceivedCommand
+from .desire import RegisterOutcome
+
+__all__ = ["AckPublisher"]
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE: Final = "unreadable"
+"""The name of a command that does not decode."""
+
+
+class AckPublisher:
+    """Publishes acks in order while the worker holds its lease, none after the final ack of a command."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        nats: Connection,
+        lifecycle: WorkerLifecycle,
+        in_flight: InFlightRequests,
+        publisher: OutboundPublisher,
+    ) -> None:
+        self._config = config
+        self._nats = nats
+        self._lifecycle = lifecycle
+        self._in_flight = in_flight
+        self._publisher = publisher
+        self._subjects = Subjects(config.fleet)
+        self.log = CommandLog()
+
+    def publish_ack(self, received: ReceivedCommand, status: AckStatus, **fields: Any) -> None:
+        """Publish an ack of a command, unless its final ack was published."""
+        seconds = round(time.monotonic() - received.received_at, 3)
+        ack = self._ack(
+            received.command.id, received.command.command, status, epoch=received.epoch, seconds=seconds, **fields
+        )
+        if self.log.add_ack(received, ack):
+            self._publish(received.controller, ack)
+
+    def publish_progress(self, received: ReceivedCommand, stage: str) -> None:
+        """Publish the stage that a command has reached, unless the last ack has it."""
+        if received.last is None or received.last.stage != stage:
+            self.publish_ack(received, AckStatus.PROGRESS, stage=stage)
+
+    def publish_final(self, received: ReceivedCommand, outcome: RegisterOutcome, **fields: Any) -> None:
+        """Publish the final ack of a command."""
+        capabilities = self._in_flight.runner.capabilities
+        if outcome.canary is not None and capabilities is not None:
+            fields["signature"] = capabilities.signature
+        said = {"canary": outcome.canary, "verified": outcome.verified, "frames": outcome.frames}
+        self.publish_ack(received, outcome.status, error=outcome.error, **said, **fields)
+
+    def repeat(self, received: ReceivedCommand) -> None:
+        """Publish the last ack of a command again."""
+        if received.last is not None:
+            self._publish(received.controller, received.last)
+
+    def reject(self, controller: str, command_id: str, error: ControlError) -> None:
+        """Publish the final ack of a command that is not carried out."""
+        said = AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS])
+        self._publish(controller, self._ack(command_id, UNREADABLE, AckStatus.FAILED, error=said))
+
+    def _ack(self, command_id: str, command: str, status: AckStatus, **fields: Any) -> Ack:
+        links = self._in_flight.links
+        return Ack(
+            id=command_id,
+            command=command,
+            worker=self._config.worker_id,
+            incarnation=self._lifecycle.incarnation,
+            model=self._config.model,
+            status=status,
+            weight_version=links.versions.weight_version,
+            in_flight=len(links.requests),
+            **fields,
+        )
+
+    def _publish(self, controller: str, ack: Ack) -> None:
+        data = encode_json(ack)
+        if len(data) > self._nats.max_payload and ack.frames:
+            # With thousands of links under a small limit, the other fields are more important.
+            logger.warning("ack.cut id=%s bytes=%s", ack.id, len(data))
+            data = encode_json(replace(ack, frames=None))
+        subject = self._subjects.ack(controller, self._config.worker_id)
+        self._publisher.enqueue_acks([partial(publish, self._nats, subject, data)])

@@ -1,0 +1,245 @@
+"""Receives commands and publishes their acks: `accepted` at once, perhaps `progress`, then exactly one final ack.
+
+A command that sets a register is answered with the outcome of that register. If no controller has recorded it, the
+first worker that can records it. Each worker that receives another command carries it out once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from ...bus.control.store import DesiredStore
+from ...bus.nats.connection import Connection, subscribe
+from ...bus.subjects import Subjects
+from ...schemas.control import Abort, AckStatus, CheckWeights, State
+from ...schemas.errors import (
+    BusBroken,
+    BusClosed,
+    ControlCode,
+    ControlError,
+    InvalidRequest,
+    PermissionDenied,
+    RemoteProtocolError,
+)
+from ...schemas.limits import MAX_SEEN_COMMANDS
+from ...schemas.messages import command_id_of, decode_command
+from ..config import WorkerConfig
+from ..lifecycle.lifecycle import WorkerLifecycle
+from .ack_publisher import AckPublisher
+from .boundary import command_boundary
+from .command_log import ReceivedCommand
+from .desire import RegisterOutcome, failure
+from .one_off import OneOffCommands
+from .reconcile import Reconciler
+
+__all__ = ["CommandHandler"]
+
+logger = logging.getLogger(__name__)
+
+RECORD_RETRY_S: Final = 1.0
+"""Seconds between attempts to record a command, while the bus has no JetStream."""
+LATE_S: Final = 1.0
+"""Seconds beyond its `timeout_s` after which a recorded command is answered, whatever its register waits for."""
+
+
+class CommandHandler:
+    """Receives the commands of one worker, and has them carried out and answered."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        nats: Connection,
+        lifecycle: WorkerLifecycle,
+        acks: AckPublisher,
+        reconciler: Reconciler,
+        one_off: OneOffCommands,
+    ) -> None:
+        self._config = config
+        self._nats = nats
+        self._subjects = Subjects(config.fleet)
+        self._store = DesiredStore(nats, self._subjects)
+        self._lifecycle = lifecycle
+        self._acks = acks
+        self._log = acks.log
+        self._one_off = one_off
+        self.reconciler = reconciler
+        self.reader = reconciler.reader
+        reconciler.on_change = self.publish_due_acks
+        # One at a time of each kind: slow commands must not delay quick ones. No more wait than are under way.
+        self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
+            name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
+        }
+        self.bad_messages = 0
+        """Commands without a usable id or controller to answer."""
+
+    def __repr__(self) -> str:
+        """One line with the parts."""
+        return f"<CommandHandler {self._log!r} {self.reader!r} {self.reconciler!r}>"
+
+    async def subscribe(self) -> None:
+        """Subscribe to commands and to changes of the desired state; once.
+
+        Raises:
+            BusClosed: the connection is closed.
+        """
+        await subscribe(self._nats, self._subjects.controls, self._on_command)
+        await subscribe(self._nats, self._store.subject(self._config.model), self._on_desired_state)
+
+    def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
+        """Return what runs side by side until the worker stops; raises `EngineDead` if the engine is gone."""
+        return {
+            "read": self.reader.run,
+            "reconcile": self.reconciler.run,
+            "record": partial(self._serve, "record", self._record),
+            **{f"commands.{name}": partial(self._serve, name, self._execute) for name in ("quick", "check", "event")},
+        }
+
+    @property
+    def problem(self) -> str | None:
+        """Why this worker serves nothing, has not read the desired state, or lacks an adapter; None: no problem."""
+        reconciler = self.reconciler
+        return (
+            reconciler.problem or self.reader.problem or reconciler.registers.loras.problem or reconciler.lora_problem
+        )
+
+    # Received
+
+    async def _on_desired_state(self, _message: Msg) -> None:
+        self.reader.request_read()
+
+    async def _on_command(self, message: Msg) -> None:
+        # A worker that may not publish cannot answer: it reads the recorded commands later.
+        if not self._lifecycle.may_publish():
+            return
+        try:
+            controller = message.subject.rpartition(".")[2]
+            # Raises `InvalidRequest` for a name that cannot be in a subject.
+            self._subjects.ack(controller, self._config.worker_id)
+            self._receive(controller, message.data)
+        except (InvalidRequest, RemoteProtocolError) as exc:
+            self.bad_messages += 1
+            logger.warning("command.bad subject=%s error=%s", message.subject, exc)
+
+    def _receive(self, controller: str, data: bytes) -> None:
+        try:
+            command = decode_command(data)
+        except InvalidRequest as exc:
+            command_id = command_id_of(data)
+            if command_id is None:
+                raise
+            self._acks.reject(controller, command_id, ControlError(ControlCode.INVALID_COMMAND, exc.message))
+            return
+        config = self._config
+        if command.model not in (None, config.model):
+            return
+        if command.workers is not None and config.worker_id not in command.workers:
+            return
+        received = self._log.find(command.id)
+        if received is not None:
+            received.controller = controller
+            self._acks.repeat(received)
+            return
+        received = self._log.add(command, controller, time.monotonic())
+        if received is None:
+            problem = f"{MAX_SEEN_COMMANDS} commands are under way here"
+            self._acks.reject(controller, command.id, ControlError(ControlCode.NOT_SERVING, problem))
+            return
+        logger.info("command.heard command=%s id=%s epoch=%s", command.command, command.id, command.epoch)
+        self._acks.publish_ack(received, AckStatus.ACCEPTED)
+        self._enqueue(received)
+
+    def _enqueue(self, received: ReceivedCommand) -> None:
+        command = received.command
+        if command.register is not None and command.epoch is not None:
+            received.needs_read = self.reader.request_command(command.register, command.epoch, command.id)
+            if self.reader.num_read >= received.needs_read:
+                # The KV bucket was faster: the command may be carried out, and no other event will publish its ack.
+                self.publish_due_acks()
+        elif command.register is not None:
+            self._lanes["record"].put_nowait(received)
+        elif isinstance(command, Abort | State):
+            self._lanes["quick"].put_nowait(received)
+        else:
+            self._lanes["check" if isinstance(command, CheckWeights) else "event"].put_nowait(received)
+
+    # Carried out
+
+    async def _serve(self, lane: str, work: Callable[[ReceivedCommand], Awaitable[None]]) -> None:
+        while True:
+            received = await self._lanes[lane].get()
+            # A fence has removed the commands before it.
+            if self._log.is_under_way(received):
+                await work(received)
+
+    async def _record(self, received: ReceivedCommand) -> None:
+        """Record a command whose sender has not recorded it."""
+        while self._log.is_under_way(received):
+            try:
+                _, received.epoch = await self._store.record(self._config.model, received.command)
+            except PermissionDenied as exc:
+                error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record it before it is published")
+            except (BusBroken, BusClosed) as exc:
+                logger.warning("command.unrecorded id=%s error=%s", received.command.id, exc)
+                await asyncio.sleep(RECORD_RETRY_S)
+                continue
+            except RemoteProtocolError as exc:
+                error = ControlError(ControlCode.STORAGE, str(exc))
+            except ControlError as exc:
+                error = exc
+            else:
+                received.needs_read = self.reader.request_read()
+                return
+            self._acks.publish_final(received, failure(error))
+
+    async def _execute(self, received: ReceivedCommand) -> None:
+        """Carry out a one-off command; the worker survives all of its errors but `EngineDead`."""
+        timeout_s = received.command.timeout_s
+        answer: dict[str, Any] = {}
+        outcome = RegisterOutcome()
+        try:
+            with command_boundary(received.command.command):
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._one_off.execute(received.command)
+        except ControlError as exc:
+            outcome = failure(exc)
+        except TimeoutError:
+            outcome = failure(ControlError(ControlCode.TIMEOUT, f"not done within {timeout_s:g} s"))
+        self._acks.publish_final(received, outcome, **answer)
+
+    def publish_due_acks(self) -> None:
+        """Publish stages and outcomes of recorded commands, and time-outs of late ones. Call this every second too."""
+        now = time.monotonic()
+        for received in self._log.under_way:
+            register, timeout_s = received.command.register, received.command.timeout_s
+            if register is None:
+                continue
+            outcome = None
+            if received.epoch is not None:
+                stage = self.reconciler.stage_of(register, received.epoch)
+                if stage is not None:
+                    self._acks.publish_progress(received, stage)
+                if self.reader.num_read >= received.needs_read:
+                    outcome = self.reconciler.outcome_of(register, received.epoch)
+            if outcome is None and now > received.received_at + timeout_s + LATE_S:
+                what = "recorded" if received.epoch is None else "brought about"
+                problem = f"not {what} within {timeout_s:g} s; the worker is {self._lifecycle.state}"
+                outcome = failure(ControlError(ControlCode.TIMEOUT, problem))
+            if outcome is not None:
+                self._acks.publish_final(received, outcome)
+
+    def on_state_changed(self) -> None:
+        """Read and reconcile again, because the state of the worker has changed."""
+        if not self.reader.is_fresh:
+            self.reader.request_read()
+        self.reconciler.wake()
+
+    def fence(self) -> None:
+        """Remove the commands under way: the next incarnation does not answer them."""
+        self._log.clear()
+        self.reconciler.registers.transfer.mark_lost()
+        self.reader.invalidate()

@@ -1,0 +1,74 @@
+"""Commands that are not in the desired state: each worker that receives one carries it out once."""
+
+from typing import Any
+
+import msgspec
+
+from ...schemas.control import (
+    Abort,
+    AnyCommand,
+    CheckWeights,
+    Fence,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    State,
+    UpdateWeightChunk,
+)
+from ...schemas.errors import ControlCode, ControlError
+from ..lifecycle.lifecycle import WorkerLifecycle
+from ..requests.in_flight import InFlightRequests
+from .reconcile import Reconciler
+
+__all__ = ["OneOffCommands"]
+
+
+class OneOffCommands:
+    """Carries out commands that are not in the desired state. Coroutines may raise `EngineDead`."""
+
+    def __init__(self, lifecycle: WorkerLifecycle, in_flight: InFlightRequests, reconciler: Reconciler) -> None:
+        self._lifecycle = lifecycle
+        self._in_flight = in_flight
+        self._reconciler = reconciler
+        self._registers = reconciler.registers
+
+    async def execute(self, command: AnyCommand) -> dict[str, Any]:
+        """Do what `command` says; returns what its `Ack` says besides.
+
+        Raises:
+            ControlError: it was not done.
+        """
+        match command:
+            case State():
+                return {"state": msgspec.to_builtins(self._lifecycle.describe())}
+            case Abort():
+                return await self._abort(command)
+            case CheckWeights():
+                await self._registers.weights.check(command)
+            case Fence():
+                if self._reconciler.has_newer_weights(command.epoch):
+                    raise ControlError(ControlCode.STALE, "later weights were recorded since")
+                async with self._reconciler.exclusive(halts=True):
+                    self._registers.weights.mark_invalid(command.reason)
+            case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
+                await self._transfer(command)
+            case _:
+                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is no event")
+        return {}
+
+    async def _abort(self, command: Abort) -> dict[str, Any]:
+        found = self._in_flight.links.requests.names_by_id(set(command.request_ids))
+        await self._in_flight.abort_and_wait([name for names in found.values() for name in names])
+        return {"request_ids": tuple(sorted(found))}
+
+    async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk) -> None:
+        if self._registers.is_asleep:
+            raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep")
+        transfer = self._registers.transfer
+        async with self._reconciler.exclusive(halts=isinstance(command, StartWeightUpdate)):
+            match command:
+                case InitWeightTransfer():
+                    await transfer.init(command)
+                case StartWeightUpdate():
+                    await transfer.start(command)
+                case UpdateWeightChunk():
+                    await transfer.add_chunk(command)

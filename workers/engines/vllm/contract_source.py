@@ -1,0 +1,244 @@
+"""Reads vLLM's sources, without importing them: which names, members and signatures there are. See `contract`."""
+
+import ast
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .contract_need import Need, call_gap, override_gap
+
+__all__ = ["Sources"]
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+MAX_HOPS = 16
+"""Imports from module to module until a name is defined."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a name is defined."""
+
+    module: str
+    node: ast.AST
+
+
+class Sources:
+    """The modules below one folder `vllm`; each is read once.
+
+    Args:
+        folder: the package's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._modules: dict[str, dict[str, ast.AST] | None] = {}
+
+    def gaps(self, need: Need) -> Iterator[str]:
+        """What is missing of one need, each in a few words."""
+        names = self._names(need.module)
+        if names is None:
+            yield f"there is no module {need.module}"
+            return
+        if not need.name:
+            yield from (f"{need.module} has no {name!r}" for name in need.has.split() if name not in names)
+            return
+        whole = f"{need.module}.{need.name}"
+        place = self._find(need.module, need.name)
+        if place is None:
+            yield f"{need.module} has no {need.name!r}"
+        elif isinstance(place.node, ast.ClassDef):
+            yield from _Class(self, place).gaps(need, whole)
+        elif need.call is not None and isinstance(place.node, Function):
+            gap = call_gap(need.call, _signature(place.node))
+            if gap:
+                yield f"{whole} {gap}"
+        elif need.has or need.calls or need.overrides:
+            yield f"{whole} is no class"
+        elif need.reads and self.text(place.module, place.node).count(need.reads[""]) != 1:
+            yield f"{whole} is not {need.reads['']}"
+
+    def text(self, module: str, node: ast.AST) -> str:
+        """The source of `node`."""
+        path = self._path(module)
+        return "" if path is None else ast.get_source_segment(path.read_text(), node) or ""
+
+    def mro(self, place: _Place) -> list[_Place]:
+        """A class and those of vLLM that it is made from, itself first."""
+        node = place.node
+        found = [place]
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            name = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(name, ast.Name):
+                above = self._find(place.module, name.id)
+                if above is not None and isinstance(above.node, ast.ClassDef):
+                    found += self.mro(above)
+        return found
+
+    def _find(self, module: str, name: str) -> _Place | None:
+        for _ in range(MAX_HOPS):
+            names = self._names(module)
+            node = None if names is None else names.get(name)
+            if node is None:
+                is_module = self._path(f"{module}.{name}") is not None
+                return _Place(f"{module}.{name}", ast.Module([], [])) if is_module else None
+            if not isinstance(node, ast.ImportFrom):
+                return _Place(module, node)
+            source = self._absolute(module, node)
+            if not source.startswith("vllm"):
+                return _Place(source, node)
+            name = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+            module = source
+        return None
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        path = self._path(module)
+        parts = module.split(".")
+        up = node.level - (path is not None and path.name == "__init__.py")
+        return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
+
+    def _path(self, module: str) -> Path | None:
+        plain = self._folder.joinpath(*module.split(".")[1:])
+        candidates = (plain / "__init__.py", plain.with_suffix(".py"))
+        return next((path for path in candidates if path.is_file()), None)
+
+    def _names(self, module: str) -> dict[str, ast.AST] | None:
+        """What is bound at the top of a module, also under conditions."""
+        if module not in self._modules:
+            path = self._path(module)
+            self._modules[module] = None if path is None else dict(_bound(ast.parse(path.read_text()).body))
+        return self._modules[module]
+
+
+class _Class:
+    """One class with what it inherits from others of vLLM."""
+
+    def __init__(self, sources: Sources, place: _Place) -> None:
+        self._sources = sources
+        self._mro = sources.mro(place)
+
+    def gaps(self, need: Need, whole: str) -> Iterator[str]:
+        members = self._members
+        yield from (f"{whole} has no {name!r}" for name in need.has.split() if name not in members)
+        if need.call is not None:
+            gap = call_gap(need.call, self._constructor())
+            if gap:
+                yield f"{whole} {gap}"
+        for name, call in need.calls.items():
+            yield from self._method_gaps(whole, name, call)
+        for name, parameters in need.overrides.items():
+            method = self._method(name)
+            gap = "is not there" if method is None else override_gap(parameters, _signature(method, is_method=True))
+            if gap:
+                yield f"{whole}.{name} {gap}"
+        if need.overrides:
+            abstract = {name for place in self._mro for name, node in _functions(place.node) if _is_abstract(node)}
+            yield from (f"{whole} wants {name!r} to be implemented" for name in sorted(abstract - {*need.overrides}))
+        for name, text in need.reads.items():
+            method = self._method(name)
+            source = "" if method is None else self._sources.text(self._owner(method), method)
+            if source.count(text) != 1:
+                yield f"{whole}.{name} does not say {text!r} exactly once"
+
+    def _method_gaps(self, whole: str, name: str, call: str) -> Iterator[str]:
+        method = self._method(name)
+        if method is None:
+            yield f"{whole} has no method {name!r}"
+            return
+        gap = call_gap(call, _signature(method, is_method=True))
+        if gap:
+            yield f"{whole}.{name} {gap}"
+
+    @functools.cached_property
+    def _members(self) -> set[str]:
+        found: set[str] = set()
+        for place in self._mro:
+            for node in ast.walk(place.node):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                    found.add(node.attr)
+            if isinstance(place.node, ast.ClassDef):
+                found.update(name for name, _ in _bound(place.node.body))
+        return found
+
+    def _method(self, name: str) -> Function | None:
+        # Of several definitions in one class the last one counts: those before it are overloads, for type checkers.
+        defined = (dict(_functions(place.node)).get(name) for place in self._mro)
+        return next((node for node in defined if node is not None), None)
+
+    def _owner(self, method: Function) -> str:
+        return next(place.module for place in self._mro if method in ast.walk(place.node))
+
+    def _constructor(self) -> inspect.Signature:
+        method = self._method("__init__")
+        if method is not None:
+            return _signature(method, is_method=True)
+        # Of a dataclass, a struct or a named tuple: those inherited come first.
+        fields: dict[str, inspect.Parameter] = {}
+        for place in reversed(self._mro):
+            for node in place.node.body if isinstance(place.node, ast.ClassDef) else ():
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not _is_class_var(node):
+                    default = inspect.Parameter.empty if node.value is None else None
+                    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+                    fields[node.target.id] = inspect.Parameter(node.target.id, kind, default=default)
+        # As a struct may have fields without a default behind others, which `Signature` refuses, they are sorted here.
+        return inspect.Signature(sorted(fields.values(), key=lambda one: one.default is None))
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from ((name.id, node) for name in ast.walk(target) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        else:
+            for blocks in ("body", "orelse", "handlers", "finalbody"):
+                for inner in getattr(node, blocks, ()):
+                    yield from _bound(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
+
+
+def _functions(node: ast.AST) -> Iterator[tuple[str, Function]]:
+    for name, found in _bound(node.body) if isinstance(node, ast.ClassDef) else ():
+        if isinstance(found, Function):
+            yield name, found
+
+
+def _is_abstract(function: Function) -> bool:
+    return any(isinstance(name, ast.Name) and name.id == "abstractmethod" for name in function.decorator_list)
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_class_var(node: ast.AnnAssign) -> bool:
+    return "ClassVar" in ast.unparse(node.annotation)
+
+
+def _signature(function: Function, *, is_method: bool = False) -> inspect.Signature:
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    num_required = len(positional) - len(given.defaults)
+    kinds = inspect.Parameter
+    parameters = []
+    for index, argument in enumerate(positional):
+        kind = kinds.POSITIONAL_ONLY if index < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD
+        default = kinds.empty if index < num_required else None
+        parameters.append(kinds(argument.arg, kind, default=default))
+    if given.vararg is not None:
+        parameters.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
+    for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=kinds.empty if value is None else None))
+    if given.kwarg is not None:
+        parameters.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+    is_static = any(isinstance(name, ast.Name) and name.id == "staticmethod" for name in function.decorator_list)
+    return inspect.Signature(parameters[is_method and not is_static :])

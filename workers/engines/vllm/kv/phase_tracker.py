@@ -1,0 +1,140 @@
+"""What vLLM's scheduler has to know of prefill and decode phases whose KV goes through a folder.
+
+A prefill phase is a request whose `kv_transfer_params` have `do_remote_decode`; its KV is stored in the step that
+computes the last of its prompt, so that the file is whole before anyone hears of it. A decode phase is one with
+`do_remote_prefill` and what the prefill phase's end said; its KV is loaded when it is first scheduled, once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .folder import KvFolder, new_kv_id
+
+__all__ = ["BlockTransfer", "KvPhaseTracker"]
+
+GIVES = "do_remote_decode"
+TAKES = "do_remote_prefill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTransfer:
+    """Blocks to store or to load in the step at hand."""
+
+    kv_id: str
+    block_ids: list[int]
+    first_block: int = 0
+    """Of the blocks of the phase, the one that goes with `block_ids[0]`."""
+
+
+@dataclass(slots=True)
+class _Giving:
+    """A prefill phase in the engine."""
+
+    num_prompt_tokens: int
+    block_ids: list[int]
+    kv_id: str = field(default_factory=new_kv_id)
+    is_stored: bool = False
+
+
+class KvPhaseTracker:
+    """The prefill phases in one engine; at most one for each request.
+
+    Args:
+        block_size: tokens in a block of the KV cache; only whole blocks are transferred.
+    """
+
+    def __init__(self, folder: KvFolder, block_size: int) -> None:
+        self._folder = folder
+        self._block_size = block_size
+        self._giving: dict[str, _Giving] = {}
+        self._loads: list[BlockTransfer] = []
+
+    def __len__(self) -> int:
+        return len(self._giving)
+
+    def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
+        """Prompt tokens whose KV is to be loaded, behind the `num_computed_tokens` that are here; whole blocks."""
+        return max(self._num_handed(request) - num_computed_tokens, 0)
+
+    def admit(self, request: Any, block_ids: Sequence[int], num_to_load: int) -> None:
+        """The scheduler runs `request`, for the first time or again, in these blocks."""
+        params = request.kv_transfer_params or {}
+        if params.get(GIVES):
+            known = self._giving.get(request.request_id)
+            giving = known or _Giving(request.num_prompt_tokens, [])
+            giving.block_ids = list(block_ids)
+            self._giving[request.request_id] = giving
+        if params.get(TAKES):
+            num_handed = self._num_handed(request)
+            # What is preempted later is computed here: the KV is gone with its load.
+            params[TAKES] = False
+            if num_to_load:
+                past = num_handed // self._block_size
+                first = past - num_to_load // self._block_size
+                kv_id = params["kv_id"]
+                self._loads.append(BlockTransfer(kv_id=kv_id, block_ids=list(block_ids[first:past]), first_block=first))
+            else:
+                self._drop(params)
+
+    def next_jobs(self, output: Any) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+        """What the step `output`, of vLLM's scheduler, has to store and to load."""
+        stores: list[BlockTransfer] = []
+        for new in output.scheduled_new_reqs:
+            self._advance(new.req_id, new.num_computed_tokens, output.num_scheduled_tokens, stores)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            giving = self._giving.get(request_id)
+            new_block_ids = cached.new_block_ids[index]
+            # A resumed request was admitted again, with all of its blocks.
+            if giving is not None and new_block_ids is not None and request_id not in cached.resumed_req_ids:
+                giving.block_ids += new_block_ids[0]
+            self._advance(request_id, cached.num_computed_tokens[index], output.num_scheduled_tokens, stores)
+        loads, self._loads = self._loads, []
+        return stores, loads
+
+    def finish(self, request: Any, *, is_length: bool) -> dict[str, Any] | None:
+        """The request has ended; for a prefill phase, the parameters of its decode phase.
+
+        Args:
+            is_length: it has generated as much as it should, so that there may be more to come.
+        """
+        giving = self._giving.pop(request.request_id, None)
+        if giving is not None and giving.is_stored:
+            if is_length:
+                num_tokens = giving.num_prompt_tokens // self._block_size * self._block_size
+                return {TAKES: True, GIVES: False, "kv_id": giving.kv_id, "num_tokens": num_tokens}
+            self._folder.drop(giving.kv_id)
+        params = request.kv_transfer_params or {}
+        if params.get(TAKES):
+            # Ended before it was scheduled.
+            self._drop(params)
+        return None
+
+    def _advance(
+        self, request_id: str, num_computed: int, num_scheduled: Mapping[str, int], stores: list[BlockTransfer]
+    ) -> None:
+        giving = self._giving.get(request_id)
+        if giving is None:
+            return
+        num_tokens = num_computed + num_scheduled[request_id]
+        num_blocks = giving.num_prompt_tokens // self._block_size
+        if num_blocks and num_computed < giving.num_prompt_tokens <= num_tokens:
+            giving.is_stored = True
+            stores.append(BlockTransfer(kv_id=giving.kv_id, block_ids=giving.block_ids[:num_blocks]))
+
+    def _num_handed(self, request: Any) -> int:
+        """Prompt tokens whose KV can be loaded: one at least stays to be computed, as there is no output without."""
+        params = request.kv_transfer_params or {}
+        num_tokens = params.get("num_tokens")
+        if not params.get(TAKES) or not isinstance(params.get("kv_id"), str) or not isinstance(num_tokens, int):
+            return 0
+        num_loadable: int = max(min(num_tokens, request.num_prompt_tokens - 1), 0)
+        return num_loadable // self._block_size * self._block_size
+
+    def _drop(self, params: Mapping[str, Any]) -> None:
+        try:
+            self._folder.drop(str(params.get("kv_id")))
+        except ValueError:
+            # No id at all; whoever made that up has stored nothing.
+            return

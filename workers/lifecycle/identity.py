@@ -1,0 +1,77 @@
+"""Hears what is announced under this worker's id, and gives way to another worker that keeps the id."""
+
+import logging
+import socket
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from ...schemas.errors import DuplicateWorker, RemoteProtocolError
+from ...schemas.limits import MAX_NAME_CHARS
+from ...schemas.messages import decode_presence
+from ...schemas.presence import WorkerPresence
+from .lifecycle import WorkerLifecycle
+
+__all__ = ["HOST", "IdGuard"]
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
+"""Of this machine, as workers announce it."""
+
+
+class IdGuard:
+    """Looks for other workers of this worker's id.
+
+    Args:
+        worker_id: of this worker.
+        on_duplicate: called once, with the error that ends this worker.
+
+    Attributes:
+        duplicate: that error; None while this worker keeps its id.
+        bad_messages: announcements that did not decode.
+    """
+
+    def __init__(
+        self, worker_id: str, lifecycle: WorkerLifecycle, on_duplicate: Callable[[DuplicateWorker], None]
+    ) -> None:
+        self._worker_id = worker_id
+        self._lifecycle = lifecycle
+        self._on_duplicate = on_duplicate
+        self.duplicate: DuplicateWorker | None = None
+        self.bad_messages = 0
+
+    def __repr__(self) -> str:
+        """One line with the id."""
+        return f"<IdGuard {self._worker_id} duplicate={self.duplicate}>"
+
+    async def receive(self, message: Msg) -> None:
+        """Take an announcement of this worker or of another one of its id."""
+        try:
+            presence = decode_presence(message.data)
+        except RemoteProtocolError as exc:
+            self.bad_messages += 1
+            logger.warning("message.bad subject=%s error=%s", message.subject, exc)
+            return
+        if (
+            presence.worker != self._worker_id
+            or self.duplicate is not None
+            or not self._lifecycle.on_presence(presence)
+        ):
+            return
+        self.duplicate = DuplicateWorker(_text(presence))
+        logger.error("worker.gave_way worker=%s error=%s", self._worker_id, self.duplicate)
+        self._lifecycle.give_way()
+        self._on_duplicate(self.duplicate)
+
+
+def _text(other: WorkerPresence) -> str:
+    """Name the worker that keeps the id, and say what to do."""
+    started = datetime.now(UTC) - timedelta(seconds=other.uptime_s)
+    return (
+        f"worker id {other.worker} is in use by another process: host {other.host or 'unknown'}, "
+        f"pid {other.pid or 'unknown'}, started {started.isoformat(timespec='seconds')}; "
+        "give each worker an id and credentials of its own"
+    )

@@ -1,0 +1,228 @@
+"""The state, incarnation and lease of a worker; without its lease it publishes nothing else.
+
+The worker publishes presence every second, after it has listened for another worker of its id. Presence renews the
+lease once the server has confirmed it. A worker without confirmation for its lease, less a margin, fences itself before
+others treat it as lost: it fails all its requests and continues as a new incarnation.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+
+from ...bus.nats.connection import Connection, publish
+from ...bus.protocol.fleet.duplicates import DuplicateWatch, Standing
+from ...bus.protocol.fleet.lease import WorkerLease
+from ...bus.protocol.states import SPEAKING, WORKER, WorkerEvent
+from ...bus.subjects import Subjects
+from ...schemas.errors import BusBroken
+from ...schemas.messages import encode_json
+from ...schemas.presence import WorkerPresence, WorkerState
+from ..config import LEASE_MARGIN_S, WorkerConfig
+
+__all__ = ["HEARTBEAT_S", "WorkerLifecycle"]
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""Between two heartbeats of a link; between two presences too, unless a short lease makes them more frequent."""
+CONFIRM_S = 1.0
+"""Seconds for which a fenced worker waits for the confirmation of one presence before it publishes another."""
+MAX_INCARNATIONS = 16
+"""Incarnations of this process that it recognises as its own: its presence returns within fewer fences."""
+
+
+class WorkerLifecycle:
+    """The state and incarnation of this worker, and whether it may publish.
+
+    Args:
+        nats: connected.
+        describe: makes the presence.
+        on_fenced: called when the lease has expired, after the incarnation has changed; fails what the old one had.
+        on_changed: called when the state has changed.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        nats: Connection,
+        *,
+        describe: Callable[[], WorkerPresence],
+        on_fenced: Callable[[], None],
+        on_changed: Callable[[], None],
+    ) -> None:
+        self._worker_id = config.worker_id
+        self._nats = nats
+        self._subject = Subjects(config.fleet).presence(config.worker_id)
+        self.describe = describe
+        self._on_fenced = on_fenced
+        self._on_changed = on_changed
+        self._confirmed_at = time.monotonic()
+        self._lease = WorkerLease(config.lease_s, LEASE_MARGIN_S, self._confirmed_at)
+        # The lease has time for several presences, of which one must be confirmed.
+        self._heartbeat_s = min(HEARTBEAT_S, (config.lease_s - LEASE_MARGIN_S) / 4)
+        self._is_requested = asyncio.Event()
+        listen_s = config.lease_s if config.listen_s is None else config.listen_s
+        self._duplicates = DuplicateWatch(config.lease_s, listen_s, self._confirmed_at)
+        self._incarnations = deque([new_incarnation()], maxlen=MAX_INCARNATIONS)
+        self._held_since: float | None = None
+        self._has_published = False
+        self._has_given_way = False
+        self.state = WORKER.initial
+        self.times_fenced = 0
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<WorkerLifecycle {self._worker_id} {self.incarnation} {self.state} times_fenced={self.times_fenced}>"
+
+    @property
+    def incarnation(self) -> str:
+        """The incarnation since the start or the last fence."""
+        return self._incarnations[-1]
+
+    @property
+    def held_s(self) -> float:
+        """Seconds since presence of this incarnation was first confirmed; 0 before, and while fenced."""
+        return 0.0 if self._held_since is None else max(time.monotonic() - self._held_since, 0.0)
+
+    def on_presence(self, presence: WorkerPresence) -> bool:
+        """Handle presence under this worker's id; return True if this worker gives way to another worker."""
+        # If this process was frozen for longer than its lease, it holds the id no longer.
+        self.may_publish()
+        is_new = presence.incarnation not in self._incarnations and not self._duplicates.is_known(presence)
+        gives_way = self._duplicates.receive(presence, Standing(self._incarnations, self.held_s), time.monotonic())
+        if is_new and self._duplicates.is_known(presence):
+            logger.warning(
+                "worker.duplicate_heard worker=%s host=%s pid=%s incarnation=%s uptime_s=%s",
+                self._worker_id,
+                presence.host,
+                presence.pid,
+                presence.incarnation,
+                presence.uptime_s,
+            )
+        return gives_way
+
+    def give_way(self) -> None:
+        """Publish no presence but the last: another worker has the id."""
+        self._has_given_way = True
+
+    async def wait_alone(self) -> None:
+        """Wait until this worker has listened for one lease without presence of another worker that keeps its id."""
+        await _wait_while(lambda: self._duplicates.serves_in_s(time.monotonic()))
+
+    def _may_publish_presence(self) -> bool:
+        """Return True if clients may receive presence; of two workers of one id, only the serving one publishes it."""
+        if self.state in WORKER.final:
+            # Otherwise clients that received presence of both would use this worker until its lease ends.
+            return self._has_published
+        if self._has_given_way:
+            return False
+        return self.state in SPEAKING or self._publishes_in_s() <= 0
+
+    def _publishes_in_s(self) -> float:
+        return self._duplicates.announces_in_s(time.monotonic())
+
+    def transition(self, event: WorkerEvent) -> None:
+        """Change the state and publish it."""
+        self.state = WORKER.next(self.state, event)
+        logger.info("worker.%s worker=%s incarnation=%s", self.state, self._worker_id, self.incarnation)
+        self.request_presence()
+        self._on_changed()
+
+    def request_presence(self) -> None:
+        """Have presence published now rather than with the next heartbeat."""
+        self._is_requested.set()
+
+    def may_publish(self) -> bool:
+        """Return True if the worker may publish: it is ready and holds its lease. An expired lease fences it here.
+
+        Call this before each message that a peer acts on: this process may have been frozen since the last call.
+        """
+        if self.state not in SPEAKING:
+            return False
+        if self._lease.is_held(time.monotonic()):
+            return True
+        self.fence("its lease ran out unconfirmed")
+        return False
+
+    def may_accept(self) -> bool:
+        """Return True if the worker may accept requests: it may publish, and serves."""
+        return self.state is WorkerState.SERVING and self.may_publish()
+
+    def fence(self, reason: str) -> None:
+        """End this incarnation; the next one may publish once its presence is confirmed."""
+        self.times_fenced += 1
+        logger.warning("worker.gives_up worker=%s incarnation=%s reason=%s", self._worker_id, self.incarnation, reason)
+        self._incarnations.append(new_incarnation())
+        self._held_since = None
+        if self.state in SPEAKING:
+            self.transition(WorkerEvent.FENCED)
+        self._on_fenced()
+
+    async def run(self) -> None:
+        """Publish presence regularly, and fence the worker when its lease expires, until cancelled."""
+        await _wait_while(lambda: self._publishes_in_s() if self.state is WorkerState.STARTING else 0.0)
+        while True:
+            await self.publish_presence()
+            self.may_publish()
+            try:
+                async with asyncio.timeout(min(self._heartbeat_s, self._lease_left_s())):
+                    await self._is_requested.wait()
+            except TimeoutError:
+                continue
+            self._is_requested.clear()
+
+    async def publish_presence(self) -> None:
+        """Publish presence, and wait for the confirmation at most until the lease expires.
+
+        A process that was frozen past its lease is fenced first: presence would renew a lease that peers, and perhaps
+        another worker of this id, have seen expire.
+        """
+        self.may_publish()
+        # Presence that is buffered while disconnected would arrive long after it was true.
+        if not self._nats.is_connected or not self._may_publish_presence():
+            return
+        published_at = time.monotonic()
+        self._has_published = True
+        presence = self.describe()
+        try:
+            await publish(self._nats, self._subject, encode_json(presence))
+        except BusBroken as exc:
+            logger.warning("presence.lost error=%s", exc)
+            return
+        if not await self._nats.confirm(timeout_s=self._lease_left_s()):
+            return
+        self._lease.confirm(published_at)
+        self._confirmed_at = max(self._confirmed_at, published_at)
+        now = time.monotonic()
+        if presence.incarnation != self.incarnation:
+            return
+        if presence.state is not WorkerState.FENCED:
+            self._held_since = published_at if self._held_since is None else self._held_since
+        elif self.state is WorkerState.FENCED and self._lease.is_held(now) and self._duplicates.serves_in_s(now) <= 0:
+            self.transition(WorkerEvent.CONFIRMED)
+
+    @property
+    def lease_age_s(self) -> float:
+        """Seconds since presence was last confirmed."""
+        return max(time.monotonic() - self._confirmed_at, 0.0)
+
+    def _lease_left_s(self) -> float:
+        """Seconds until the lease expires; after that, seconds between two attempts to renew it."""
+        left_s = self._lease.expires_at - time.monotonic()
+        return left_s if left_s > 0 else CONFIRM_S
+
+
+async def _wait_while(left_s: Callable[[], float]) -> None:
+    """Sleep until no seconds are left."""
+    left = left_s()
+    while left > 0:
+        await asyncio.sleep(left)
+        left = left_s()
+
+
+def new_incarnation() -> str:
+    """Return a unique name for one incarnation of a worker."""
+    return uuid.uuid4().hex[:8]

@@ -1,0 +1,198 @@
+"""What an engine can do, and of which weights, decides which requests it sees: the others are refused or wait."""
+
+import re
+
+from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestRejected
+from ...schemas.messages import KvTransfer
+from ...schemas.model_limits import check_prompt, check_sampling
+from ...schemas.presence import Capabilities
+from ...schemas.request import GenerateRequest
+from .versions import Versions
+
+__all__ = [
+    "can_use",
+    "check_lag",
+    "check_phase",
+    "check_reply_to",
+    "check_request",
+    "check_row_size",
+    "wait_for_weights_s",
+]
+
+_SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
+"""One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
+WEIGHTS_ARE_COMING_S = 0.25
+"""Between two looks at a request for weights that this worker is to have: soon it, or another, will have them."""
+MAX_TOO_NEW_S = 4.0
+"""Between two looks at a request for weights of which this worker has not heard: when there are some, it should not
+wait for much longer, and a thousand that wait cost a fleet 2% of one core."""
+MAX_DOUBLINGS = 5
+"""From one second to more than that."""
+ADAPTER_S = 0.25
+"""Before the first other look at a request for an adapter that this worker could not load: another mostly has it."""
+MAX_SHOWN_LORAS = 8
+"""Names in an error message: enough to see a misspelt one."""
+
+
+def check_reply_to(reply_to: str, prefix: str) -> None:
+    """Refuse subjects other than those below `prefix`: frames must not reach others' subjects.
+
+    Raises:
+        RemoteProtocolError: it is none.
+    """
+    if not reply_to.startswith(prefix) or _SUBJECT_TAIL.fullmatch(reply_to.removeprefix(prefix)) is None:
+        raise RemoteProtocolError(f"reply_to is no subject below {prefix}")
+
+
+def check_request(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
+    """Refuse what this engine cannot do, or should not with these weights.
+
+    Raises:
+        InvalidRequest: a value that is wrong for this model: names the field and the allowed range.
+        RequestRejected: something that this engine does not offer, an adapter that is not loaded, or weights older than
+            asked for.
+    """
+    try:
+        check_prompt(request, capabilities)
+        _check_n(request.sampling.n)
+        check_sampling(request.sampling, capabilities)
+        _check_offers(request, capabilities, versions)
+    except RequestRejected as exc:
+        exc.request_id = request.request_id
+        raise
+
+
+def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_delivered: int) -> float:
+    """After how many seconds the queue should hand this request out again; 0: this worker has what it is for.
+
+    It waits for later weights, or for an adapter that this worker lacks and another may have.
+
+    Args:
+        num_delivered: how often the queue has handed it out, from 1: the wait grows with it.
+    """
+    factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
+    wanted = request.min_weight_version
+    if wanted is not None and wanted > versions.target_version and wanted > versions.weight_version:
+        return min(MAX_TOO_NEW_S, factor)
+    if _is_with_others(request, versions):
+        return ADAPTER_S * factor
+    return WEIGHTS_ARE_COMING_S if wanted is not None and wanted > versions.weight_version else 0.0
+
+
+def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int | None, versions: Versions) -> None:
+    """Refuse a request that has waited until weights came for which it is too old.
+
+    Args:
+        attempt: as its message says.
+        submitted_target: the weights that the fleet was to have when it was submitted, as its message says; None in
+            later attempts: what has begun to run is not dropped.
+
+    Raises:
+        InvalidRequest: `max_weight_lag` is set, and the message does not say where to count from.
+        RequestRejected: the weights have moved on by more than `max_weight_lag`.
+    """
+    if request.max_weight_lag is None or (submitted_target is None and attempt > 0):
+        return
+    if submitted_target is None:
+        raise InvalidRequest(
+            field="max_weight_lag",
+            problem=f"is {request.max_weight_lag} in a message without target_version, from where it counts",
+            allowed="only with target_version in the request's message",
+        )
+    lag = versions.target_version - submitted_target
+    if lag > request.max_weight_lag:
+        raise RequestRejected(
+            code=ErrorCode.TOO_STALE,
+            message=f"the weights went from version {submitted_target} to {versions.target_version} while it waited, "
+            f"by more than max_weight_lag={request.max_weight_lag}",
+            request_id=request.request_id,
+        )
+
+
+def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
+    """Refuse routing of which a single row fits no message of this server.
+
+    Raises:
+        RequestRejected: it would be returned, and its rows are larger than `max_bytes`.
+    """
+    routing = capabilities.routed_experts
+    if routing is None or request.return_routed_experts is False or routing.row_bytes <= max_bytes:
+        return
+    raise RequestRejected(
+        code=ErrorCode.TOO_LARGE,
+        message=f"a row of this model's routed experts takes {routing.row_bytes} bytes, and the NATS server's "
+        f"max_payload leaves {max_bytes} for one: raise it, or ask with return_routed_experts=False",
+        request_id=request.request_id,
+    )
+
+
+def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: Capabilities) -> None:
+    """Refuse prefill legs, unless that is all that this worker takes.
+
+    Raises:
+        InvalidRequest: a prefill leg for more than one token.
+        RequestRejected: the worker's role is another.
+    """
+    is_prefill = kv is not None and kv.is_prefill
+    if is_prefill != (capabilities.role == "prefill"):
+        problem = "it takes nothing but prefill legs" if not is_prefill else "it takes no prefill legs"
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message=f"this worker's role is {capabilities.role}: {problem}, which have `kv` without params",
+            request_id=request.request_id,
+        )
+    if is_prefill and request.sampling.max_tokens != 1:
+        raise InvalidRequest(
+            field="sampling.max_tokens",
+            problem=f"is {request.sampling.max_tokens}",
+            allowed="1 in a prefill leg",
+            request_id=request.request_id,
+        )
+
+
+def can_use(kv: KvTransfer, request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> bool:
+    """The engine may be given `kv` with the request: it asks for KV, or was made by the weights that it has now."""
+    if kv.is_prefill:
+        return True
+    lora_version = None if request.lora is None else versions.loras.get(request.lora)
+    is_readable = kv.connector is not None and kv.connector == capabilities.kv_connector
+    return is_readable and (kv.weight_version, kv.lora_version) == (versions.weight_version, lora_version)
+
+
+def _check_n(n: int) -> None:
+    if n != 1:
+        raise InvalidRequest(
+            field="sampling.n", problem=f"is {n}", allowed="1: a client sends one message for each sample"
+        )
+
+
+def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
+    if request.return_routed_experts and capabilities.routed_experts is None:
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message="return_routed_experts is true, and "
+            + (capabilities.routing_refusal or "this model has no experts whose routing could be returned"),
+        )
+    if _is_with_others(request, versions):
+        # As from a worker without a free slot: who handed it over puts it into the queue.
+        raise RequestRejected(
+            code=ErrorCode.QUEUE_FULL,
+            message=f"lora {request.lora!r} is desired of the fleet and not loaded on this worker",
+        )
+    if request.lora is not None and request.lora not in versions.loras:
+        loaded = sorted(versions.loras)[:MAX_SHOWN_LORAS]
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message=f"lora {request.lora!r} is not loaded on this worker; it has {', '.join(loaded) or 'none'}",
+        )
+    wanted = request.min_weight_version
+    if wanted is not None and versions.weight_version < wanted:
+        raise RequestRejected(
+            code=ErrorCode.WEIGHTS_TOO_OLD,
+            message=f"weight version {versions.weight_version} is older than min_weight_version={wanted}",
+        )
+
+
+def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
+    """This worker lacks its adapter, and others should have it."""
+    return request.lora is not None and request.lora not in versions.loras and request.lora in versions.desired_loras

@@ -1,0 +1,330 @@
+"""The links, leases and requests that a worker has for its clients. Plain state, no I/O.
+
+Each event is a method, and returns the `Instructions` that follow. What is to be published waits in `outbound`.
+
+Invariants: a request that was offered or rejected gets exactly one terminal chunk, behind its other chunks. Its message
+leaves the queue only after its client has confirmed the offer or does not want it, or when that client is gone.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from ...bus.protocol.fleet.lease import ClientLeases, EndedIncarnation
+from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
+from ...bus.protocol.stream.chunk_writer import ChunkWriter
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ...bus.subjects import Subjects
+from ...schemas.chunk import ChunkError
+from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError
+from ...schemas.limits import DEFAULT_TIMEOUT_S
+from ...schemas.messages import KvTransfer, LinkMessage, RequestKey
+from ...schemas.presence import Capabilities, ClientPresence, ClientState
+from ...schemas.request import GenerateRequest
+from ..config import LEASE_MARGIN_S, WorkerConfig
+from .link_stats import WorkerLinkStats
+from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, PlainOutbound
+from .step_dispatcher import StepDispatcher
+from .terminator import RequestTerminator
+from .versions import Versions
+from .worker_requests import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
+
+__all__ = ["WorkerLinks"]
+
+logger = logging.getLogger(__name__)
+
+REMEMBER_S = 60.0
+"""How long the frames of a lost client are kept for its return."""
+DEFAULT_LEASE_S = 5.0
+"""The lease of a client whose link message arrives before its presence."""
+
+
+class WorkerLinks:
+    """The links, leases and requests of one worker.
+
+    Args:
+        incarnation: of the worker.
+        max_payload: of the NATS server, in bytes; no frame exceeds it.
+    """
+
+    def __init__(self, config: WorkerConfig, incarnation: str, *, max_payload: int) -> None:
+        self.versions = Versions(config.weight_version, config.weight_version)
+        self._max_held_bytes = config.max_held_bytes
+        self.leases = ClientLeases(LEASE_MARGIN_S)
+        self.requests = WorkerRequestTable()
+        self.outbound = OutboundRegistry(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
+        self.stats = WorkerLinkStats()
+        self.reports_kv = False
+        """The engine reports KV that it computes anew; set before requests are offered."""
+        self._terminator = RequestTerminator(self.requests, self.outbound, self.versions, self.stats)
+        self.dispatcher = StepDispatcher(self.requests, self.outbound, self.versions, self._terminator, self.stats)
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<WorkerLinks {self.outbound!r} {self.requests!r}>"
+
+    # Requests
+
+    def is_client_dead(self, origin: RequestOrigin) -> bool:
+        """Return True if the client of this request is dead."""
+        return bool(origin.incarnation) and self.leases.is_dead(origin.client, origin.incarnation)
+
+    def add_redelivery(self, origin: RequestOrigin) -> Instructions | None:
+        """Add another delivery of a request that is here already; return None if it is not here."""
+        request = self._find(origin)
+        message = origin.message
+        if request is None:
+            link = self.outbound.find(origin.client, origin.incarnation)
+            if link is None or origin.key not in link.sender.keys:
+                return None
+            # Ended and confirmed: only its chunks are still to be sent.
+        self.stats.repeated += 1
+        if message is None:
+            return Instructions()
+        if request is None or request.message is None:
+            return Instructions(ack=[message])
+        request.message = message
+        if isinstance(request.outbound, PlainOutbound):
+            request.outbound.message = message
+        return Instructions()
+
+    def _find(self, origin: RequestOrigin) -> WorkerRequest | None:
+        if origin.message is None or origin.reply_to is None:
+            return self.requests.find(origin.client, origin.incarnation, origin.key)
+        # In plain mode the attempt counts deliveries: look for all earlier ones.
+        request_id, attempt, child = origin.key.request_id, origin.key.attempt, origin.key.child
+        for earlier in range(max(attempt - origin.message.num_delivered + 1, 0), attempt + 1):
+            request = self.requests.find(origin.client, "", RequestKey(request_id, earlier, child))
+            if request is not None:
+                return request
+        return None
+
+    def offer(
+        self,
+        origin: RequestOrigin,
+        request: GenerateRequest,
+        capabilities: Capabilities,
+        now: float,
+        *,
+        kv: KvTransfer | None = None,
+        gathers: bool = False,
+    ) -> str:
+        """Accept a request that is not here, and offer it to its client; return its engine name.
+
+        Args:
+            kv: which the engine is given with it.
+            gathers: its tokens may be gathered for a moment.
+        """
+        routing = None if request.return_routed_experts is False else capabilities.routed_experts
+        writer = ChunkWriter(
+            origin.key,
+            prompt_len=request.prompt_len,
+            routing=routing,
+            start=request.routed_experts_prompt_start,
+            segment_bytes=self.outbound.segment_bytes,
+            traceparent=request.traceparent,
+        )
+        writer.reports_kv = self.reports_kv
+        deadline = None
+        if origin.reply_to is not None:
+            deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
+        self.stats.offered += 1
+        self.stats.prompt_tokens += request.prompt_len
+        worker_request = self._accept(origin, writer, now, deadline, request.lora)
+        worker_request.awaits_kv, worker_request.last_at = kv is not None, now
+        # An adapter may change while other weights stay: such tokens go on at once, with the version that holds.
+        worker_request.gathers = gathers and request.lora is None
+        return worker_request.name
+
+    def _accept(
+        self,
+        origin: RequestOrigin,
+        writer: ChunkWriter,
+        now: float,
+        deadline: float | None = None,
+        lora: str | None = None,
+    ) -> WorkerRequest:
+        outbound: Outbound
+        if origin.reply_to is not None and origin.message is not None:
+            outbound = self.outbound.open_plain(origin.key, origin.reply_to, writer, origin.message)
+        else:
+            notice = self.leases.renew_lease if origin.message is None else self.leases.start_lease
+            notice(origin.client, origin.incarnation, now)
+            outbound = self.outbound.link(origin.client, origin.incarnation)
+            outbound.sender.open(origin.key, writer)
+        self.outbound.touch(outbound)
+        return self.requests.add(origin, outbound, deadline, lora)
+
+    def reject(self, origin: RequestOrigin, error: RequestError, now: float) -> None:
+        """Answer a request that is not here with its terminal chunk."""
+        self.stats.rejected += 1
+        if origin.message is None:
+            self.leases.renew_lease(origin.client, origin.incarnation, now)
+            link = self.outbound.link(origin.client, origin.incarnation)
+            link.sender.reject(origin.key, ChunkError.of(error), self.versions.weight_version)
+            self.outbound.touch(link)
+            return
+        # Offered, so that the message leaves the queue with the client's ack: until then another worker may answer.
+        writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, segment_bytes=self.outbound.segment_bytes)
+        self._terminator.fail(self._accept(origin, writer, now), error)
+
+    def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float) -> Instructions:
+        """Add the output of one engine step; requests with invalid output are failed and aborted."""
+        instructions = Instructions()
+        self.dispatcher.add_steps(steps, now, instructions)
+        self._terminator.keep_within(2 * self._max_held_bytes, instructions)
+        return instructions
+
+    def flush(self) -> Instructions:
+        """Give the outbounds all that was gathered."""
+        instructions = Instructions()
+        self.dispatcher.flush(instructions)
+        return instructions
+
+    def fail(self, names: Sequence[str], error: RequestError) -> Instructions:
+        """End open requests with `error`; those that have ended are left alone."""
+        for request in filter(None, map(self.requests.open, names)):
+            self.stats.failed += 1
+            self._terminator.fail(request, error)
+        return Instructions(abort=list(names))
+
+    # Clients
+
+    def on_link_message(self, client: str, message: LinkMessage, now: float) -> Instructions:
+        """Handle the aborts, acks and credit of a client."""
+        instructions = Instructions()
+        incarnation = message.client_incarnation
+        if incarnation:
+            self._renew_lease(client, incarnation, now, instructions)
+            if self.leases.is_dead(client, incarnation):
+                self.stats.late_messages += 1
+                return instructions
+        for key in message.abort:
+            self._terminator.abort(client, incarnation, key, instructions)
+        if incarnation and message.incarnation == self.outbound.incarnation:
+            self._apply_link_state(client, message, instructions)
+        return instructions
+
+    def _renew_lease(self, client: str, incarnation: str, now: float, instructions: Instructions) -> None:
+        self.leases.renew_lease(client, incarnation, now)
+        incarnations = self.outbound.incarnations_of(client)
+        if any(other != incarnation for other in incarnations) and not self.leases.is_dead(client, incarnation):
+            # Only a live incarnation sends link messages: it is the later one, though its presence may be on its way.
+            announced = ClientPresence(
+                client=client, incarnation=incarnation, state=ClientState.LIVE, lease_s=DEFAULT_LEASE_S
+            )
+            self._remove_ended(self.leases.renew(announced, now), instructions)
+        self._clear_lost(client, incarnation)
+
+    def _clear_lost(self, client: str, incarnation: str) -> None:
+        """Keep the link of a client that may have counted as lost."""
+        link = self.outbound.find(client, incarnation)
+        if link is not None:
+            link.lost_at = None
+
+    def _apply_link_state(self, client: str, message: LinkMessage, instructions: Instructions) -> None:
+        """Apply acks and credit; a client that follows another link gets a heartbeat of the present one."""
+        link = self.outbound.link(client, message.client_incarnation)
+        self.outbound.touch(link)
+        if message.link != link.sender.link:
+            self.outbound.request_heartbeat(link)
+            return
+        try:
+            progress = link.sender.receive(message)
+        except RemoteProtocolError as exc:
+            self.stats.bad_messages += 1
+            logger.warning("link.bad_message client=%s error=%s", client, exc)
+            return
+        if progress.needs_new_link:
+            self.break_link(link, instructions)
+            return
+        for key in progress.confirmed:
+            self.stats.confirmed += 1
+            request = self.requests.find(client, message.client_incarnation, key)
+            if request is not None:
+                if request.state is WorkerRequestState.OFFERED:
+                    request.transition(WorkerRequestEvent.CONFIRMED)
+                self._terminator.ack(request, instructions)
+        if progress.resend:
+            self.stats.frames_resent += len(progress.resend)
+            link.resend(progress.resend)
+
+    def break_link(self, link: OutboundLink, instructions: Instructions) -> None:
+        """Replace a link, without the requests on it.
+
+        Its client then asks again for those that it had confirmed; the others go back to the queue.
+        """
+        self.stats.links_broken += 1
+        self._terminator.remove_link(link, instructions, to_other_workers=True)
+        self.outbound.request_heartbeat(self.outbound.link(link.client, link.incarnation))
+
+    def on_presence(self, presence: ClientPresence, now: float) -> Instructions:
+        """Handle the presence of a client."""
+        instructions = Instructions()
+        self._remove_ended(self.leases.renew(presence, now), instructions)
+        self._clear_lost(presence.client, presence.incarnation)
+        return instructions
+
+    def _remove_ended(self, incarnations: list[EndedIncarnation], instructions: Instructions) -> None:
+        """Remove incarnations of clients that have ended for good."""
+        for ended in incarnations:
+            logger.info("client.gone client=%s incarnation=%s reason=%s", ended.client, ended.incarnation, ended.reason)
+            self.stats.clients_gone += 1
+            link = self.outbound.find(ended.client, ended.incarnation)
+            if link is not None:
+                self.stats.requests_of_gone += self._terminator.remove_link(link, instructions)
+
+    # Time
+
+    def expire(self, now: float) -> Instructions:
+        """End what is late: clients that are silent or read nothing, plain requests past their deadline."""
+        instructions = Instructions()
+        for link in [link for link in self.outbound.links() if link.sender.is_overrun]:
+            self.break_link(link, instructions)
+        for ended in self.leases.expire(now):
+            self._mark_lost(ended, now, instructions)
+        lost = [(link.lost_at, link) for link in self.outbound.links() if link.lost_at is not None]
+        excess = self.outbound.held_bytes - self._max_held_bytes
+        for lost_at, link in sorted(lost, key=lambda item: item[0]):
+            # The frames of dead clients must not keep live ones from being served.
+            if now - lost_at > REMEMBER_S or excess > 0:
+                excess -= link.held_bytes
+                self._terminator.remove_link(link, instructions)
+        for request in self.requests:
+            if request.deadline is not None and now > request.deadline and self.requests.is_open(request):
+                self.stats.failed += 1
+                self._terminator.fail(request, RequestError(code=ErrorCode.TIMEOUT, message="its timeout_s passed"))
+                instructions.abort.append(request.name)
+        return instructions
+
+    def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
+        """End the requests of a client that went silent; if it returns soon, it receives the errors."""
+        logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
+        self.stats.clients_gone += 1
+        link = self.outbound.find(ended.client, ended.incarnation)
+        if link is None:
+            return
+        link.lost_at = now
+        error = RequestError(code=ErrorCode.CLIENT_LOST, message="this client was silent for longer than its lease")
+        for key in list(link.sender.keys):
+            self.stats.requests_of_gone += 1
+            self._terminator.fail_at(link, key, error, instructions)
+        for request in self.requests.of_client(link.client, link.incarnation):
+            self._terminator.ack(request, instructions)
+
+    def fence(self, incarnation: str, now: float, *, max_payload: int) -> Instructions:
+        """Remove everything and continue as another incarnation; nothing is acked."""
+        names = self.requests.clear()
+        self.dispatcher.clear()
+        self.stats.fenced += len(names)
+        self.outbound.restart(incarnation, max_payload=max_payload)
+        self.leases.restart_leases(now)
+        return Instructions(abort=names)
+
+    def next_frame(self, outbound: Outbound) -> OutgoingFrame | None:
+        """Return the next frame of one of `outbound.sendable`; None if there is none now."""
+        outgoing = self.outbound.next_frame(outbound)
+        if outgoing is not None and outgoing.message is not None:
+            request = self.requests.find_by_message(outgoing.message)
+            if request is not None:
+                self.requests.pop_message(request)
+        return outgoing

@@ -1,0 +1,253 @@
+"""The outbounds of a worker: a link to each incarnation of a client, or the frames of one plain request."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ...bus.protocol.link.link_sender import LinkSender
+from ...bus.protocol.link.plain_sender import PlainSender
+from ...bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from ...bus.queue.puller import QueuedRequest
+from ...bus.subjects import Subjects
+from ...schemas.messages import RequestKey
+
+__all__ = ["Outbound", "OutboundLink", "OutboundRegistry", "OutgoingFrame", "PlainOutbound"]
+
+MAX_FRAME_BYTES = 512 * 1024
+"""Larger messages are no faster, and delay the frames behind them."""
+FRAME_MARGIN_BYTES = 4096
+"""Left below that for what a frame holds besides its chunks, and again for what a chunk holds besides its parts."""
+
+
+class OutgoingFrame(NamedTuple):
+    """One frame to be published."""
+
+    subject: str
+    data: bytes
+    message: QueuedRequest | None = None
+    """Of the queue, to be acked once the frame was published."""
+
+
+class OutboundLink:
+    """The link to one incarnation of one client; its frames go to `subject`."""
+
+    def __init__(self, client: str, subject: str, sender: LinkSender) -> None:
+        self.client = client
+        self.incarnation = sender.client_incarnation
+        """Of the client."""
+        self.subject = subject
+        self.sender = sender
+        self.needs_heartbeat = False
+        """A heartbeat is due, behind the frames that are."""
+        self.lost_at: float | None = None
+        """When the client was marked lost; None while it lives. Its frames are kept until it returns or is removed."""
+        self.resting_bytes = 0
+        """For `OutboundRegistry`, which counts it in its sum."""
+        self._resends: deque[bytes] = deque()
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<OutboundLink {self.client} lost_at={self.lost_at} resends={len(self._resends)} {self.sender!r}>"
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the client has not acknowledged."""
+        return self.sender.held_bytes
+
+    def resend(self, frames: list[bytes]) -> None:
+        """Send these frames again before all new ones, instead of those of an earlier call."""
+        self._resends = deque(frames)
+
+    def next_frame(self) -> OutgoingFrame | None:
+        """Return the frame to publish now; None without content or credit."""
+        data = self._resends.popleft() if self._resends else self.sender.seal()
+        if data is None and self.needs_heartbeat:
+            self.needs_heartbeat = False
+            data = self.sender.heartbeat()
+        return None if data is None else OutgoingFrame(self.subject, data)
+
+
+class PlainOutbound:
+    """The frames for one request of a program without a link; they go to `subject`."""
+
+    def __init__(self, subject: str, writer: ChunkWriter, sender: PlainSender, message: QueuedRequest) -> None:
+        self.subject = subject
+        self.message = message
+        """The queue message, acked behind the terminal chunk; the last delivery counts."""
+        self.resting_bytes = 0
+        """For `OutboundRegistry`, which counts it in its sum."""
+        self._writer = writer
+        self.sender = sender
+        self._frames: deque[bytes] = deque()
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<PlainOutbound {self.subject} frames={len(self._frames)} {self.sender!r}>"
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are not published yet."""
+        return self._writer.unsent_bytes + sum(map(len, self._frames))
+
+    def next_frame(self) -> OutgoingFrame | None:
+        """Return the frame to publish now, or None. The last frame comes with the queue message."""
+        if not self._frames:
+            self._frames.extend(self.sender.frames())
+        if not self._frames:
+            return None
+        data = self._frames.popleft()
+        is_last = self.sender.has_left and not self._frames
+        return OutgoingFrame(self.subject, data, self.message if is_last else None)
+
+
+Outbound = OutboundLink | PlainOutbound
+
+
+class OutboundRegistry:
+    """All outbounds of a worker, and which of them may have something to publish.
+
+    Args:
+        incarnation: of the worker.
+        max_payload: of the NATS server, in bytes; no frame exceeds it.
+    """
+
+    def __init__(self, worker_id: str, subjects: Subjects, incarnation: str, *, max_payload: int) -> None:
+        self._worker_id = worker_id
+        self._subjects = subjects
+        # By client and incarnation: two incarnations may overlap until the presence of the later one arrives.
+        self._links: dict[str, dict[str, OutboundLink]] = {}
+        self._plain: set[PlainOutbound] = set()
+        # The few that change; the bytes of the others are added up in `_resting_bytes`.
+        self._touched: dict[Outbound, None] = {}
+        self._resting_bytes = 0
+        self._past_stalls = 0
+        self._begin(incarnation, max_payload)
+
+    def _begin(self, incarnation: str, max_payload: int) -> None:
+        self.incarnation = incarnation
+        self._num_links = 0
+        margin = min(FRAME_MARGIN_BYTES, max_payload // 4)
+        self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - margin
+        self.max_part_bytes = self._max_frame_bytes - margin
+        """A row that takes more fits no frame."""
+        self.segment_bytes = min(SEGMENT_BYTES, self.max_part_bytes)
+        """For the writers of chunks that are to fit."""
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        links = sum(map(len, self._links.values()))
+        return (
+            f"<OutboundRegistry {self.incarnation} links={links} plain={len(self._plain)} touched={len(self._touched)}>"
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that clients have not acknowledged, and that were not sent to plain programs."""
+        return self._resting_bytes + sum(outbound.held_bytes for outbound in self._touched)
+
+    @property
+    def credit_stalls(self) -> int:
+        """How often chunks had to wait for credit, on all links that there were."""
+        return self._past_stalls + sum(link.sender.credit_stalls for link in self.links())
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """True if each live client has acknowledged all frames."""
+        return not self._plain and all(link.sender.is_idle for link in self.links() if link.lost_at is None)
+
+    def links(self) -> Iterator[OutboundLink]:
+        """All links; none may be opened or removed meanwhile."""
+        for incarnations in self._links.values():
+            yield from incarnations.values()
+
+    def frame_counts(self) -> dict[str, int]:
+        """Frames numbered so far on each link, by `<client>/<incarnation>`."""
+        return {f"{link.client}/{link.incarnation}": link.sender.num_frames for link in self.links()}
+
+    def incarnations_of(self, client: str) -> Mapping[str, OutboundLink]:
+        """A client's links by its incarnations."""
+        return self._links.get(client, {})
+
+    def find(self, client: str, incarnation: str) -> OutboundLink | None:
+        """The link to this incarnation of a client, if there is one."""
+        return self.incarnations_of(client).get(incarnation)
+
+    def link(self, client: str, incarnation: str) -> OutboundLink:
+        """Return the link to this incarnation of a client; open the next one if there is none."""
+        link = self.find(client, incarnation)
+        if link is None:
+            sender = LinkSender(
+                incarnation=self.incarnation,
+                link=self._num_links,
+                client_incarnation=incarnation,
+                max_frame_bytes=self._max_frame_bytes,
+            )
+            link = OutboundLink(client, self._subjects.frame(client, self._worker_id), sender)
+            self._links.setdefault(client, {})[incarnation] = link
+            # Counted over all clients: a client that was removed here must find a later number than it remembers.
+            self._num_links += 1
+        return link
+
+    def open_plain(self, key: RequestKey, subject: str, writer: ChunkWriter, message: QueuedRequest) -> PlainOutbound:
+        """Open the outbound of one plain request; it is removed with its last frame."""
+        sender = PlainSender(key, writer, incarnation=self.incarnation, max_frame_bytes=self._max_frame_bytes)
+        outbound = PlainOutbound(subject, writer, sender, message)
+        self._plain.add(outbound)
+        return outbound
+
+    def remove(self, link: OutboundLink) -> None:
+        """Remove a link and its frames."""
+        self._past_stalls += link.sender.credit_stalls
+        del self._links[link.client][link.incarnation]
+        if not self._links[link.client]:
+            del self._links[link.client]
+        self.touch(link)
+        del self._touched[link]
+
+    def restart(self, incarnation: str, *, max_payload: int) -> None:
+        """Remove everything and continue as another incarnation."""
+        self._past_stalls = self.credit_stalls
+        self._links.clear()
+        self._plain.clear()
+        self._touched.clear()
+        self._resting_bytes = 0
+        self._begin(incarnation, max_payload)
+
+    def request_heartbeats(self) -> None:
+        """Have a heartbeat sent on each link whose client may wait for a frame."""
+        for link in self.links():
+            if link.lost_at is None and link.sender.needs_heartbeat:
+                self.request_heartbeat(link)
+
+    def request_heartbeat(self, link: OutboundLink) -> None:
+        """Have a heartbeat sent: it has the number of the link and of its last frame."""
+        link.needs_heartbeat = True
+        self.touch(link)
+
+    def touch(self, outbound: Outbound) -> None:
+        """Note that an outbound changes, and may have something to publish."""
+        self._resting_bytes -= outbound.resting_bytes
+        outbound.resting_bytes = 0
+        self._touched[outbound] = None
+
+    def _rest(self, outbound: Outbound) -> None:
+        """Note that an outbound has nothing to publish until it is touched."""
+        del self._touched[outbound]
+        outbound.resting_bytes = outbound.held_bytes
+        self._resting_bytes += outbound.resting_bytes
+
+    def sendable(self) -> list[Outbound]:
+        """Outbounds that may have something to publish; publish one frame of each in turn."""
+        return list(self._touched)
+
+    def next_frame(self, outbound: Outbound) -> OutgoingFrame | None:
+        """Return the next frame of an outbound; None if there is none now, or the outbound was removed."""
+        if outbound not in self._touched:
+            return None
+        outgoing = outbound.next_frame()
+        if outgoing is None:
+            self._rest(outbound)
+        elif isinstance(outbound, PlainOutbound) and outgoing.message is not None:
+            del self._touched[outbound]
+            self._plain.discard(outbound)
+        return outgoing

@@ -1,0 +1,159 @@
+"""Publishes a worker's outgoing messages: frames to clients, acks to the queue and to controllers.
+
+It publishes only while the worker holds its lease.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+from ...bus.nats.connection import Connection, publish
+from ...schemas.errors import BusBroken, LocalProtocolError
+from ..lifecycle.lifecycle import WorkerLifecycle
+from .links import WorkerLinks
+from .outbound import Outbound
+
+__all__ = ["OutboundPublisher"]
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 1024**2
+"""Published bytes that the network has not taken: above it, frames wait where they can be merged and overtaken."""
+DRAIN_S = 1.0
+"""Seconds to wait for the network to take them before the next check."""
+
+
+class OutboundPublisher:
+    """Publishes one frame of each outbound in turn, and acks.
+
+    While the connection is down, or the worker may not publish, everything waits; a fence removes it.
+
+    Args:
+        on_broken: called with an outbound if the server will never take one of its frames.
+    """
+
+    def __init__(
+        self, nats: Connection, lifecycle: WorkerLifecycle, links: WorkerLinks, *, on_broken: Callable[[Outbound], None]
+    ) -> None:
+        self._nats = nats
+        self._lifecycle = lifecycle
+        self._links = links
+        self._on_broken = on_broken
+        self._has_frames = asyncio.Event()
+        # Bounded by the worker requests and the commands under way.
+        self._acks: deque[Callable[[], Awaitable[None]]] = deque()
+        self._has_acks = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.frames = 0
+        """Frames published."""
+        self.frames_lost = 0
+        """Frames that could not be published; on a link they are sent again."""
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<OutboundPublisher frames={self.frames} lost={self.frames_lost} acks={len(self._acks)}>"
+
+    def wake(self) -> None:
+        """Publish what can be published now."""
+        self._changed.set()
+        self._has_frames.set()
+        if self._acks:
+            self._has_acks.set()
+
+    def enqueue_acks(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        """Publish acks of queue messages or commands, in this order, when that is possible."""
+        self._acks.extend(acks)
+        self.wake()
+
+    async def wait_acknowledged(self) -> None:
+        """Wait until all acks are published, and each live client has acknowledged its frames."""
+        while self._acks or not self._links.outbound.is_acknowledged:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_connected(self) -> None:
+        """Wait until the worker is connected or its lease has expired."""
+        while not self._nats.is_connected and self._lifecycle.may_publish():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_sent(self) -> None:
+        """Wait until no frame can be published: the rest lacks credit, a connection or a lease."""
+        while self._can_send() and self._links.outbound.sendable():
+            self._changed.clear()
+            self._has_frames.set()
+            await self._changed.wait()
+
+    def clear(self) -> None:
+        """Remove the acks that wait, because the worker was fenced."""
+        self._acks.clear()
+
+    def _can_send(self) -> bool:
+        return self._nats.is_connected and self._lifecycle.may_publish()
+
+    async def publish_frames(self) -> None:
+        """Publish frames until cancelled."""
+        while True:
+            await self._has_frames.wait()
+            self._has_frames.clear()
+            while self._can_send() and (sendable := self._links.outbound.sendable()):
+                for outbound in sendable:
+                    await self._publish_frame(outbound)
+                await self._yield_to_others()
+            self._changed.set()
+
+    async def _publish_frame(self, outbound: Outbound) -> None:
+        """Publish the next frame of `outbound`, which is sealed only now, when it can leave."""
+        if not self._can_send():
+            return
+        incarnation = self._lifecycle.incarnation
+        outgoing = self._links.next_frame(outbound)
+        if outgoing is None:
+            return
+        try:
+            await publish(self._nats, outgoing.subject, outgoing.data)
+        except BusBroken as exc:
+            self.frames_lost += 1
+            logger.warning("frame.lost subject=%s error=%s", outgoing.subject, exc)
+            return
+        except LocalProtocolError as exc:
+            self.frames_lost += 1
+            logger.error("frame.refused subject=%s error=%s", outgoing.subject, exc)
+            self._on_broken(outbound)
+            return
+        self.frames += 1
+        if outgoing.message is not None and self._lifecycle.incarnation == incarnation:
+            # Behind the frame on the same connection, or not at all: if the frame is lost, the queue delivers again.
+            await self._publish_ack(outgoing.message.ack)
+
+    async def _yield_to_others(self) -> None:
+        """Let a step that is ready be published before the next frame of a large backlog."""
+        await asyncio.sleep(0)
+        while self._nats.is_connected and self._nats.pending_data_size > MAX_UNSENT_BYTES:
+            await self._nats.confirm(timeout_s=DRAIN_S)
+
+    async def publish_acks(self) -> None:
+        """Publish acks until cancelled."""
+        while True:
+            await self._has_acks.wait()
+            self._has_acks.clear()
+            while self._acks and self._can_send():
+                await self._publish_ack(self._acks.popleft())
+            self._changed.set()
+
+    async def publish_all(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        """Publish acks, naks or in-progress answers to the queue now, ahead of those that wait."""
+        incarnation = self._lifecycle.incarnation
+        for ack in acks:
+            # After a fence in the middle of this, the rest is about requests that the worker has given up.
+            if not self._can_send() or self._lifecycle.incarnation != incarnation:
+                return
+            await self._publish_ack(ack)
+
+    async def _publish_ack(self, ack: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await ack()
+        except BusBroken as exc:
+            # The queue delivers the message again, and controllers repeat their commands.
+            logger.warning("word.lost error=%s", exc)

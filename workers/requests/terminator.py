@@ -1,0 +1,103 @@
+"""Ends the requests of a worker other than by their engine. Plain state, no I/O."""
+
+from ...bus.protocol.states import WorkerRequestEvent
+from ...schemas.chunk import ChunkError
+from ...schemas.errors import ErrorCode, RequestError
+from ...schemas.messages import RequestKey
+from .link_stats import WorkerLinkStats
+from .outbound import OutboundLink, OutboundRegistry
+from .versions import Versions
+from .worker_requests import Instructions, WorkerRequest, WorkerRequestTable
+
+__all__ = ["RequestTerminator"]
+
+
+class RequestTerminator:
+    """Ends requests; shares its arguments with `WorkerLinks`."""
+
+    def __init__(
+        self, requests: WorkerRequestTable, outbound: OutboundRegistry, versions: Versions, stats: WorkerLinkStats
+    ) -> None:
+        self._requests = requests
+        self._outbound = outbound
+        self._versions = versions
+        self._stats = stats
+
+    def fail(self, request: WorkerRequest, error: RequestError) -> None:
+        """End an open request with `error`."""
+        request.outbound.sender.fail(request.origin.key, ChunkError.of(error), self._versions.weight_version)
+        self._outbound.touch(request.outbound)
+        self._requests.end(request, WorkerRequestEvent.FINISHED)
+
+    def fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
+        """End a request with `error` that has a terminal chunk to be sent, whether or not the engine still has it."""
+        request = self._requests.find(link.client, link.incarnation, key)
+        if request is not None and self._requests.is_open(request):
+            self.fail(request, error)
+            instructions.abort.append(request.name)
+        else:
+            link.sender.fail(key, ChunkError.of(error), self._versions.weight_version)
+            self._outbound.touch(link)
+        self._stats.failed += 1
+
+    def abort(self, client: str, incarnation: str, key: RequestKey, instructions: Instructions) -> None:
+        """Stop a request that its client does not want here: nobody wants it from the queue either."""
+        request = self._requests.find(client, incarnation, key)
+        is_open = request is not None and self._requests.is_open(request)
+        if request is not None and is_open:
+            instructions.abort.append(request.name)
+        link = self._outbound.find(client, incarnation)
+        if link is None:
+            # In plain mode the engine ends it: what was made until then is on its way.
+            return
+        if key in link.sender.keys:
+            self._stats.stopped += 1
+            link.sender.abort(key, self._versions.weight_version)
+            self._outbound.touch(link)
+        if request is not None:
+            if is_open:
+                self._requests.end(request, WorkerRequestEvent.STOPPED)
+            self.ack(request, instructions)
+
+    def ack(self, request: WorkerRequest, instructions: Instructions) -> None:
+        """Let the queue forget a request, if it still keeps it."""
+        message = self._requests.pop_message(request)
+        if message is not None:
+            instructions.ack.append(message)
+
+    def remove_link(self, link: OutboundLink, instructions: Instructions, *, to_other_workers: bool = False) -> int:
+        """Remove a link and its requests; return the number of requests.
+
+        Args:
+            to_other_workers: give messages that the queue still keeps to other workers; else ack them.
+        """
+        requests = self._requests.of_client(link.client, link.incarnation)
+        for request in requests:
+            if self._requests.is_open(request):
+                instructions.abort.append(request.name)
+                self._requests.end(request, WorkerRequestEvent.STOPPED)
+            message = self._requests.pop_message(request)
+            if message is not None and to_other_workers:
+                instructions.nak.append((message, 0.0))
+            elif message is not None:
+                instructions.ack.append(message)
+        self._outbound.remove(link)
+        return len(requests)
+
+    def keep_within(self, max_held_bytes: int, instructions: Instructions) -> None:
+        """End requests whose results nobody reads, those that hold most first, down to so many bytes in all."""
+        excess = self._outbound.held_bytes - max_held_bytes
+        if excess <= 0:
+            return
+        unsent = [
+            (link.sender.unsent_bytes(key), key, link) for link in self._outbound.links() for key in link.sender.keys
+        ]
+        error = RequestError(
+            code=ErrorCode.OVER_BUDGET, message=f"this worker holds more than {max_held_bytes} unread bytes"
+        )
+        for num_bytes, key, link in sorted(unsent, key=lambda item: item[0], reverse=True):
+            if excess <= 0 or not num_bytes:
+                break
+            excess -= num_bytes
+            self._stats.over_budget += 1
+            self.fail_at(link, key, error, instructions)
