@@ -94,8 +94,10 @@ def test_gradients_reach_the_routers(family: str) -> None:
         loss().backward()
         for router in routers:
             weight: Any = router.weight
-            # Large enough for the single precision inside some routers, small enough for the slope.
-            step = torch.randn_like(weight) * 1e-2
+            assert weight.grad.abs().max() > 0
+            # Along the gradient the loss moves most, well above the noise of the single precision inside some routers;
+            # a random direction may be almost level.
+            step = weight.grad * (1e-2 / weight.grad.abs().max())
             slopes = []
             with torch.no_grad():
                 for sign in (1, -2):
@@ -103,8 +105,7 @@ def test_gradients_reach_the_routers(family: str) -> None:
                     slopes.append(loss())
                 weight += step
             moved = (slopes[0] - slopes[1]).item() / 2
-            assert weight.grad.abs().max() > 0
-            assert moved == pytest.approx(float((weight.grad * step).sum()), rel=2e-2, abs=1e-7)
+            assert moved == pytest.approx(float((weight.grad * step).sum()), rel=5e-3)
 
 
 @pytest.mark.slow
