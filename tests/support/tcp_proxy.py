@@ -37,8 +37,7 @@ class TcpProxy:
     """The proxy and the state of its network; made by `tcp_proxy`."""
 
     def __init__(self, url: str, tasks: asyncio.TaskGroup) -> None:
-        parts = urlsplit(url)
-        self._server_host, self._server_port = parts.hostname or "", parts.port or 0
+        self.lead_to(url)
         self._tasks = tasks
         self._port = 0
         self._listener: asyncio.Server | None = None
@@ -61,9 +60,19 @@ class TcpProxy:
         return f"nats://127.0.0.1:{self._port}"
 
     @property
+    def is_open(self) -> bool:
+        """It accepts connections."""
+        return self._listener is not None
+
+    @property
     def num_connections(self) -> int:
         """Connections that are passed on now."""
         return sum(pipe.direction is Direction.TO_SERVER for pipe in self._pipes)
+
+    def lead_to(self, url: str) -> None:
+        """Pass new connections on to the server at `url`."""
+        parts = urlsplit(url)
+        self._server_host, self._server_port = parts.hostname or "", parts.port or 0
 
     def cut(self) -> None:
         """Close every connection and refuse new ones."""

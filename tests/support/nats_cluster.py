@@ -1,0 +1,270 @@
+"""Three nats-servers as one cluster with JetStream, whose servers and routes tests break.
+
+    async with nats_cluster() as cluster:
+        ...worker at cluster.urls[0], client at cluster.urls[1]...
+        await cluster.replicate()
+        await cluster.servers[await cluster.leader("KV_rollbus")].kill()
+
+Every route leads through a TCP proxy of its own, so that servers can be parted from one another while their clients
+stay connected.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from rollbus.bus.auth.credentials import User
+from rollbus.bus.nats import embedded
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.embedded import EmbeddedServer, server_config
+from rollbus.bus.nats.jetstream import ask
+from tests.support.connections import opened
+from tests.support.patience import SOON_S, patient
+from tests.support.tcp_proxy import TcpProxy
+from tests.support.waits import until, until_true
+
+__all__ = ["NatsCluster", "nats_cluster", "replicate"]
+
+NAMES = ("n0", "n1", "n2")
+"""Of the servers, in order."""
+NOWHERE = "127.0.0.1:9"
+"""What servers tell one another as their address, so that no route goes past the proxies."""
+LOOK_S = patient(5.0)
+"""For a server's monitoring to answer once; one that is stopped does not."""
+
+
+@contextlib.asynccontextmanager
+async def nats_cluster(*, users: Iterable[User] | None = None) -> AsyncIterator["NatsCluster"]:
+    """Run three servers; on return they have a leader, and each is connected to each.
+
+    Args:
+        users: who may connect; None: everybody, and may do everything.
+    """
+    known = None if users is None else tuple(users)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollbus-cluster-")))
+        routes = await stack.enter_async_context(_routes())
+        servers = [EmbeddedServer(store_dir=folder / name, users=known) for name in NAMES]
+        cluster = NatsCluster(servers, routes)
+        stack.enter_context(cluster.configured())
+        for index, server in enumerate(servers):
+            await stack.enter_async_context(server)
+            await cluster.learn_ports(index)
+        stack.callback(cluster.go_on)
+        await cluster.ready()
+        yield cluster
+
+
+class NatsCluster:
+    """The servers and the routes between them; made by `nats_cluster`.
+
+    Attributes:
+        servers: each can be killed, stopped in order and restarted, with its store: `EmbeddedServer`.
+    """
+
+    def __init__(self, servers: list[EmbeddedServer], routes: dict[tuple[int, int], TcpProxy]) -> None:
+        self.servers = servers
+        self._routes = routes
+        self._ports: list[tuple[int, int]] = [(-1, -1)] * len(servers)
+        self._stopped: set[int] = set()
+
+    def __repr__(self) -> str:
+        """One line with the servers that run."""
+        running = [NAMES[index] for index in range(len(NAMES)) if self.servers[index].is_running]
+        return f"<NatsCluster running={running} stopped={sorted(self._stopped)}>"
+
+    @property
+    def urls(self) -> list[str]:
+        """Where clients connect, by server; each tells them of the others."""
+        return [server.url for server in self.servers]
+
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
+        """Have embedded servers with these stores form the cluster."""
+
+        def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
+            text = server_config(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes)
+            name = Path(store_dir).name
+            if name not in NAMES:
+                return text
+            index = NAMES.index(name)
+            route_port, monitor_port = self._ports[index]
+            cluster = {
+                "name": "test",
+                "listen": f"127.0.0.1:{route_port}",
+                "advertise": NOWHERE,
+                "routes": [self._routes[pair].url for pair in self._routes if pair[0] == index],
+            }
+            more = {"server_name": name, "cluster": cluster, "http": f"127.0.0.1:{monitor_port}"}
+            return json.dumps({**json.loads(text), **more})
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(embedded, "server_config", changed)
+            yield
+
+    async def learn_ports(self, index: int) -> None:
+        """Keep the ports that a server chose at its first start, and lead the others' routes to it."""
+        ports = []
+        for words in ("route connections", "http monitor"):
+            pattern = re.compile(rf"{words} on 127\.0\.0\.1:(\d+)")
+            await until_true(lambda pattern=pattern: pattern.search(self.servers[index].log_tail()))  # type: ignore[misc]
+            found = pattern.search(self.servers[index].log_tail())
+            assert found is not None
+            ports.append(int(found[1]))
+        self._ports[index] = ports[0], ports[1]
+        for (_, to), proxy in self._routes.items():
+            if to == index:
+                proxy.lead_to(f"nats://127.0.0.1:{ports[0]}")
+
+    def stop(self, index: int) -> None:
+        """Have a server stand still, as a machine that hangs (SIGSTOP); its connections stay open."""
+        self._stopped.add(index)
+        os.kill(self.servers[index].pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let the servers that stand still go on."""
+        for index in self._stopped:
+            if self.servers[index].is_running:
+                os.kill(self.servers[index].pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def isolate(self, *indexes: int, silently: bool = False) -> None:
+        """Part these servers from the others, but not from each other.
+
+        Args:
+            silently: bytes are held back and nobody is told; else connections are closed and refused.
+        """
+        for (one, other), proxy in self._routes.items():
+            if (one in indexes) != (other in indexes):
+                if silently:
+                    proxy.freeze()
+                else:
+                    proxy.cut()
+
+    async def heal(self) -> None:
+        """Restore all routes."""
+        for proxy in self._routes.values():
+            if not proxy.is_open:
+                await proxy.restore()
+            proxy.thaw()
+
+    async def ready(self) -> None:
+        """Wait until all running servers know one leader and are current."""
+        await until(self._are_current, expected=True)
+
+    async def _are_current(self) -> bool:
+        running = self._running()
+        metas = {NAMES[index]: await self._meta(index) for index in running}
+        leaders = {meta.get("leader") for meta in metas.values()}
+        if len(leaders) != 1 or not leaders <= set(metas):
+            return False
+        # Only the leader knows of the others.
+        peers = {peer["name"]: peer for peer in metas[leaders.pop()]["replicas"]}  # type: ignore[index]
+        current = {name for name, peer in peers.items() if peer["current"] and not peer.get("offline")}
+        return len(peers) == len(NAMES) - 1 and len(current & set(metas)) == len(metas) - 1
+
+    def _running(self) -> list[int]:
+        return [index for index, server in enumerate(self.servers) if server.is_running and index not in self._stopped]
+
+    async def _meta(self, index: int) -> dict[str, Any]:
+        meta: dict[str, Any] = (await self._look(index, "jsz")).get("meta_cluster") or {}
+        return meta
+
+    async def meta_leader(self) -> int:
+        """The server that decides where streams and consumers lie; waits until there is one."""
+        found: list[str] = []
+
+        async def is_known() -> bool:
+            leaders = {(await self._meta(index)).get("leader") for index in self._running()} - {None, ""}
+            found[:] = [str(leader) for leader in leaders]
+            return len(leaders) == 1
+
+        await until(is_known, expected=True)
+        return NAMES.index(found[0])
+
+    async def leader(self, stream: str, consumer: str | None = None) -> int:
+        """The server that leads a stream, or one of its consumers; waits until there is one."""
+        found: list[str] = []
+
+        async def is_known() -> bool:
+            leaders = [await self._leader_at(index, stream, consumer) for index in self._running()]
+            found[:] = [leader for leader in leaders if leader]
+            return len(set(found)) == 1 and NAMES.index(found[0]) in self._running()
+
+        await until(is_known, expected=True)
+        return NAMES.index(found[0])
+
+    async def _leader_at(self, index: int, stream: str, consumer: str | None) -> str:
+        seen = await self._look(index, "jsz?accounts=true&streams=true&consumers=true")
+        for account in seen.get("account_details") or ():
+            for one in account.get("stream_detail") or ():
+                if one["name"] != stream:
+                    continue
+                details = [one] if consumer is None else one.get("consumer_detail") or ()
+                for detail in details:
+                    if detail["name"] == (consumer or stream):
+                        return str(detail.get("cluster", {}).get("leader", ""))
+        return ""
+
+    async def _look(self, index: int, path: str) -> dict[str, Any]:
+        """What the monitoring of a server says; nothing where it does not answer."""
+
+        def get() -> dict[str, Any]:
+            url = f"http://127.0.0.1:{self._ports[index][1]}/{path}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=LOOK_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+            return {}
+
+        return await asyncio.to_thread(get)
+
+    async def replicate(self) -> None:
+        """Give every stream that there is three current replicas. For servers that let everybody in."""
+        async with opened(self.urls[self._running()[0]]) as connection:
+            await replicate(connection)
+
+
+async def replicate(connection: Connection) -> None:
+    """Give every stream of the connection's account three current replicas."""
+    names = (await ask(connection, "STREAM.NAMES"))["streams"] or []
+    for name in names:
+        config = (await ask(connection, f"STREAM.INFO.{name}"))["config"]
+        if config["num_replicas"] < len(NAMES):
+            await ask(connection, f"STREAM.UPDATE.{name}", {**config, "num_replicas": len(NAMES)})
+
+    async def lagging() -> list[str]:
+        infos = [await ask(connection, f"STREAM.INFO.{name}") for name in names]
+        return [
+            info["config"]["name"]
+            for info in infos
+            if not info["cluster"].get("leader")
+            or sum(replica["current"] for replica in info["cluster"].get("replicas") or ()) < len(NAMES) - 1
+        ]
+
+    async with asyncio.timeout(SOON_S):
+        await until(lagging, [])
+
+
+@contextlib.asynccontextmanager
+async def _routes() -> AsyncIterator[dict[tuple[int, int], TcpProxy]]:
+    """A proxy for each way from one server to another; they lead nowhere yet."""
+    async with asyncio.TaskGroup() as tasks:
+        pairs = [(one, other) for one in range(len(NAMES)) for other in range(len(NAMES)) if one != other]
+        routes = {pair: TcpProxy(f"nats://{NOWHERE}", tasks) for pair in pairs}
+        for proxy in routes.values():
+            await proxy.restore()
+        try:
+            yield routes
+        finally:
+            for proxy in routes.values():
+                proxy.cut()
