@@ -52,6 +52,9 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     """For single workers, by id: of two commands on one register the later counts."""
     seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
     """The last commands, so that one that comes again is not recorded again."""
+    bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """A random id that the first state of a bucket gets and later ones keep: an older epoch under it is a stale read.
+    Empty: written by a program that knows of none."""
 
     def __post_init__(self) -> None:
         """Check the name."""

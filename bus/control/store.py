@@ -6,8 +6,11 @@ again on what it wrote.
 
 import base64
 import logging
+import uuid
 from collections.abc import Callable
 from typing import Final
+
+from msgspec.structs import replace
 
 from ...schemas.control import AnyCommand
 from ...schemas.desired import DesiredState
@@ -60,13 +63,15 @@ class DesiredStore:
         return f"{_SUBJECTS}.{self._subjects.fleet}.{encode_token(model)}"
 
     async def read(self, model: str) -> DesiredState | None:
-        """The desired state of `model`; None: nothing was ever recorded.
+        """The desired state of `model`; None: nothing was ever recorded. What was deleted reads as empty.
+
+        In a cluster it may be older than what was read before: see `rollbus.bus.protocol.fleet.read_order`.
 
         Raises:
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
         """
         sequence, data = await self._read(model)
-        return self._decode(model, sequence, data) if data else None
+        return self._decode(model, sequence, data) if sequence else None
 
     async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
         """Record `command`: the state with it, and its epoch. See `rollbus.bus.protocol.fleet.desired.record`.
@@ -97,7 +102,7 @@ class DesiredStore:
         """
         for _ in range(MAX_TRIES):
             sequence, data = await self._read(model)
-            before = self._decode(model, sequence, data)
+            before = _named(self._decode(model, sequence, data))
             after = change(before)
             if after is before or await self._write(model, after, sequence):
                 return after
@@ -118,7 +123,7 @@ class DesiredStore:
             else:
                 if not before.registers and not before.workers:
                     return False
-            if await self._write(model, desired.cleared(before), sequence):
+            if await self._write(model, desired.cleared(_named(before)), sequence):
                 return True
         raise _contended(model)
 
@@ -154,7 +159,8 @@ class DesiredStore:
 
     async def _read(self, model: str) -> tuple[int, bytes]:
         """The key's last sequence number, 0 where it has none, and its value, empty where it was deleted."""
-        # From the stream's leader: a replica's answer may be older than the command that made us look.
+        # From the stream's leader, and not by DIRECT.GET: a replica's answer may be older than the command that made us
+        # look. So may a leader's that was deposed, which readers find out.
         try:
             answer = await ask(self._nats, f"STREAM.MSG.GET.{_STREAM}", {"last_by_subj": self.subject(model)})
         except ApiError as error:
@@ -215,6 +221,11 @@ class DesiredStore:
 def _empty(model: str, sequence: int) -> DesiredState:
     """A state without anything, after one that is lost: no epoch was above the sequence number of its message."""
     return DesiredState(model=model, epoch=sequence)
+
+
+def _named(state: DesiredState) -> DesiredState:
+    """`state` with the id of its bucket, a new one where it has none: it is the first, or of before there were ids."""
+    return state if state.bucket else replace(state, bucket=uuid.uuid4().hex)
 
 
 def _contended(model: str) -> BusBroken:

@@ -108,7 +108,9 @@ def state_as_json(state: FleetState) -> dict[str, Any]:
         "fleet": state.fleet,
         "workers": [_without(worker, "v") for worker in state.workers],
         "queues": [msgspec.to_builtins(depth) for depth in state.queues],
-        "desired": {model: _without(desired, "v", "model", "seen") for model, desired in state.desired.items()},
+        "desired": {
+            model: _without(desired, "v", "model", "seen", "bucket") for model, desired in state.desired.items()
+        },
     }
 
 

@@ -9,6 +9,7 @@ from nats.js.kv import KeyValue
 
 from rollbus.bus.control.store import HISTORY, MAX_STATE_BYTES, DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import BUCKET, Subjects
 from rollbus.schemas import limits
@@ -156,8 +157,10 @@ async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet:
             _, epoch = await store.record("m", Pause())
         await (await nats.jetstream().key_value(BUCKET)).delete(f"{fleet}.m")
 
-        assert await store.read("m") is None
-        assert (await store.record("m", Pause()))[1] > epoch
+        deleted = await store.read("m")
+        assert deleted is not None
+        assert (deleted.registers, deleted.epoch >= epoch) == ({}, True)
+        assert (await store.record("m", Pause()))[1] > deleted.epoch
 
 
 async def test_the_models_of_the_fleet_are_listed(nats_url: str, fleet: str) -> None:
@@ -219,3 +222,32 @@ async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPat
         for attempt in (store.read("m"), store.record("m", Pause()), store.reset("m"), store.models()):
             with pytest.raises(BusBroken, match="no JetStream"):
                 await attempt
+
+
+async def test_a_state_keeps_the_id_of_its_bucket(nats_url: str, fleet: str) -> None:
+    """The first write draws it, later ones and resets keep it, and a bucket that is made anew has another."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        first, _ = await store.record("m", Pause())
+        await store.reset("m")
+        second, _ = await store.record("m", Resume())
+        await ask(nats, f"STREAM.PURGE.KV_{BUCKET}", {"filter": store.subject("m")})
+        other, _ = await store.record("m", Pause())
+
+        assert first.bucket == second.bucket != ""
+        assert other.bucket not in ("", first.bucket)
+        assert await store.read("m") == other
+
+
+async def test_a_state_of_before_ids_is_given_one(nats_url: str, fleet: str) -> None:
+    """With the next command that is recorded, and goes on counting."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        await store.record("m", Pause())
+        await nats.jetstream().publish(store.subject("m"), b'{"model": "m", "epoch": 7}')
+        before = await store.read("m")
+        after, epoch = await store.record("m", Pause())
+
+        assert before is not None
+        assert (before.bucket, epoch) == ("", 8)
+        assert after.bucket != ""

@@ -104,6 +104,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
         state={"worker": "w0", "state": "serving"},
     ),
     "desired_empty": DesiredState(model="org/model-1.5"),
+    "desired_of_bucket": DesiredState(model="m", epoch=1, bucket="4ec6e1d1d0b04b12a1a3a4ab0d0b7a52"),
     "desired_full": DesiredState(
         model="org/model-1.5",
         epoch=42,

@@ -112,4 +112,5 @@ desired_states = st.builds(
     registers=registers,
     workers=st.dictionaries(subject_tokens, registers, max_size=2),
     seen=st.lists(st.builds(SeenCommand, request_ids, EPOCH), max_size=limits.MAX_SEEN_COMMANDS).map(tuple),
+    bucket=st.one_of(st.just(""), names),
 )

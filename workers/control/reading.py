@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...bus.control.store import DesiredStore
 from ...bus.protocol.fleet.desired import desired_loras, effective, target_version
+from ...bus.protocol.fleet.read_order import ReadOrder, ReadVerdict
 from ...schemas.desired import DesiredState, Recorded
 from ...schemas.errors import BusBroken, BusClosed, RemoteProtocolError
 
@@ -37,13 +39,16 @@ class DesiredReader:
         self._model = model
         self._worker = worker
         self.on_read: Callable[[], None] = lambda: None
-        """Called after each read that succeeded."""
+        """Called after each read that succeeded and was not stale."""
         self._is_requested = asyncio.Event()
         self._num_requested = 0
         self._num_needed = 0
         # Requested since the last read began, which may contain them; no more than the worker has under way.
         self._awaited_commands: set[_ReadCommand] = set()
         self._is_reading = False
+        self._order = ReadOrder()
+        self.is_lost = False
+        """What the last read brought is another desired state than the one before: that was lost."""
         self.effective: Mapping[str, Recorded] = {}
         """The recorded command of each register of this worker."""
         self.epoch = 0
@@ -101,7 +106,7 @@ class DesiredReader:
             wait_s = READ_S
             self._is_reading = True
             try:
-                state = await self._store.read(self._model)
+                self._update(await self._store.read(self._model))
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
                 wait_s = RETRY_S
                 if self.problem is None:
@@ -109,7 +114,6 @@ class DesiredReader:
                 self.problem = str(exc)
             else:
                 self.problem = None
-                self._update(state)
                 if not all(map(self._holds, self._awaited_commands)):
                     self._is_requested.set()
                 if not self._is_requested.is_set():
@@ -125,6 +129,14 @@ class DesiredReader:
                     await self._is_requested.wait()
 
     def _update(self, state: DesiredState | None) -> None:
+        verdict = self._order.judge(state, time.monotonic())
+        if verdict is ReadVerdict.STALE:
+            found = "none" if state is None else f"one of epoch {state.epoch}"
+            raise BusBroken(
+                f"the server has {found} as the desired state of {self._model!r}, where one of epoch {self.epoch} was "
+                "read before: it is behind the others of its cluster, or its store was lost"
+            )
+        self.is_lost = verdict is ReadVerdict.LOST
         self.effective = {} if state is None else effective(state, self._worker)
         self.epoch = 0 if state is None else state.epoch
         self.target_version = target_version(state, self._worker)

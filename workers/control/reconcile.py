@@ -68,7 +68,6 @@ class Reconciler:
         # The registers of the desired state, and those no longer desired until they are undone.
         self._handled: dict[str, HandledRegister] = {}
         self._epoch_read = 0
-        self._ids_read: dict[tuple[str, int], str] = {}
         self._missed_at = 0.0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
@@ -98,13 +97,13 @@ class Reconciler:
 
     def on_read(self) -> None:
         """Handle a desired state that was read."""
-        if self._is_lost():
-            # Epochs restart only if the bucket was lost: what was applied says nothing about the new state.
+        if self.reader.is_lost:
+            # What was applied says nothing about the new state.
             logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
             self._handled = {
                 register: HandledRegister(-1, handled.outcome) for register, handled in self._handled.items()
             }
-        self._epoch_read, self._ids_read = self.reader.epoch, self._ids()
+        self._epoch_read = self.reader.epoch
         self._retry_weights()
         versions = self._in_flight.links.versions
         target = self.reader.target_version
@@ -113,18 +112,6 @@ class Reconciler:
         self._cancel_superseded()
         self._is_due.set()
         self.on_change()
-
-    def _ids(self) -> dict[tuple[str, int], str]:
-        """Ids of the desired commands, by register and epoch."""
-        effective = self.reader.effective
-        return {(register, recorded.epoch): recorded.command.id for register, recorded in effective.items()}
-
-    def _is_lost(self) -> bool:
-        """True if the desired state was lost: its epochs went back, or have other commands."""
-        before = self._ids_read
-        return self.reader.epoch < self._epoch_read or any(
-            before.get(key, id_) != id_ for key, id_ in self._ids().items()
-        )
 
     def _cancel_superseded(self) -> None:
         """Cancel the waiting command, if a later one has replaced it."""

@@ -154,7 +154,7 @@ def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
 
 def cleared(state: DesiredState) -> DesiredState:
     """Nothing desired any more, in a new epoch: epochs never begin anew, or later commands would look old."""
-    return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen)
+    return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen, bucket=state.bucket)
 
 
 def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpdate) -> None:

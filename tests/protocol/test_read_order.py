@@ -1,0 +1,59 @@
+"""Which reads of a desired state count, and which are of before."""
+
+import pytest
+
+from rollbus.bus.protocol.fleet.desired import record
+from rollbus.bus.protocol.fleet.read_order import STALE_S, ReadOrder, ReadVerdict
+from rollbus.schemas.control import FlushCache
+from rollbus.schemas.desired import DesiredState
+
+CURRENT, STALE, LOST = ReadVerdict.CURRENT, ReadVerdict.STALE, ReadVerdict.LOST
+
+
+def state(epoch: int, bucket: str = "a", command: str = "c") -> DesiredState:
+    """A state of so many commands, whose ids begin with `command`."""
+    made = DesiredState(model="m", bucket=bucket)
+    for number in range(epoch):
+        made, _ = record(made, FlushCache(id=f"{command}{number}"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reads", "verdicts"),
+    [
+        ([None, None, state(1)], [CURRENT, CURRENT, CURRENT]),
+        ([state(1), state(1), state(3)], [CURRENT, CURRENT, CURRENT]),
+        # A deposed leader, and then the present one; the first command was recorded after it was deposed.
+        ([state(2), state(1), state(2), state(3)], [CURRENT, STALE, CURRENT, CURRENT]),
+        ([state(1), None, state(1)], [CURRENT, STALE, CURRENT]),
+        # Another bucket, also of more commands.
+        ([state(2), state(1, "b")], [CURRENT, LOST]),
+        ([state(2), state(5, "b"), state(6, "b")], [CURRENT, LOST, CURRENT]),
+        ([state(2), None, state(3, "b")], [CURRENT, STALE, LOST]),
+        # Programs that know of no ids write among those that do.
+        ([state(1, ""), state(2), state(3, ""), state(4, "b")], [CURRENT] * 4),
+        ([state(2), state(1, "")], [CURRENT, STALE]),
+        # The same bucket was set back, and had other commands since.
+        ([state(3), state(3, command="d")], [CURRENT, LOST]),
+        ([state(3), state(2, command="d")], [CURRENT, LOST]),
+    ],
+)
+def test_each_read_is_judged_by_the_one_before(reads: list[DesiredState | None], verdicts: list[ReadVerdict]) -> None:
+    """Older is stale, of another bucket or another history is lost, all else is current."""
+    order = ReadOrder()
+
+    assert [order.judge(read, 0.0) for read in reads] == verdicts
+
+
+@pytest.mark.parametrize("older", [state(1), None])
+def test_what_stays_older_is_what_stands_there(older: DesiredState | None) -> None:
+    """No leader is deposed for so long: the store was set back. A read in between starts the time anew."""
+    order = ReadOrder()
+    order.judge(state(2), 0.0)
+
+    assert order.judge(older, 1.0) is STALE
+    assert order.judge(state(2), STALE_S - 1) is CURRENT
+    assert order.judge(older, STALE_S) is STALE
+    assert order.judge(older, 2 * STALE_S - 1) is STALE
+    assert order.judge(older, 2 * STALE_S) is LOST
+    assert order.judge(older, 2 * STALE_S + 1) is CURRENT

@@ -1,0 +1,88 @@
+"""What a worker makes of an answer that is older than what it has read, as a deposed leader's."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.protocol.fleet import read_order
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import reading
+from rollbus.workers.worker import Worker
+from tests.support.hand_client import MODEL
+from tests.support.hand_controller import HandController
+from tests.support.waits import until_true
+from tests.workers.support import StartControlled
+
+pytestmark = pytest.mark.slow
+
+Doctor = Callable[[DesiredState | None], None]
+
+
+def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Have the worker's reads answered with a state of one's choice, from when it is called; quick ones."""
+    store: DesiredStore = worker._control.reader._store
+
+    def answer(state: DesiredState | None) -> None:
+        async def read(_model: str) -> DesiredState | None:
+            await asyncio.sleep(0)
+            return state
+
+        monkeypatch.setattr(store, "read", read)
+        worker._control.reader.request_read()
+
+    monkeypatch.setattr(reading, "RETRY_S", 0.01)
+    return answer
+
+
+async def paused_after_resume(boss: HandController) -> DesiredState:
+    """Have the worker paused; returns what stood there when it served."""
+    await boss.applied("resume")
+    before = await boss.store.read(MODEL)
+    assert before is not None
+    await boss.applied("pause")
+    return before
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+async def test_a_stale_answer_changes_nothing(
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch, is_missing: bool
+) -> None:
+    """A paused worker stays paused, says what is the matter, and goes on with the next answer that is not stale."""
+    async with controlled_worker() as (client, boss, worker, _):
+        before = await paused_after_resume(boss)
+        await client.until_state("w", WorkerState.PAUSED)
+        with monkeypatch.context() as patches:
+            doctored(worker, patches)(None if is_missing else before)
+            await client.until(lambda: "behind the others" in str(client.presences["w"].last_error))
+            assert client.presences["w"].state is WorkerState.PAUSED
+        paused = worker._control.reconciler.outcome_of("pause", 2)
+        await boss.applied("resume")
+        await client.until_serving("w")
+
+        assert paused is not None
+        assert client.presences["w"].last_error is None
+
+
+async def test_another_bucket_is_believed(controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state under another id is another one, even if it is of fewer commands."""
+    async with controlled_worker() as (client, boss, worker, _):
+        before = await paused_after_resume(boss)
+        await client.until_state("w", WorkerState.PAUSED)
+        doctored(worker, monkeypatch)(replace(before, bucket="another"))
+        await client.until_serving("w")
+
+
+async def test_what_stays_older_is_believed_at_last(
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No deposed leader answers for so long: the store was set back, and with it what is desired."""
+    monkeypatch.setattr(read_order, "STALE_S", 0.1)
+    async with controlled_worker() as (client, boss, worker, _):
+        before = await paused_after_resume(boss)
+        doctored(worker, monkeypatch)(before)
+        await until_true(lambda: worker.presence().state is WorkerState.SERVING)
+        await client.until_serving("w")
