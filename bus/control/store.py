@@ -1,7 +1,8 @@
 """Where desired states are kept: a NATS KV bucket, readable with `nats kv`, its history the log of all commands.
 
 Writes are compare-and-set on the key's last sequence number: of concurrent writers one is first, and the others decide
-again on what it wrote.
+again on what it wrote. A write without an answer, as while a leader is elected, may have been stored: the writer reads,
+and repeats it, as the same command, only where it is not there.
 """
 
 import base64
@@ -17,9 +18,10 @@ from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import decode_desired, encode_json
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, put
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, Unanswered, ask, create_stream, put
 from ..protocol.fleet import desired
 from ..subjects import BUCKET, Subjects, decode_token, encode_token
+from .retries import TRY_S, Retries
 
 __all__ = ["DesiredStore"]
 
@@ -44,7 +46,7 @@ class DesiredStore:
     """The desired states of one fleet.
 
     Every method that reads or writes raises `BusBroken` if JetStream is missing, does not answer or refuses. A write
-    that was not answered may have been stored.
+    waits for an answer for `ELECTION_S`; if it then raises `Unanswered`, it may have been stored.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects) -> None:
@@ -100,12 +102,24 @@ class DesiredStore:
             ControlError: the state would be too large.
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
         """
+        retries = Retries()
+        unanswered: list[tuple[DesiredState, DesiredState]] = []
         for _ in range(MAX_TRIES):
-            sequence, data = await self._read(model)
-            before = _named(self._decode(model, sequence, data))
-            after = change(before)
-            if after is before or await self._write(model, after, sequence):
-                return after
+            try:
+                sequence, data = await self._read(model)
+                before = _named(self._decode(model, sequence, data))
+                for written, over in unanswered:
+                    if desired.contains(before, written, over):
+                        return written
+                after = change(before)
+                if after is before:
+                    return after
+                unanswered.append((after, before))
+                if await self._write(model, after, sequence):
+                    return after
+                unanswered.pop()
+            except Unanswered as error:
+                await retries.wait(error)
         raise _contended(model)
 
     async def reset(self, model: str) -> bool:
@@ -113,18 +127,23 @@ class DesiredStore:
 
         Epochs go on, so that later commands do not look old to workers.
         """
+        retries, is_sent = Retries(), False
         for _ in range(MAX_TRIES):
-            sequence, data = await self._read(model)
             try:
-                before = self._decode(model, sequence, data)
-            except RemoteProtocolError as exc:
-                logger.warning("desired.unreadable model=%s error=%s", model, exc)
-                before = _empty(model, sequence)
-            else:
-                if not before.registers and not before.workers:
-                    return False
-            if await self._write(model, desired.cleared(_named(before)), sequence):
-                return True
+                sequence, data = await self._read(model)
+                try:
+                    before = self._decode(model, sequence, data)
+                except RemoteProtocolError as exc:
+                    logger.warning("desired.unreadable model=%s error=%s", model, exc)
+                    before = _empty(model, sequence)
+                else:
+                    if not before.registers and not before.workers:
+                        return is_sent
+                is_sent = True
+                if await self._write(model, desired.cleared(_named(before)), sequence):
+                    return True
+            except Unanswered as error:
+                await retries.wait(error)
         raise _contended(model)
 
     async def models(self) -> tuple[str, ...]:
@@ -162,7 +181,9 @@ class DesiredStore:
         # From the stream's leader, and not by DIRECT.GET: a replica's answer may be older than the command that made us
         # look. So may a leader's that was deposed, which readers find out.
         try:
-            answer = await ask(self._nats, f"STREAM.MSG.GET.{_STREAM}", {"last_by_subj": self.subject(model)})
+            answer = await ask(
+                self._nats, f"STREAM.MSG.GET.{_STREAM}", {"last_by_subj": self.subject(model)}, timeout_s=TRY_S
+            )
         except ApiError as error:
             if error.code in {NO_STREAM, NO_MESSAGE}:
                 return 0, b""
@@ -197,10 +218,13 @@ class DesiredStore:
         try:
             if not sequence:
                 await self.ensure_bucket()
-            await put(self._nats, self.subject(model), data, headers)
+            await put(self._nats, self.subject(model), data, headers, timeout_s=TRY_S)
         except ApiError as error:
             if error.code == _WRONG_LAST_SEQUENCE:
                 return False
+            if error.code == NO_STREAM:
+                # The bucket was there just now: it was deleted, or has no leader.
+                raise Unanswered(f"nobody stores the desired state of {model!r}") from error
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
         return True
 

@@ -18,6 +18,7 @@ __all__ = [
     "NO_STORAGE",
     "NO_STREAM",
     "ApiError",
+    "Unanswered",
     "ask",
     "create_stream",
     "nanoseconds",
@@ -34,6 +35,8 @@ NO_CONSUMER: Final = 10014
 NO_MESSAGE: Final = 10037
 NAME_IN_USE: Final = 10058
 NO_STORAGE: Final = 10047
+_NO_LEADER: Final = frozenset({10008, 10009})
+"""JetStream's errors while a cluster elects a leader."""
 
 
 class ApiError(Exception):
@@ -48,55 +51,79 @@ class ApiError(Exception):
         super().__init__(f"{description} (JetStream error {code})")
 
 
-class _ConnectionLost(BusBroken):
-    """It may have been carried out; nobody will say."""
+class Unanswered(BusBroken):
+    """Nobody says whether it was carried out: the server does not answer, or has no leader just now. Ask what holds."""
 
 
-async def ask(nats: Client, operation: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+class _ConnectionLost(Unanswered):
+    """The answer was lost with the connection; over the next one the server may answer."""
+
+
+async def ask(
+    nats: Client, operation: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+) -> dict[str, Any]:
     """Call JetStream's API; where the connection is lost meanwhile, once more over the next one.
 
     Args:
         operation: the subject behind `$JS.API.`; one that may be carried out twice.
+        timeout_s: for the server to answer; None: `API_TIMEOUT_S`.
 
     Raises:
         ApiError: it refused.
-        BusBroken: it does not answer.
+        Unanswered: it does not answer, or is electing a leader.
+        BusBroken: there is no JetStream, or no connection.
     """
+    timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     payload = b"" if body is None else json.dumps(body).encode()
     try:
         try:
-            return await _request(nats, f"{API}.{operation}", payload)
+            return await _request(nats, f"{API}.{operation}", payload, timeout_s)
         except _ConnectionLost:
-            return await _request(nats, f"{API}.{operation}", payload)
+            return await _request(nats, f"{API}.{operation}", payload, timeout_s)
     except nats_errors.NoRespondersError as error:
         raise BusBroken("the NATS server has no JetStream, which rollbus needs") from error
 
 
-async def put(nats: Client, subject: str, data: bytes, headers: dict[str, str] | None = None) -> int:
+async def put(
+    nats: Client,
+    subject: str,
+    data: bytes,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> int:
     """Store a message in the stream that has `subject`, on the conditions in `headers`; returns its sequence number.
 
+    Args:
+        timeout_s: for the server to answer; None: `API_TIMEOUT_S`.
+
     Raises:
-        ApiError: the server refused; NO_STREAM: no stream has the subject, or there is no JetStream.
-        BusBroken: it does not answer; the message may have been stored all the same.
+        ApiError: the server refused; NO_STREAM: no stream has the subject, the one that has it is without a leader, or
+            there is no JetStream.
+        Unanswered: it does not answer; the message may have been stored all the same.
+        BusBroken: there is no connection.
     """
+    timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     try:
-        answer = await _request(nats, subject, data, headers)
+        answer = await _request(nats, subject, data, timeout_s, headers)
     except nats_errors.NoRespondersError as error:
         raise ApiError(NO_STREAM, f"no stream has {subject}") from error
     sequence: int = answer["seq"]
     return sequence
 
 
-async def _request(nats: Client, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
+async def _request(
+    nats: Client, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+) -> dict[str, Any]:
     try:
-        message = await nats.request(subject, payload, timeout=API_TIMEOUT_S, headers=headers)
+        message = await nats.request(subject, payload, timeout=timeout_s, headers=headers)
     except nats_errors.NoRespondersError:
         raise
     except nats_errors.TimeoutError as error:
         # A server drops what a user may not publish, and tells only the log.
-        raise BusBroken(
-            f"JetStream did not answer on {subject} within {API_TIMEOUT_S:g} s: it is overloaded, or this user may not "
-            "publish there"
+        raise Unanswered(
+            f"JetStream did not answer on {subject} within {timeout_s:g} s: it is overloaded, the stream has no leader "
+            "now, or this user may not publish there"
         ) from error
     except nats_errors.ConnectionReconnectingError as error:
         raise _ConnectionLost(f"the connection was lost before JetStream answered on {subject}") from error
@@ -104,7 +131,10 @@ async def _request(nats: Client, subject: str, payload: bytes, headers: dict[str
         raise BusBroken(f"JetStream cannot be reached: {error}") from error
     answer: dict[str, Any] = json.loads(message.data)
     if "error" in answer:
-        raise ApiError(answer["error"].get("err_code", 0), answer["error"].get("description", ""))
+        code, description = answer["error"].get("err_code", 0), answer["error"].get("description", "")
+        if code in _NO_LEADER:
+            raise Unanswered(f"JetStream has no leader now: {description} (JetStream error {code})")
+        raise ApiError(code, description)
     return answer
 
 

@@ -15,6 +15,7 @@ from ....schemas.errors import ControlCode, ControlError
 __all__ = [
     "WEIGHTS",
     "cleared",
+    "contains",
     "desired_loras",
     "effective",
     "may_come_back",
@@ -69,6 +70,15 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
             )
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
     return replace(state, epoch=epoch, registers=registers, workers=workers, seen=seen_commands), epoch
+
+
+def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> bool:
+    """Whether `written`, whose write over `over` was not answered, was stored before `state` was read.
+
+    That its commands are among those seen is the proof: later writes may have changed all else.
+    """
+    own = set(written.seen) - set(over.seen)
+    return state == written or (bool(own) and own <= set(state.seen))
 
 
 def effective(state: DesiredState, worker: str) -> dict[str, Recorded]:

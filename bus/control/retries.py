@@ -1,0 +1,44 @@
+"""How long a write of a desired state waits for an answer: as long as a cluster of servers takes to elect a leader."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from ..nats.jetstream import Unanswered
+
+__all__ = ["TRY_S", "Retries"]
+
+logger = logging.getLogger(__name__)
+
+TRY_S: Final = 2.0
+"""For one answer, which takes milliseconds: what is sent before an election is dropped, and has to be asked again."""
+ELECTION_S: Final = 15.0
+"""From the first missing answer on: nats-server misses a leader for up to 9 s before it elects another."""
+AGAIN_S: Final = 0.25
+"""Between an answer that says "not now" and the next question."""
+
+
+class Retries:
+    """The tries of one write."""
+
+    def __init__(self) -> None:
+        self._ends_at: float | None = None
+
+    def __repr__(self) -> str:
+        """One line with the end."""
+        return f"<Retries ends_at={self._ends_at}>"
+
+    async def wait(self, error: Unanswered) -> None:
+        """Wait before the next try.
+
+        Raises:
+            Unanswered: `error`; it has been waited for long enough.
+        """
+        now = time.monotonic()
+        if self._ends_at is None:
+            self._ends_at = now + ELECTION_S
+            logger.warning("desired.unanswered error=%s", error)
+        if now >= self._ends_at:
+            raise error
+        await asyncio.sleep(AGAIN_S)

@@ -1,0 +1,151 @@
+"""Writes of a desired state whose answers do not come, as when a leader is lost: each command is recorded once."""
+
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rollbus.bus.control import retries
+from rollbus.bus.control import store as module
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import ApiError, Unanswered, put
+from rollbus.bus.protocol.fleet import desired
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import FlushCache, Pause, Resume
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.errors import BusBroken
+from tests.support.connections import opened
+
+Write = Callable[[], Awaitable[int]]
+MODEL = "m"
+
+
+class Leader:
+    """Stands between a store and the server: does with each write what `answers` say, in turn, then as the server."""
+
+    def __init__(self, *fates: str) -> None:
+        self.fates = list(fates)
+        self._later: Write | None = None
+
+    async def put(
+        self,
+        nats: Connection,
+        subject: str,
+        data: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As that of `rollbus.bus.nats.jetstream`."""
+
+        async def write() -> int:
+            return await put(nats, subject, data, headers, timeout_s=timeout_s)
+
+        fate = self.fates.pop(0) if self.fates else ""
+        later, self._later = self._later, None
+        if later is not None:
+            # What the deposed leader had sent on is decided by the next one, before all else.
+            with contextlib.suppress(ApiError):
+                await later()
+        if fate == "answer lost":
+            await write()
+        elif fate == "stored later":
+            self._later = write
+        elif not fate:
+            return await write()
+        raise Unanswered(f"{fate}: for the test")
+
+
+@pytest.fixture
+def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
+    """Give a leader that stands before all stores, and stores that try again at once."""
+    made = Leader()
+    monkeypatch.setattr(module, "put", made.put)
+    monkeypatch.setattr(retries, "AGAIN_S", 0.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    "fates",
+    [
+        ["answer lost"],
+        ["write lost"],
+        ["stored later"],
+        ["write lost", "stored later", "answer lost"],
+        ["stored later", "stored later"],
+    ],
+    ids="+".join,
+)
+async def test_a_command_without_an_answer_is_recorded_once(
+    nats_url: str, fleet: str, leader: Leader, fates: list[str]
+) -> None:
+    """Whatever became of the write: the command is there once, decided upon what was there before it."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        await store.record(MODEL, Resume(id="before"))
+        leader.fates = list(fates)
+        befores: list[int] = []
+
+        def change(state: DesiredState) -> DesiredState:
+            befores.append(state.epoch)
+            return desired.record(state, Pause(id="p"))[0]
+
+        written = await store.change(MODEL, change)
+        state, epoch = await store.record(MODEL, FlushCache(id="after"))
+
+        assert set(befores) == {1}
+        assert written.epoch == 2
+        assert [(seen.id, seen.epoch) for seen in state.seen] == [("before", 1), ("p", 2), ("after", 3)]
+        assert epoch == 3
+
+
+async def test_another_command_that_came_first_is_not_taken_for_it(nats_url: str, fleet: str, leader: Leader) -> None:
+    """The write was lost and another writer was first: the command is recorded after that one's."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        leader.fates = ["write lost"]
+        is_first = True
+
+        async def other(*args: object, **options: object) -> int:
+            nonlocal is_first
+            try:
+                return await leader.put(*args, **options)  # type: ignore[arg-type]
+            except Unanswered:
+                if is_first:
+                    is_first = False
+                    await store.record(MODEL, Resume(id="other"))
+                raise
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(module, "put", other)
+            state, epoch = await store.record(MODEL, Pause(id="p"))
+
+        assert [(seen.id, seen.epoch) for seen in state.seen] == [("other", 1), ("p", 2)]
+        assert epoch == 2
+
+
+@pytest.mark.parametrize("fate", ["answer lost", "write lost", "stored later"])
+async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str, leader: Leader, fate: str) -> None:
+    """It says that it cleared something, in one epoch."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        await store.record(MODEL, Pause())
+        leader.fates = [fate]
+
+        assert await store.reset(MODEL)
+        state = await store.read(MODEL)
+        assert state is not None
+        assert (state.epoch, state.registers) == (2, {})
+
+
+async def test_it_is_not_waited_for_without_end(
+    nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an election's time the writer hears that nobody answers, and that nothing is known."""
+    monkeypatch.setattr(retries, "ELECTION_S", 0.05)
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        leader.fates = ["write lost"] * 1000
+        with pytest.raises(BusBroken, match="for the test"):
+            await store.record(MODEL, Pause())
