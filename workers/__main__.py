@@ -46,7 +46,9 @@ KV_ARG = "kv_transfer_config"
 def parser() -> argparse.ArgumentParser:
     """The command line of a worker."""
     parser = argparse.ArgumentParser(prog="rollbus worker", description="One worker: one engine on the bus.")
-    parser.add_argument("--nats", metavar="URL", default=default_url(), help="NATS server")
+    parser.add_argument(
+        "--nats", metavar="URL", default=default_url(), help="NATS server, or several of one cluster: a,b,c"
+    )
     parser.add_argument("--creds", metavar="FILE", help="the NATS user that it is (default: $ROLLBUS_CREDS, or none)")
     parser.add_argument("--fleet", metavar="NAME", help="whose requests to serve (default: as --creds say)")
     parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")

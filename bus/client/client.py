@@ -3,7 +3,7 @@
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -36,7 +36,7 @@ DEFAULT_WORKER_GRACE_S = 15.0
 
 
 def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
-    url: str | Server | None = None,
+    url: str | Sequence[str] | Server | None = None,
     *,
     fleet: str | None = None,
     client: str | None = None,
@@ -48,7 +48,8 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     """A client of a fleet, to be entered with `async with`.
 
     Args:
-        url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`. A `Server` says everything that
+        url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`. Several, in a sequence or with
+            commas between them, are servers of one cluster, of which any will do. A `Server` says everything that
             `credentials` and the environment would.
         fleet: whose workers serve the requests; None: that of the credentials, else `default`.
         client: this client's name in subjects, unique among live clients; None: that of the credentials, else drawn at
@@ -62,7 +63,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     Raises:
         InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, or a number out of
             range.
-        BusBroken: the credentials cannot be read.
+        BusBroken: a URL is malformed, or the credentials cannot be read.
     """
     return Client(
         Server.named(url, credentials),

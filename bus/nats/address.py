@@ -1,4 +1,4 @@
-"""The address of a NATS server: checked before it is used, and without its password where it is shown."""
+"""The addresses of NATS servers: checked before they are used, and without their passwords where they are shown."""
 
 import re
 from typing import Final
@@ -6,22 +6,38 @@ from urllib.parse import urlsplit
 
 from ...schemas.errors import BusBroken
 
-__all__ = ["DEFAULT_PORT", "parse_url", "redact"]
+__all__ = ["DEFAULT_PORT", "parse_url", "parse_urls", "redact"]
 
 DEFAULT_PORT: Final = 4222
+MAX_URLS: Final = 64
+"""Several times the servers of a large cluster; a client also learns the others from the one that it reaches."""
 
 _CREDENTIALS: Final = re.compile(r"^(\w+://)?.*@")
+_NEXT_URL: Final = re.compile(r"\s*,\s*(?=\w+://)")
+
+
+def parse_urls(text: str) -> tuple[str, ...]:
+    """Check a list of URLs with commas between them, and return each once, with scheme and port.
+
+    Raises:
+        BusBroken: one of them cannot be the URL of a NATS server, some ask for TLS and others do not, or there are
+            more than `MAX_URLS`.
+    """
+    urls = tuple(dict.fromkeys(parse_url(url) for url in _split(text)))
+    if len({url.partition("://")[0] for url in urls}) > 1:
+        raise BusBroken(f"{redact(text)!r} asks for TLS at some servers only: begin each URL with tls://, or none")
+    if len(urls) > MAX_URLS:
+        raise BusBroken(f"{len(urls)} URLs of NATS servers were named; allowed: {MAX_URLS}")
+    return urls
 
 
 def parse_url(url: str) -> str:
-    """Check `url` and return it with scheme and port.
+    """Check the URL of one server and return it with scheme and port.
 
     Raises:
         BusBroken: it cannot be the URL of a NATS server.
     """
     try:
-        if "," in url.rpartition("@")[2]:
-            raise ValueError("it names several servers: name one, which tells the others of its cluster")
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         port = DEFAULT_PORT if parts.port is None else parts.port
         if parts.scheme not in {"nats", "tls"}:
@@ -36,6 +52,16 @@ def parse_url(url: str) -> str:
     return f"{parts.scheme}://{host}"
 
 
-def redact(url: str) -> str:
-    """Hide user and password."""
-    return _CREDENTIALS.sub(r"\1***@", url)
+def redact(urls: str) -> str:
+    """Hide user and password of each URL in a list."""
+    return ",".join(_CREDENTIALS.sub(r"\1***@", url) for url in _NEXT_URL.split(urls))
+
+
+def _split(text: str) -> list[str]:
+    """Cut a list at its commas, but not at those of passwords, which stand before the last `@` of a URL."""
+    urls = []
+    for part in _NEXT_URL.split(text):
+        user, at, hosts = part.rpartition("@")
+        first, *others = hosts.split(",")
+        urls += [user + at + first.strip(), *(host.strip() for host in others)]
+    return urls

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -16,11 +15,11 @@ from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
 from ..subjects import PREFIX
-from .address import parse_url, redact
+from .address import redact
 from .denials import MAX_LOGGED, Denials
+from .failed_servers import FailedServers
 from .patched_client import PatchedNatsClient
-from .server import CREDENTIALS_VARIABLE, Server, default_url
-from .tls_failure import tls_failure
+from .server import Server, default_url
 
 __all__ = [
     "Connection",
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 3.0
 """For the first connection: enough for a server that is just starting, short enough for a mistyped address."""
+ATTEMPT_TIMEOUT_S: Final = 2.0
+"""For one server: one whose machine is cut off does not even refuse."""
 CLOSE_TIMEOUT_S: Final = 2.0
 """For the server to take what is still unsent."""
 RECONNECT_WAIT_S: Final = 0.25
@@ -87,13 +88,14 @@ class Connection(PatchedNatsClient):
         self._server = server
         self._user = None if server.credentials is None else server.credentials.user
         self.denials = Denials("this user" if self._user is None else str(self._user))
-        self._address = parse_url(server.url)
-        self._shown_url = redact(self._address)
+        self._urls = server.urls
+        self._shown_urls = ",".join(map(redact, self._urls))
         self._name = name
         self._on_disconnect = on_disconnect
         self._on_reconnect = on_reconnect
         self._on_error = on_error
         self._is_open = self._is_opening = False
+        self._failed = FailedServers(server, name)
         self.lost: BusBroken | None = None
         """Why the connection ended for good without having been closed here; None while it has not."""
         # Since the connection was last there.
@@ -105,7 +107,7 @@ class Connection(PatchedNatsClient):
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "closed" if self.is_closed else "disconnected"
-        return f"<Connection {self._name} {state} url={self._shown_url} {self.counters()}>"
+        return f"<Connection {self._name} {state} url={self._shown_urls} {self.counters()}>"
 
     def counters(self) -> ConnectionStats:
         """Return the counters; nats-py's own, of messages and bytes, are in `stats`."""
@@ -127,30 +129,32 @@ class Connection(PatchedNatsClient):
             "closed_cb": self._on_nats_close,
             "reconnect_time_wait": RECONNECT_WAIT_S,
             "max_reconnect_attempts": -1,
+            "connect_timeout": ATTEMPT_TIMEOUT_S,
             "ping_interval": PING_INTERVAL_S,
             "pending_size": PENDING_BYTES,
             "flush_timeout": FLUSH_TIMEOUT_S,
             "tls": self._server.tls.context(),
-            # Also that of servers which other servers name: what they say of their own names proves nothing.
-            "tls_hostname": urlsplit(self._address).hostname,
         }
         if self._server.credentials is not None and self._user is not None:
             self._public_nkey = self._user.public_key
             options["signature_cb"] = self._server.credentials.sign
             options["inbox_prefix"] = self._user.inbox_prefix
         self._is_opening = True
+        timeout_s += ATTEMPT_TIMEOUT_S * (len(self._urls) - 1)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.connect(self._address, **options)
+                await self.connect(list(self._urls), **options)
             self._is_open = True
         except TimeoutError:
+            if self._failed.first is not None:
+                raise self._failed.first from None
             reason = str(self.last_error or "") or "it does not answer"
-            raise BusBroken(f"no NATS server at {self._shown_url} within {timeout_s:g} s: {reason}") from None
+            raise BusBroken(f"no NATS server at {self._shown_urls} within {timeout_s:g} s: {reason}") from None
         finally:
             self._is_opening = False
             if not self._is_open:
                 await self.shut(0.0)
-        logger.info("nats.connected name=%s url=%s", self._name, self._shown_url)
+        logger.info("nats.connected name=%s url=%s", self._name, self._shown_url())
 
     async def shut(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what was published and close; received messages that no handler has seen are dropped. Safe to repeat.
@@ -209,39 +213,29 @@ class Connection(PatchedNatsClient):
             if str(error) not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(str(error))
                 logger.warning("nats.error name=%s error=%s", self._name, error)
-        elif self._is_opening:
-            # Trying again would change nothing. nats-py lets these through, and with them ends `connect`.
-            if (failure := tls_failure(error, self._shown_url)) is not None:
-                raise failure from None
-            if _is_refusal(error):
-                raise BusBroken(
-                    f"the NATS server at {self._shown_url} refused {self._name!r}: {error}; {self._shown_identity()}"
-                ) from None
+        elif self._is_opening and (failure := self._failed.add(self._address_now(), error)) is not None:
+            raise failure from None  # nats-py lets it through, and with it ends `connect`
 
-    def _shown_identity(self) -> str:
-        """Return which user this connection showed to the server."""
-        if self._user is not None:
-            return f"it was shown the key of {self._user}"
-        if "@" in self._address:
-            return "it was shown the user of the URL"
-        return f"it was shown no credentials: --creds FILE, or ${CREDENTIALS_VARIABLE}"
+    def _shown_url(self) -> str:
+        """Return the URL of the present server, without user and password."""
+        return f"{self._urls[0].partition(':')[0]}://{self._address_now()}"
 
     async def _on_nats_disconnect(self) -> None:
         if self._is_open:
             self._disconnects += 1
-            logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url)
+            logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url())
             await self._call(self._on_disconnect)
 
     async def _on_nats_reconnect(self) -> None:
         if not self._is_open:
             return
         self._logged.clear()
-        logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url)
+        logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url())
         await self._call(self._on_reconnect)
 
     async def _on_nats_close(self) -> None:
         if self._is_open:
-            self.lost = BusBroken(f"the NATS server at {self._shown_url} ended {self._name}: {self.last_error}")
+            self.lost = BusBroken(f"the NATS server at {self._shown_url()} ended {self._name}: {self.last_error}")
             logger.error("nats.lost name=%s error=%s", self._name, self.lost)
             self._on_error(self.lost)
 
@@ -268,7 +262,8 @@ async def open_connection(
 
     Args:
         server: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged. Or
-            the same with credentials and TLS.
+            the same with credentials and TLS. Several URLs, with commas between them, are servers of one cluster: any
+            of them will do, and those that it names are tried too.
         name: what the server's monitoring shows.
         on_disconnect: called when an open connection is lost; what was on its way, either way, may be lost.
         on_reconnect: called when it is back, with all subscriptions in place. Publishing there is fine.
@@ -276,13 +271,14 @@ async def open_connection(
             a handler raised, with `PermissionDenied` for what the server does not let us do and nobody waits for, and
             with another `BusBroken` if it ended the connection for good. Must not raise; of the other two only
             `RollbusError` is caught.
-        timeout_s: seconds for the first connection, with attempts every quarter of a second.
+        timeout_s: seconds for the first connection, with attempts every quarter of a second; with several URLs there
+            are `ATTEMPT_TIMEOUT_S` more for each but one.
 
     Cancellation: leaves nothing behind.
 
     Raises:
         TlsFailed: TLS is required, and the server offers none, or a certificate is refused.
-        BusBroken: the URL is malformed, no server answered in time, or it refused us.
+        BusBroken: a URL is malformed, no server answered in time, or all of the URLs refused us.
     """
     if isinstance(server, str):
         server = Server(server)
@@ -390,8 +386,3 @@ def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Call
                 logger.warning("nats.streamed subject=%s so_far=%s", message.subject, nats.streamed_msgs)
 
     return handle
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the server itself said no: nats-py quotes its words."""
-    return isinstance(error, nats_errors.Error) and str(error).startswith("nats: '")

@@ -10,16 +10,18 @@ what it sends twice and what it receives five times, where once will do: large m
 
 It also begins TLS only where the server's `INFO` asks for it, and takes addresses from an `INFO` that came before TLS:
 anybody between client and server can have written both. `PatchedNatsClient(requires_tls=True)` sends nothing without
-TLS: `NatsTransport` refuses each byte.
+TLS: `NatsTransport` refuses each byte. Learned servers are bare addresses: nats-py gives them neither the user of the
+URL nor, without a check of each, a name that their certificates must bear, and keeps those that are gone.
 """
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable
 from typing import Any, Final
 
 from nats import errors as nats_errors
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 
 from ...schemas.errors import RemoteProtocolError
@@ -101,6 +103,7 @@ class PatchedNatsClient(Client):
     async def _process_connect_init(self) -> None:
         is_tls_first = self.options["tls_handshake_first"]
         is_silent = False
+        self.options["tls_hostname"] = self._name_to_prove()
         try:
             await super()._process_connect_init()
         except (nats_errors.Error, OSError) as error:
@@ -120,29 +123,50 @@ class PatchedNatsClient(Client):
             checked = parse_info(info)
         except RemoteProtocolError as error:
             raise NoNats(str(error)) from None
-        # nats-py reads the rest of it from this dict.
-        info["connect_urls"] = checked.learned_servers
+        learned = checked.learned_servers
         if initial_connection and self._wire.requires_tls and not self._wire.is_secure:
             if not checked.offers_tls:
                 raise NoTls(f"TLS is required, and the NATS server at {self._address_now()} offers none")
             info["tls_required"] = True
             # From nats-server 2.12 on they come again behind the handshake.
-            info["connect_urls"] = []
+            learned = []
+        self._learn_servers(learned)
+        # nats-py reads the rest of it from this dict.
+        info["connect_urls"] = []
         await super()._process_info(info, initial_connection)
-        self._remove_servers(info["connect_urls"])
 
-    def _remove_servers(self, learned: list[str]) -> None:
-        """Remove learned servers that the cluster does not name any more; nats-py keeps each forever."""
-        if learned:
-            self._server_pool = [
-                server
-                for server in self._server_pool
-                if not server.discovered or server is self._current_server or server.uri.netloc in learned
-            ]
+    def _learn_servers(self, learned: list[str]) -> None:
+        """Add the servers that the cluster names to those that are tried, and remove learned ones that it does not."""
+        if not learned or self._current_server is None:
+            return
+        self._server_pool = [
+            server
+            for server in self._server_pool
+            if not server.discovered or server is self._current_server or _address(server) in learned
+        ]
+        known = {_address(server) for server in self._server_pool}
+        uri = self._current_server.uri
+        user, at, _ = uri.netloc.rpartition("@")
+        # In any order: each names itself first, and the clients of one that ends would all go to the same next one.
+        for address in random.sample(learned, len(learned)):
+            if address not in known:
+                self._server_pool.append(Srv(uri._replace(netloc=user + at + address), discovered=True))
+
+    def _name_to_prove(self) -> str | None:
+        """Return the name that the certificate of the present server must bear.
+
+        A server of a URL has to prove the name in it. A learned one has to prove any of these names, one at each
+        attempt: what servers say of the names of others proves nothing.
+        """
+        server = self._current_server
+        if server is None or not server.discovered:
+            return None if server is None else server.uri.hostname
+        names = sorted({one.uri.hostname or "" for one in self._server_pool if not one.discovered})
+        return names[server.reconnects % len(names)]
 
     def _address_now(self) -> str:
         """Return host and port, without password."""
-        return "?" if self._current_server is None else self._current_server.uri.netloc.rpartition("@")[2]
+        return "?" if self._current_server is None else _address(self._current_server)
 
     async def _read_loop(self) -> None:
         try:
@@ -219,6 +243,12 @@ class PatchedNatsClient(Client):
             self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
             await super()._close(status, do_cbs)
+
+
+def _address(server: Srv) -> str:
+    """Return host and port, without user and password."""
+    netloc: str = server.uri.netloc
+    return netloc.rpartition("@")[2]
 
 
 async def _cancellable(wait: Awaitable[Any]) -> Any:

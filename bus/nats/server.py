@@ -1,12 +1,13 @@
-"""The NATS server that a program connects to, its user there, and the TLS of the connection."""
+"""The NATS servers that a program connects to, its user there, and the TLS of the connection."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final
 
 from ..auth.credentials import Credentials, load_credentials
 from ..auth.tls import Tls
-from .address import DEFAULT_PORT, parse_url
+from .address import DEFAULT_PORT, parse_urls
 
 __all__ = ["CREDENTIALS_VARIABLE", "Server", "default_url"]
 
@@ -17,38 +18,54 @@ CREDENTIALS_VARIABLE: Final = "ROLLBUS_CREDS"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One NATS server, and the user and TLS files with which a program connects to it."""
+    """One NATS server or the servers of one cluster, and the user and TLS files with which a program connects."""
 
     url: str = field(repr=False)
-    """`nats://host:port` or `tls://host:port`, with user and password where needed; they are never shown."""
+    """`nats://host:port` or `tls://host:port`, with user and password where needed; they are never shown. Several, with
+    commas between them, are servers of one cluster: a program connects to any of them."""
     credentials: Credentials | None = None
     """None: no user of `rollbus auth init`."""
     tls: Tls = field(default_factory=Tls)
 
     @property
     def requires_tls(self) -> bool:
-        """True if the connection has to be TLS: `tls://`, or a file for it. BusBroken: the URL is malformed."""
-        return bool(self.tls) or parse_url(self.url).startswith("tls:")
+        """True if the connection has to be TLS: `tls://`, or a file for it. BusBroken: a URL is malformed."""
+        return bool(self.tls) or self.urls[0].startswith("tls:")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return each URL, with scheme and port.
+
+        Raises:
+            BusBroken: one is malformed, or some ask for TLS and others do not.
+        """
+        return parse_urls(self.url)
 
     @classmethod
     def named(
-        cls, url: str | Self | None = None, credentials: Credentials | str | os.PathLike[str] | None = None
-    ) -> Self:
+        cls,
+        url: "str | Sequence[str] | Server | None" = None,
+        credentials: Credentials | str | os.PathLike[str] | None = None,
+    ) -> "Server":
         """What was said, and for the rest what the environment says.
 
         Args:
-            url: None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
+            url: one, or those of the servers of a cluster; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
             credentials: or their file; None: that in `$ROLLBUS_CREDS`, else none.
 
         Raises:
-            BusBroken: the credentials cannot be read.
+            BusBroken: a URL is malformed, or the credentials cannot be read.
         """
-        if isinstance(url, cls):
+        if isinstance(url, Server):
             return url
         if not isinstance(credentials, Credentials):
             path = credentials or os.environ.get(CREDENTIALS_VARIABLE)
             credentials = load_credentials(path) if path else None
-        return cls(str(url or default_url()), credentials, Tls.from_environment())
+        if url is not None and not isinstance(url, str):
+            url = ",".join(str(one) for one in url) or ","  # none at all is no default
+        server = cls(url or default_url(), credentials, Tls.from_environment())
+        _ = server.urls
+        return server
 
 
 def default_url() -> str:

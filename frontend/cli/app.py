@@ -164,7 +164,8 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         "--nats",
         metavar="URL",
         default=os.environ.get("ROLLBUS_NATS") or DEFAULT_NATS,
-        help=f"address of the NATS server (default: $ROLLBUS_NATS or {DEFAULT_NATS})",
+        help="address of the NATS server; several of one cluster, with commas between them (default: $ROLLBUS_NATS or "
+        f"{DEFAULT_NATS})",
     )
     group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
     for option, variable, what, default in LOGIN_OPTIONS:

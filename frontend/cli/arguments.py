@@ -65,9 +65,9 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def without_password(url: str) -> str:
-    """A NATS address as it may be shown: user, password or token are left out."""
-    return re.sub(r"//.*@", "//", url)
+def without_password(text: str) -> str:
+    """NATS addresses as they may be shown: users, passwords and tokens are left out."""
+    return ",".join(re.sub(r"//.*@", "//", url) for url in re.split(r",(?=\w+://)", text))
 
 
 def _int(text: str, low: int) -> int:

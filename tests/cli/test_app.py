@@ -120,6 +120,7 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
         (["up", "--model", "no-such-folder"], "is not a folder"),
         (["up", "--nats", "nats://10.0.0.1:4222"], "a NATS server of its own"),
         (["up", "--nats", "nats://127.0.0.1:99999"], "out of range"),
+        (["up", "--nats", "127.0.0.1:4222,127.0.0.1:4223"], "a NATS server of its own"),
         (["generate", "--input", "no-such-file", "--output", "o"], "is not a file"),
         (["generate", "--input", __file__, "--output", "no-such-folder/o"], "its folder does not exist"),
         (["generate", "--input", __file__, "--output", __file__], "are the same file"),

@@ -227,10 +227,10 @@ def nats_port(url: str) -> int:
     """
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     try:
-        port = parts.port
+        port = None if "," in parts.netloc else parts.port
     except ValueError as exc:
         raise CommandFailed(f"--nats {without_password(url)}: {exc}", ExitCode.USAGE) from exc
-    if parts.hostname not in LOOPBACK:
+    if parts.hostname not in LOOPBACK or "," in parts.netloc:
         raise CommandFailed(
             f"--nats {without_password(url)}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1",
             ExitCode.USAGE,

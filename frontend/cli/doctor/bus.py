@@ -10,7 +10,6 @@ from ....bus.auth.credentials import CLIENT_ROLES, Credentials, User, is_private
 from ....bus.auth.permissions import permissions
 from ....bus.auth.tls import Tls
 from ....bus.client.presence_watcher import PresenceWatcher
-from ....bus.nats.address import redact
 from ....bus.nats.connection import Connection, connected, subscribe
 from ....bus.nats.jetstream import ApiError, ask
 from ....bus.nats.permitted import check_permitted
@@ -18,8 +17,8 @@ from ....bus.nats.server import Server
 from ....bus.nats.storage import free_storage
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, PermissionDenied
-from .door import explain, tls_finding
-from .findings import Finding, fail, gib, ok, size, warn
+from .door import enter
+from .findings import Finding, Status, fail, gib, ok, size, warn
 
 __all__ = ["DoctorTarget", "examine_bus"]
 
@@ -56,10 +55,14 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
         yield _credentials(target.creds, credentials)
     server = Server(target.url, credentials, Tls.from_environment())
     fleet = target.fleet or ("default" if credentials is None else credentials.fleet)
+    is_open = False
+    for finding in await enter(server):
+        yield finding
+        is_open = is_open or finding.status is Status.OK
+    if not is_open:
+        return
     try:
         async with connected(server, name="rollbus doctor") as nats:
-            yield ok("server", f"nats-server {_version(nats)} at {redact(target.url)}")
-            yield tls_finding(nats, server)
             async for finding in _server(nats):
                 yield finding
             async for finding in _permissions(nats, fleet, credentials):
@@ -68,7 +71,7 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
                 async for finding in _fleet(nats, fleet):
                     yield finding
     except BusBroken as error:
-        yield await explain(error, server)
+        yield fail("server", str(error), "run this again: it was there just now")
 
 
 def _credentials(path: str, credentials: Credentials) -> Finding:
@@ -76,11 +79,6 @@ def _credentials(path: str, credentials: Credentials) -> Finding:
     if not is_private(path):
         return warn("credentials", f"{found}, which others can read", f"chmod 600 {path}")
     return ok("credentials", found)
-
-
-def _version(nats: Connection) -> str:
-    version = nats.connected_server_version
-    return f"{version.major}.{version.minor}.{version.patch}"
 
 
 async def _server(nats: Connection) -> AsyncIterator[Finding]:

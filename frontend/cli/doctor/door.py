@@ -1,24 +1,53 @@
 """The way into the NATS server: what answered, TLS, and whether the server lets this user in."""
 
+import asyncio
 import ssl
 import time
+from dataclasses import replace
 from typing import Final
 
-from ....bus.nats.address import parse_url, redact
-from ....bus.nats.connection import Connection
+from ....bus.nats.address import redact
+from ....bus.nats.connection import Connection, connected
 from ....bus.nats.server import Server
 from ....schemas.errors import BusBroken, TlsFailed
-from .findings import Finding, fail, ok, warn
+from .findings import Finding, Status, fail, ok, warn
 from .probe import describe_peer, host_of, probe_server
 
-__all__ = ["explain", "tls_finding"]
+__all__ = ["enter"]
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 ENDS_SOON_S: Final = 14 * 24 * 3600.0
 """Of a certificate: time to get another one."""
 
 
-def tls_finding(nats: Connection, server: Server) -> Finding:
+async def enter(server: Server) -> list[Finding]:
+    """Connect to the server of each URL by itself. One that lets nobody in is a warning where another does."""
+    try:
+        urls = server.urls
+    except BusBroken as error:
+        return [fail("server", str(error), "name NATS servers as nats://HOST:PORT or tls://HOST:PORT with --nats")]
+    async with asyncio.TaskGroup() as tasks:
+        entering = [tasks.create_task(_enter_one(replace(server, url=url))) for url in urls]
+    found = [task.result() for task in entering]
+    is_open = any(findings[0].status is Status.OK for findings in found)
+    return [
+        replace(finding, status=Status.WARN) if is_open and finding.status is Status.FAIL else finding
+        for findings in found
+        for finding in findings
+    ]
+
+
+async def _enter_one(server: Server) -> list[Finding]:
+    try:
+        async with connected(server, name="rollbus doctor") as nats:
+            version = nats.connected_server_version
+            shown = f"{version.major}.{version.minor}.{version.patch}"
+            return [ok("server", f"nats-server {shown} at {redact(server.url)}"), _tls_finding(nats, server)]
+    except BusBroken as error:
+        return [await _explain(error, server)]
+
+
+def _tls_finding(nats: Connection, server: Server) -> Finding:
     """Say what protects an open connection."""
     peer = nats.peer()
     if peer is None:
@@ -39,12 +68,9 @@ def tls_finding(nats: Connection, server: Server) -> Finding:
     return ok("tls", found)
 
 
-async def explain(error: BusBroken, server: Server) -> Finding:
+async def _explain(error: BusBroken, server: Server) -> Finding:
     """Say why there is no connection, and what to do."""
-    try:
-        url = redact(parse_url(server.url))
-    except BusBroken:
-        return fail("server", str(error), "name the NATS server as nats://HOST:PORT or tls://HOST:PORT with --nats")
+    url = redact(server.url)
     if isinstance(error, TlsFailed):
         seen = await probe_server(server.url)
         shown = f"; it showed {describe_peer(seen.peer)}" if seen.peer is not None and seen.peer.certificate else ""

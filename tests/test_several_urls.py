@@ -1,0 +1,140 @@
+"""Several URLs are servers of one cluster: any of them will do, and so will those that it names."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.bus.auth.tls import Tls
+from rollbus.bus.nats.address import parse_urls, redact
+from rollbus.bus.nats.connection import open_connection
+from rollbus.bus.nats.server import Server
+from rollbus.schemas.errors import BusBroken, TlsFailed
+from tests.support.connections import opened
+from tests.support.loops import on_both_loops, run_on
+from tests.support.nats_cluster import nats_cluster
+from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
+from tests.support.tls_server import FakeServer, TlsServer
+from tests.support.waits import until_true
+
+DEAD = "nats://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("a,b:2", ["nats://a:4222", "nats://b:2"]),
+        ("nats://a, nats://b:2 ", ["nats://a:4222", "nats://b:2"]),
+        ("tls://a,tls://[::1]:7", ["tls://a:4222", "tls://[::1]:7"]),
+        ("a,nats://a:4222", ["nats://a:4222"]),
+        ("nats://u:p,w@a,nats://v:q@b", ["nats://u:p,w@a:4222", "nats://v:q@b:4222"]),
+        ("nats://u:p,w@a,b", ["nats://u:p,w@a:4222", "nats://b:4222"]),
+    ],
+)
+def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
+    """A comma before an `@` belongs to a password; a server that is named twice is one."""
+    assert list(parse_urls(text)) == urls
+    assert "p,w" not in redact(text)
+
+
+@pytest.mark.parametrize(
+    ("urls", "problem"),
+    [
+        ("tls://a,nats://b", "asks for TLS at some servers only"),
+        ("tls://a,b", "asks for TLS at some servers only"),
+        ("nats://a,http://b", "'http://b' is not a URL .*: its scheme is 'http'"),
+        ("nats://a,", "'' is not a URL .*: it names no host"),
+        (["nats://a", "b:port"], "'b:port' is not a URL"),
+        ([], "names no host"),
+        ([f"h{i}" for i in range(65)], "65 URLs of NATS servers were named; allowed: 64"),
+    ],
+)
+def test_a_wrong_list_is_refused_at_the_edge(urls: str | list[str], problem: str) -> None:
+    """The error names the URL that is wrong; nothing is connected to."""
+    with pytest.raises(BusBroken, match=problem):
+        rollbus.connect(urls)
+
+
+async def test_a_dead_url_does_not_stop_a_connect(nats_url: str) -> None:
+    """Wherever it stands; a sequence is as good as a string."""
+    for urls in ([DEAD, nats_url], [nats_url, DEAD]):
+        async with rollbus.connect(urls, fleet="nobody") as rb:
+            assert (await rb.fleet.state()).workers == ()
+
+
+async def test_where_all_are_dead_each_is_named() -> None:
+    """With the reason of the last attempt."""
+    with pytest.raises(
+        BusBroken, match=r"no NATS server at nats://127.0.0.1:1,nats://\*\*\*@127.0.0.1:2 within .*Errno"
+    ):
+        await open_connection(f"{DEAD},nats://u:p@127.0.0.1:2", name="test", timeout_s=0.1)
+
+
+async def meets_refusals(good: TlsServer, bad: TlsServer, worse: TlsServer) -> None:
+    """One that can be trusted is enough; where none can, the error comes at once."""
+    server = Server(f"tls://{bad.address},tls://{good.address}", tls=good.tls)
+    connection = await open_connection(server, name="test", timeout_s=SOON_S)
+    assert connection.is_connected
+    await connection.shut()
+    with pytest.raises(TlsFailed, match="self-signed certificate"):
+        await open_connection(
+            replace(server, url=f"tls://{bad.address},tls://{worse.address}"), name="test", timeout_s=SOON_S
+        )
+
+
+@pytest.mark.slow
+@on_both_loops
+def test_a_server_that_is_refused_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
+    """Unless each of the URLs is."""
+    with (
+        TlsServer(tmp_path).running() as good,
+        TlsServer(tmp_path).running() as bad,
+        TlsServer(tmp_path).running() as worse,
+    ):
+        run_on(loop, meets_refusals(good, bad, worse))
+    assert (bad.connects, worse.connects) == ([], [])
+
+
+async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: FakeServer, *, is_trusted: bool) -> None:
+    """Lose both servers of the URLs."""
+    bundle = Path(first.tls.ca).with_name("all.pem")
+    bundle.write_bytes(b"".join(one.cert.read_bytes() for one in (first, second, learned)))  # type: ignore[attr-defined]
+    urls = f"tls://alice:hunter2@127.0.0.1:{first.port},tls://alice:hunter2@localhost:{second.port}"
+    connection = await open_connection(Server(urls, tls=Tls(ca=str(bundle))), name="test", timeout_s=SOON_S)
+    await until_true(lambda: connection.discovered_servers)
+    first.go_away()
+    second.go_away()
+    # Each of the names is tried.
+    await until_true(lambda: len(learned.received) >= (1 if is_trusted else 3))
+    await until_true(lambda: connection.is_connected == is_trusted)
+    await connection.shut()
+
+
+@pytest.mark.slow
+@on_both_loops
+@pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("localhost", True), ("other.example", False)])
+def test_a_learned_server_has_to_prove_one_of_the_names(tmp_path: Path, loop: str, name: str, is_trusted: bool) -> None:
+    """Each server of a URL its own, a learned one any of them; only then it is shown the user of the URL."""
+    with TlsServer(tmp_path, names=(name,)).running() as learned:
+        known = (learned.address,)
+        with (
+            TlsServer(tmp_path, names=("127.0.0.1",), learned=known).running() as first,
+            TlsServer(tmp_path, names=("localhost",), learned=known).running() as second,
+        ):
+            run_on(loop, goes_to_the_learned(first, second, learned, is_trusted=is_trusted))
+    assert [connect["pass"] for connect in learned.connects] == (["hunter2"] if is_trusted else [])
+
+
+@pytest.mark.slow
+async def test_reconnects_go_round_the_servers() -> None:
+    """A connection that was told of one server only goes from each that is killed to one that is left."""
+    require_binary()
+    async with nats_cluster() as cluster, opened(cluster.urls[0]) as connection:
+        await until_true(lambda: len(connection.discovered_servers) == 2)
+        left = dict(zip(cluster.urls, cluster.servers, strict=True))
+        for num_reconnects in (1, 2):
+            await left.pop(f"nats://{connection._address_now()}").kill()
+            await until_true(lambda expected=num_reconnects: connection.counters().reconnects == expected)  # type: ignore[misc]
+            assert f"nats://{connection._address_now()}" in left
