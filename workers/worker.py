@@ -234,6 +234,7 @@ class Worker:
             except EngineDead as exc:
                 self._on_engine_dead(exc)
             if self._nats.is_connected and self._lifecycle.may_publish():
+                self._control.reconciler.check_read()
                 self._execute(self._links.expire(time.monotonic()))
                 self._links.outbound.request_heartbeats()
                 if beats % round(KEEP_S / HEARTBEAT_S) == 0:

@@ -7,6 +7,7 @@ and repeats it, as the same command, only where it is not there.
 
 import base64
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from typing import Final
@@ -74,6 +75,23 @@ class DesiredStore:
         """
         sequence, data = await self._read(model)
         return self._decode(model, sequence, data) if sequence else None
+
+    async def confirmed_s(self) -> float:
+        """Seconds since a majority of the servers that hold the states confirmed the one that answers as their leader.
+
+        0 where they are on one server. A read after this call has all that was written until then: a leader that is
+        parted from the others goes on answering for a while, with what it had.
+        """
+        try:
+            info = await ask(self._nats, f"STREAM.INFO.{_STREAM}", timeout_s=TRY_S)
+        except ApiError as error:
+            if error.code == NO_STREAM:
+                return 0.0
+            raise BusBroken(f"the bucket of desired states cannot be looked at: {error}") from error
+        others = (info.get("cluster") or {}).get("replicas") or ()
+        heard = sorted(math.inf if other.get("offline") else other["active"] / 1e9 for other in others)
+        # Of three, one besides the leader is a majority.
+        return heard[(len(heard) + 1) // 2 - 1] if heard else 0.0
 
     async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
         """Record `command`: the state with it, and its epoch. See `rollbus.bus.protocol.fleet.desired.record`.

@@ -38,6 +38,10 @@ class Store:
             raise error
         return state
 
+    async def confirmed_s(self) -> float:
+        """As the store's on one server."""
+        return 0.0
+
     def record(self, command: Pause | FlushCache) -> int:
         """Record a command; returns its epoch."""
         self.state, epoch = desired.record(self.state, command)
@@ -60,7 +64,7 @@ class Reading:
     def __init__(self) -> None:
         self.store = Store()
         self._changed = asyncio.Event()
-        self.reader = DesiredReader(cast(DesiredStore, self.store), model=MODEL, worker="w")
+        self.reader = DesiredReader(cast(DesiredStore, self.store), model=MODEL, worker="w", max_age_s=60.0)
         self.reader.on_read = self._changed.set
 
     async def until_read(self, look: int) -> None:

@@ -48,7 +48,7 @@ def make_control(
     weights = WeightManager(config, in_flight, sources, loras, versions)
     registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
     store = DesiredStore(nats, Subjects(config.fleet))
-    reader = DesiredReader(store, model=config.model, worker=config.worker_id)
+    reader = DesiredReader(store, model=config.model, worker=config.worker_id, max_age_s=config.lease_s)
     reconciler = Reconciler(reader, registers, lifecycle, in_flight, publisher, config.engine_timeout_s)
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
     return CommandHandler(config, nats, lifecycle, acks, reconciler, OneOffCommands(lifecycle, in_flight, reconciler))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,7 +19,8 @@ __all__ = ["DesiredReader"]
 logger = logging.getLogger(__name__)
 
 READ_S = 5.0
-"""Seconds between two reads without a request, for missed messages; a fleet of hundreds hardly notices them."""
+"""Seconds between two reads without a request, for missed messages, at most: twice in a lease, or a read that is late
+would count as missing. A fleet of hundreds hardly notices them."""
 RETRY_S = 1.0
 """Seconds after a failed read: the server may be starting, or have no JetStream for a while."""
 
@@ -32,12 +34,18 @@ class _ReadCommand(NamedTuple):
 
 
 class DesiredReader:
-    """The desired state of one worker, as it was read last."""
+    """The desired state of one worker, as it was read last.
 
-    def __init__(self, store: DesiredStore, *, model: str, worker: str) -> None:
+    Args:
+        max_age_s: how long a read is good for: one lease, after which controllers go on without this worker, and what
+            is desired may have changed.
+    """
+
+    def __init__(self, store: DesiredStore, *, model: str, worker: str, max_age_s: float) -> None:
         self._store = store
         self._model = model
         self._worker = worker
+        self._max_age_s = max_age_s
         self.on_read: Callable[[], None] = lambda: None
         """Called after each read that succeeded and was not stale."""
         self._is_requested = asyncio.Event()
@@ -59,14 +67,19 @@ class DesiredReader:
         """Names of the adapters that any worker of the model should have."""
         self.num_read = 0
         """Calls of `request_read` that a read has followed."""
-        self.is_fresh = False
-        """It was read after the start and after the last `invalidate`."""
+        self._is_valid = False
+        self._known_at = -math.inf
         self.problem: str | None = None
         """Why the last read failed; None: it did not."""
 
     def __repr__(self) -> str:
         """One line with the epoch."""
         return f"<DesiredReader epoch={self.epoch} fresh={self.is_fresh} problem={self.problem}>"
+
+    @property
+    def is_fresh(self) -> bool:
+        """It was read after the start and after the last `invalidate`, and not too long ago."""
+        return self._is_valid and time.monotonic() <= self._known_at + self._max_age_s
 
     def request_read(self) -> int:
         """Have `run` read soon; return the `num_read` of the read that follows."""
@@ -94,7 +107,7 @@ class DesiredReader:
 
     def invalidate(self) -> None:
         """Discard what was read, because this worker was fenced, and request a read."""
-        self.is_fresh = False
+        self._is_valid = False
         self._num_needed = self.request_read()
 
     async def run(self) -> None:
@@ -103,10 +116,10 @@ class DesiredReader:
             self._is_requested.clear()
             self._awaited_commands.clear()
             num_asked = self._num_requested
-            wait_s = READ_S
+            wait_s = min(READ_S, self._max_age_s / 2)
             self._is_reading = True
             try:
-                self._update(await self._store.read(self._model))
+                await self._read()
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
                 wait_s = RETRY_S
                 if self.problem is None:
@@ -120,13 +133,30 @@ class DesiredReader:
                     # The state that was read contains what was requested meanwhile.
                     num_asked = self._num_requested
                 self.num_read = num_asked
-                self.is_fresh = num_asked >= self._num_needed
+                self._is_valid = num_asked >= self._num_needed
                 self.on_read()
             finally:
                 self._is_reading = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._is_requested.wait()
+
+    async def _read(self) -> None:
+        asked_at = time.monotonic()
+        confirmed_s = await self._store.confirmed_s()
+        if confirmed_s > self._max_age_s:
+            raise BusBroken(
+                f"the server that answers for the desired state of {self._model!r} hears from too few others of its "
+                "cluster: they may have another one"
+            )
+        try:
+            state = await self._store.read(self._model)
+        except RemoteProtocolError:
+            # There is none that could be followed, so none that is missed.
+            self._known_at = asked_at - confirmed_s
+            raise
+        self._update(state)
+        self._known_at = asked_at - confirmed_s
 
     def _update(self, state: DesiredState | None) -> None:
         verdict = self._order.judge(state, time.monotonic())

@@ -95,6 +95,15 @@ class Reconciler:
         """Check soon for due registers, and whether they can be applied."""
         self._is_due.set()
 
+    def check_read(self) -> None:
+        """Accept no requests while nobody says what is desired. Call this every second while connected.
+
+        Others have gone on without this worker, if they do not hear it either: as where servers are parted.
+        """
+        if self._lifecycle.state is WorkerState.SERVING and not self.reader.is_fresh:
+            logger.warning("desired.unknown epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
+            self._stop_serving()
+
     def on_read(self) -> None:
         """Handle a desired state that was read."""
         if self.reader.is_lost:

@@ -1,0 +1,72 @@
+"""What a worker does that cannot learn what is desired of it, as on the small side of a partition."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rollbus.bus.control.store import DesiredStore
+from rollbus.schemas.errors import BusBroken
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import reading
+from tests.support.requests import endless, short
+from tests.support.waits import until_true
+from tests.workers.support import StartControlled
+
+pytestmark = pytest.mark.slow
+
+
+def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
+    """No server says what is desired."""
+
+    async def read(_model: str) -> None:
+        await asyncio.sleep(0)
+        raise BusBroken("nobody answers")
+
+    patches.setattr(store, "read", read)
+    return "nobody answers"
+
+
+def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
+    """A leader answers that the others have left."""
+
+    async def confirmed_s() -> float:
+        await asyncio.sleep(0)
+        return 5.0
+
+    patches.setattr(store, "confirmed_s", confirmed_s)
+    return "too few others of its cluster"
+
+
+@pytest.mark.parametrize("part", [unanswered, unconfirmed])
+async def test_who_does_not_know_what_is_desired_takes_nothing(
+    controlled_worker: StartControlled,
+    monkeypatch: pytest.MonkeyPatch,
+    part: Callable[[DesiredStore, pytest.MonkeyPatch], str],
+) -> None:
+    """No request from the queue, none past it; what runs goes on. With the next answer all is as before."""
+    monkeypatch.setattr(reading, "RETRY_S", 0.01)
+    async with controlled_worker() as (client, boss, worker, _):
+        await boss.applied("resume")
+        reader = worker._control.reader
+        await client.enqueue(endless("runs"))
+        await client.until(lambda: client.chunks["runs"])
+        with monkeypatch.context() as patches:
+            problem = part(reader._store, patches)
+            patches.setattr(reader, "_max_age_s", 0.1)
+            await client.until_state("w", WorkerState.UPDATING)
+            await client.until(lambda: problem in str(client.presences["w"].last_error))
+            await client.enqueue(short("queued"))
+            await client.hand_over(short("direct"), "w")
+            await client.until_ended("direct")
+            num_chunks = len(client.chunks["runs"])
+            await client.until(lambda: len(client.chunks["runs"]) > num_chunks)
+            assert client.error_of("direct") == "queue_full"
+            assert client.offers == [("w", client.offers[0][1])]
+        await client.until_serving("w")
+        await client.until_ended("queued")
+        await client.abort("w", *[key for _, key in client.offers])
+        await until_true(lambda: len(worker._links.requests) == 0)
+
+        assert client.error_of("queued") is None
+        assert client.presences["w"].last_error is None
