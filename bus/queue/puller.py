@@ -21,7 +21,7 @@ from ...schemas.errors import BusBroken, BusClosed
 from ...schemas.request import Lane
 from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
-from ..protocol.queue.pull_plan import MAX_BATCH, MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
+from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
 from .limits import QueueLimits
 from .streams import ensure_queue, stream_name
@@ -37,12 +37,10 @@ ENSURE_RETRY_S: Final = 1.0
 NAK_DELAY_S: Final = 0.25
 """Until a request that was given back goes to the next worker: when the whole fleet pauses at once, it would otherwise
 go round all of it, and count as poison."""
-PULLED_BYTES: Final = 32 * 1024 * 1024
-"""Requests of the largest size that may be on their way from one lane, one in any case: the server cuts off a
-connection for which 64 MB wait."""
 REDELIVERED: Final = 16
 """Requests to ask for when one is handed out again: a part of what a lost worker had."""
 _PROBE: Final = b'{"batch":1,"no_wait":true}'
+_SMALL_PROBE: Final = b'{"batch":1,"no_wait":true,"max_bytes":%d}'
 _STANDING: Final = b'{"batch":1,"expires":%d}' % int(STANDING_S * 1e9)
 _CLIENT_AT: Final = 4
 """In `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
@@ -137,7 +135,7 @@ class QueuePuller:
         self._pull_subjects = {
             lane: f"{API}.CONSUMER.MSG.NEXT.{stream_name(subjects, model, lane)}.{lane}" for lane in LANES
         }
-        self._plan = PullPlan(LANES, max(1, min(MAX_BATCH, PULLED_BYTES // max(1, nats.max_payload))))
+        self._plan = PullPlan(LANES, nats.max_payload)
         self._is_ensured = False
         self._ensured_at = -math.inf
         self._is_paused = False
@@ -232,6 +230,8 @@ class QueuePuller:
 
     async def _publish(self, pull: Pull) -> None:
         payload = _STANDING if pull.is_standing else _PROBE
+        if pull.max_bytes is not None:
+            payload = _SMALL_PROBE % pull.max_bytes
         for _ in range(pull.num_pulls):
             self.stats.pulls += 1
             await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")

@@ -236,6 +236,17 @@ async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
+async def test_large_requests_among_small_ones_pass(nats_url: str, fleet: str) -> None:
+    """Pulls of many small requests leave out the larger ones, which come by the next pulls, in their order."""
+    requests = [b"%d" % i + b"x" * (200_000 if i % 40 == 20 else 0) for i in range(120)]
+    async with publishing(nats_url, fleet) as client:
+        await ensure_queue(client.nats, Subjects(fleet), MODEL)
+        await client.publish_all(*requests)
+        async with pulling(nats_url, fleet, capacity=1000) as worker:
+            assert [(await worker.take()).data for _ in requests] == requests
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_closed_here", "expected"), [(True, BusClosed), (False, BusBroken)])
 async def test_a_connection_that_ended_ends_the_pulling(
     nats_url: str, fleet: str, is_closed_here: bool, expected: type[Exception]

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.queue.pull_plan import (
+    FEW_S,
     LOST_S,
     MAX_BATCH,
     MAX_OVER,
+    PULLED_BYTES,
     RETRY_S,
     STANDING_S,
     Pull,
@@ -39,7 +41,7 @@ class Ended(NamedTuple):
 class World:
     """A worker's plan and a naive server: what waits there, and what is on its way to the worker."""
 
-    plan: PullPlan = field(default_factory=lambda: PullPlan(LANES))
+    plan: PullPlan = field(default_factory=lambda: PullPlan(LANES, 1024))
     room: int = 1
     now: float = 0.0
     waiting: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
@@ -198,7 +200,7 @@ def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
     world.receive()
     (pull,) = world.pull()
 
-    assert pull == Pull("normal", pull.number, 1, True)
+    assert pull == Pull("normal", pull.number, 1, None, True)
 
 
 def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_for() -> None:
@@ -208,7 +210,7 @@ def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_fo
     world.plan.count_message("low", waiting=10)
     (pull,) = world.pull()
 
-    assert pull == Pull("low", pull.number, 4, False)
+    assert pull == Pull("low", pull.number, 4, None, False)
 
     world = World(room=10_000)
     world.settle()
@@ -298,13 +300,28 @@ def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
 
 
 def test_no_more_is_on_its_way_than_a_connection_bears() -> None:
-    """Where requests may be large, a probe asks for fewer of them."""
-    world = World(PullPlan(LANES, max_batch=4), room=1000)
+    """Where requests may be large, a probe brings many small ones or few of any size."""
+    world = World(PullPlan(LANES, PULLED_BYTES // 4), room=1000)
     world.pull()
     world.plan.count_message("resume", waiting=1000)
     (pull,) = world.pull()
 
-    assert pull.num_pulls == 4
+    assert (pull.num_pulls, pull.max_bytes) == (MAX_BATCH, PULLED_BYTES // MAX_BATCH)
+
+    for _ in range(MAX_BATCH):
+        assert world.pull() == []
+        world.plan.end_pull(pull.number, PullStatus.TOO_LARGE, world.now)
+    (few,) = world.pull()
+
+    assert (few.lane, few.num_pulls, few.max_bytes) == ("resume", 4, None)
+
+    world.now = FEW_S
+    world.plan.end_pull(few.number, PullStatus.COMPLETE, world.now)
+    for _ in range(4):
+        world.plan.count_message("resume", waiting=1000)
+    (pull,) = world.pull()
+
+    assert pull.num_pulls == MAX_BATCH
 
 
 def test_a_lost_pull_is_repeated() -> None:
@@ -333,6 +350,8 @@ def test_a_lost_pull_is_repeated() -> None:
         ("408", "Request Timeout", PullStatus.EMPTY),
         ("503", "", PullStatus.MISSING),
         ("409", "Consumer Deleted", PullStatus.MISSING),
+        ("409", "Message Size Exceeds MaxBytes", PullStatus.TOO_LARGE),
+        ("409", "Batch Completed", PullStatus.COMPLETE),
         ("409", "Server Shutdown", PullStatus.REFUSED),
         ("409", "Exceeded MaxWaiting", PullStatus.REFUSED),
         ("", "", PullStatus.REFUSED),

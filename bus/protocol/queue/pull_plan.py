@@ -25,6 +25,12 @@ MAX_OVER: Final = 3
 """With room for one request a message may come on each of the four lanes, and nobody knows on which."""
 MAX_BATCH: Final = 256
 """Pulls of one probe: the round trip between two probes weighs nothing against that many."""
+PULLED_BYTES: Final = 32 * 1024 * 1024
+"""What one probe may bring: the server cuts off a connection for which 64 MB wait."""
+SMALL_BYTES: Final = PULLED_BYTES // MAX_BATCH
+"""Size of a request with its subjects up to which a probe of `MAX_BATCH` pulls may bring it."""
+FEW_S: Final = 1.0
+"""How long a lane with a larger request is asked for so few requests that all may be of the largest size."""
 LOST_S: Final = 1.0
 """After this long without the answer that was due, a pull or its answer was lost."""
 RETRY_S: Final = 0.25
@@ -34,10 +40,14 @@ RETRY_S: Final = 0.25
 class PullStatus(enum.Enum):
     """How the server says that a pull has ended."""
 
+    COMPLETE = enum.auto()
+    """Its message came, and was smaller than it might have been."""
     EMPTY = enum.auto()
     """The lane has no more messages."""
     MISSING = enum.auto()
     """There is no such consumer, or no longer."""
+    TOO_LARGE = enum.auto()
+    """The next message is larger than the pull allows."""
     REFUSED = enum.auto()
     """It may succeed later."""
 
@@ -48,6 +58,10 @@ def decode_status(code: str, description: str) -> PullStatus:
         return PullStatus.EMPTY
     if code == "503" or "Deleted" in description:
         return PullStatus.MISSING
+    if "MaxBytes" in description:
+        return PullStatus.TOO_LARGE
+    if description == "Batch Completed":
+        return PullStatus.COMPLETE
     return PullStatus.REFUSED
 
 
@@ -59,6 +73,8 @@ class Pull(NamedTuple):
     """Never used twice; the answers bear it."""
     num_pulls: int
     """How many to publish: all under this number."""
+    max_bytes: int | None
+    """Of the message that each may bring; None: any."""
     is_standing: bool
     """Wait `STANDING_S` for them; False: answer at once."""
 
@@ -78,6 +94,8 @@ class _LaneState:
     is_empty: bool = False
     """The lane had no more messages just now. Forgotten where no standing pull follows at once."""
     not_before: float = 0.0
+    few_until: float = 0.0
+    """Until then no probe limits the size of messages."""
 
 
 class PullPlan:
@@ -85,11 +103,11 @@ class PullPlan:
 
     Args:
         lanes: in the order in which they are emptied.
-        max_batch: messages that may be on their way from one lane.
+        max_payload: bytes of the largest message.
     """
 
-    def __init__(self, lanes: Sequence[Lane], max_batch: int = MAX_BATCH) -> None:
-        self._max_batch = max_batch
+    def __init__(self, lanes: Sequence[Lane], max_payload: int) -> None:
+        self._few = max(1, min(MAX_BATCH, PULLED_BYTES // max(1, max_payload)))
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
 
@@ -125,7 +143,7 @@ class PullPlan:
                 if state.not_before > now:
                     continue
                 # A pull that finds nothing costs the server as much as one that brings a message.
-                pulls.append(self._pull(lane, state, min(room, free, self._max_batch, max(1, state.waiting)), now))
+                pulls.append(self._pull(lane, state, min(room, free, max(1, state.waiting)), now))
                 if not state.is_standing:
                     break
         for state in self._lanes.values():
@@ -136,9 +154,12 @@ class PullPlan:
         state.is_standing = state.is_empty
         state.number = self._next_number
         self._next_number += 1
-        state.left = 1 if state.is_standing else count
+        if state.is_standing:
+            count = 1
+        count = min(count, MAX_BATCH if now >= state.few_until else self._few)
+        state.left = count
         state.ends_at = now + LOST_S + (STANDING_S if state.is_standing else 0.0)
-        return Pull(lane, state.number, state.left, state.is_standing)
+        return Pull(lane, state.number, count, SMALL_BYTES if count > self._few else None, state.is_standing)
 
     def count_message(self, lane: Lane, *, waiting: int) -> None:
         """Take note of a message.
@@ -155,8 +176,11 @@ class PullPlan:
     def end_pull(self, number: int, answer: PullStatus, now: float) -> None:
         """Take note that one pull ended without a message; ends of pulls that counted as lost say nothing."""
         for state in self._lanes.values():
-            if state.number == number and state.left:
+            if state.number == number and state.left and answer is not PullStatus.COMPLETE:
                 state.left -= 1
+                if answer is PullStatus.TOO_LARGE:
+                    state.few_until = now + FEW_S
+                    continue
                 state.waiting = 0
                 state.not_before = now + RETRY_S if answer is PullStatus.REFUSED else 0.0
                 state.is_empty = not state.left and answer is PullStatus.EMPTY
@@ -166,7 +190,7 @@ class PullPlan:
         for state in self._lanes.values():
             state.left = state.waiting = 0
             state.is_empty = False
-            state.not_before = 0.0
+            state.not_before = state.few_until = 0.0
 
     def next_at(self, now: float) -> float | None:
         """When `next_pulls` may say more even if nothing happens until then; None: never."""

@@ -43,10 +43,18 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
     chunks = [chunk for chunk in chunks if chunk.num_tokens]
     found = _recomputed(chunks)
     sizes = [chunk.num_tokens for chunk in chunks]
+    is_known = bool(chunks) and found.is_end_known
+    if len(versions := {(chunk.weight_version, chunk.lora_version) for chunk in chunks}) == 1:
+        # Most results: no array needs to be computed.
+        [(version, lora)] = versions
+        return {
+            "kv_version_spans": ((0, version),) if is_known else None,
+            "kv_lora_version_spans": ((0, lora),) if is_known and lora is not None else None,
+            "kv_mixed": np.zeros(sum(sizes), np.bool_) if found.is_all_known else None,
+        }
     weights = np.repeat(np.array([chunk.weight_version for chunk in chunks], "i4"), sizes)
     lora_versions = [NO_LORA if chunk.lora_version is None else chunk.lora_version for chunk in chunks]
     loras = np.repeat(np.array(lora_versions, "i4"), sizes)
-    is_known = bool(chunks) and found.is_end_known
     has_lora = is_known and bool((loras != NO_LORA).all())
     return {
         "kv_version_spans": _spans(weights, found.tokens[-1], prompt_len) if is_known else None,
