@@ -26,12 +26,14 @@ from .credentials import CLIENT_ROLES, FILE_MODE, Credentials, Role, User, load_
 from .tls import Tls
 
 __all__ = [
+    "CONFIG_FILE",
     "SERVER_FILE",
     "UserFile",
     "WantedUser",
     "credentials_path",
     "ensure_users",
     "remove_user",
+    "write_new",
     "write_server_config",
 ]
 
@@ -121,7 +123,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
         shown = (f"{name}: {json.dumps(str(Path(path).absolute()))}" for name, path in files.items() if path)
         lines.append(f"tls {{ {', '.join(shown)}{', verify: true' if tls.ca else ''} }}")
     try:
-        _write_new(folder / SERVER_FILE, "\n".join([*lines, ""]).encode())
+        write_new(folder / SERVER_FILE, "\n".join([*lines, ""]).encode())
     except FileExistsError:
         return False
     return True
@@ -166,7 +168,7 @@ def _make(path: Path, wanted: WantedUser) -> User:
     credentials = Credentials(fleet=fleet, role=role, name=name, seed=nkeys.new_seed())
     path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
     try:
-        _write_new(path, msgspec.json.format(msgspec.json.encode(credentials)) + b"\n")
+        write_new(path, msgspec.json.format(msgspec.json.encode(credentials)) + b"\n")
     except FileExistsError:
         # Written by a run that was interrupted before it could say so.
         credentials = load_credentials(path)
@@ -181,7 +183,8 @@ def _write(folder: Path, users: tuple[User, ...]) -> None:
     _replace(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")
 
 
-def _write_new(path: Path, data: bytes) -> None:
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that nobody but its owner can read. FileExistsError: there is one."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
         file.write(data)
 
@@ -190,5 +193,5 @@ def _replace(path: Path, data: bytes) -> None:
     """Write a file so that a server which reads it sees the old one or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    _write_new(partial, data)
+    write_new(partial, data)
     partial.replace(path)

@@ -16,7 +16,19 @@ from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
     *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
-    *("make-queue", "pause", "reset", "resume", "sleep", "status", "unload-lora", "up", "update-weights", "wake"),
+    *(
+        "make-queue",
+        "nats",
+        "pause",
+        "reset",
+        "resume",
+        "sleep",
+        "status",
+        "unload-lora",
+        "up",
+        "update-weights",
+        "wake",
+    ),
     "worker",
 )
 NEEDED = {
@@ -26,6 +38,7 @@ NEEDED = {
     "generate": ["--input", "a", "--output", "b"],
     "load-lora": ["name", "path"],
     "make-queue": ["m"],
+    "nats": ["init"],
     "unload-lora": ["name"],
     "update-weights": ["path"],
 }

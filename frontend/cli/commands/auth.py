@@ -65,7 +65,7 @@ def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
 
 def _init(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
     from ....bus.auth.tls import Tls
-    from ....bus.auth.users import SERVER_FILE, ensure_users, write_server_config
+    from ....bus.auth.users import CONFIG_FILE, SERVER_FILE, ensure_users, write_server_config
     from ..console import note, print_json
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
@@ -73,12 +73,15 @@ def _init(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
     entries = ensure_users(args.dir, users)
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     server = args.dir / SERVER_FILE
-    if not write_server_config(args.dir, args.listen, tls) and args.server_cert:
+    has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
+    if has_cluster:
+        server = args.dir / CONFIG_FILE
+    elif not write_server_config(args.dir, args.listen, tls) and args.server_cert:
         note(f"{server} was there and stays as it is: TLS is for you to add")
     if args.json:
         print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
     else:
-        _show(server, entries)
+        _show(server, entries, has_cluster=has_cluster)
     return ExitCode.OK
 
 
@@ -104,7 +107,8 @@ def _as_json(entry: "UserFile") -> dict[str, object]:
     return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
 
 
-def _show(server: Path, entries: "tuple[UserFile, ...]") -> None:
+def _show(server: Path, entries: "tuple[UserFile, ...]", *, has_cluster: bool) -> None:
+    from ....bus.auth.users import CONFIG_FILE
     from ..console import print_table, program, write
 
     rows = [
@@ -113,5 +117,8 @@ def _show(server: Path, entries: "tuple[UserFile, ...]") -> None:
     ]
     print_table(("role", "name", "fleet", "key", "credentials"), rows)
     admin = next(entry for entry in entries if entry.user.role == "admin")
-    write(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP; send it twice.")
+    if has_cluster:
+        write(f"\nServers: copy {CONFIG_FILE} to each server; one that runs reads it again on SIGHUP; send it twice.")
+    else:
+        write(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP; send it twice.")
     write(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")

@@ -1,0 +1,204 @@
+"""The configurations of the servers of a cluster, in the folder of its users: `rollbus nats init` makes them.
+
+    DIR/node-<name>.conf   one server; it includes `users.conf`, which lies beside it
+
+All servers know the same users, and one another by a password that is drawn here, over TLS where they are given
+certificates for it.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from ...schemas.errors import InvalidRequest
+from .tls import Tls
+from .users import CONFIG_FILE, write_new
+
+__all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
+
+MIN_NODES: Final = 3
+"""Of one or two servers a majority is all of them: the loss of one stops everything."""
+MAX_NODES: Final = 64
+DEFAULT_PORT: Final = 4222
+ROUTE_PORT_OFFSET: Final = 2000
+"""From a server's port for clients to its port for other servers: NATS's own are 4222 and 6222."""
+_ROUTE_USER: Final = "route"
+_ROUTE_TIMEOUT_S: Final = 5
+"""For another server to show its password or certificate: a busy machine takes seconds."""
+_LAME_DUCK: Final = "30s"
+"""For clients of a server that is to end to move to others: the shortest that NATS allows. They need a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One server of a cluster."""
+
+    name: str
+    """Unique in the cluster; the host, and the port where several servers share a host."""
+    host: str
+    """As clients and the other servers name it."""
+    port: int
+
+    @property
+    def route_port(self) -> int:
+        """Where the other servers connect."""
+        return self.port + ROUTE_PORT_OFFSET
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, without a scheme."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def file(self) -> str:
+        """The name of its configuration."""
+        return f"node-{self.name}.conf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What the servers of a cluster have in common."""
+
+    name: str = "rollbus"
+    store_dir: Path = Path("/var/lib/nats")
+    """On each machine; a server's streams lie in a folder of its name below it."""
+    max_file_store: str = "50GB"
+    """For the streams of one server: each has a copy of what has three replicas among three."""
+    client_tls: Tls = field(default_factory=Tls)
+    """Files on each machine; with `ca`, clients must show certificates that it signed. Empty: no TLS."""
+    route_tls: Tls = field(default_factory=Tls)
+    """Likewise between the servers, of which each must show a certificate that `ca` signed."""
+
+
+def parse_nodes(text: str) -> tuple[Node, ...]:
+    """Read `HOST[:PORT]` of each server, with commas between them.
+
+    Raises:
+        InvalidRequest: `nodes`: one is no address, is named twice or shares a port with another, or there are too few.
+    """
+    pairs = [_address(part.strip()) for part in text.split(",")]
+    if not MIN_NODES <= len(pairs) <= MAX_NODES:
+        raise _wrong(f"names {len(pairs)} servers", f"{MIN_NODES} to {MAX_NODES}; three outlive the loss of one")
+    hosts = [host for host, _ in pairs]
+    nodes = tuple(
+        Node(re.sub(r"[^\w.-]", "-", host if hosts.count(host) == 1 else f"{host}-{port}"), host, port)
+        for host, port in pairs
+    )
+    taken: set[tuple[str, int]] = set()
+    for node in nodes:
+        for port in (node.port, node.route_port):
+            if (node.host, port) in taken:
+                raise _wrong(
+                    f"needs port {port} of {node.host} twice",
+                    f"ports that differ: a server also takes the one {ROUTE_PORT_OFFSET} above its own, for routes",
+                )
+            taken.add((node.host, port))
+    return nodes
+
+
+def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) -> tuple[Path, ...]:
+    """Write the configuration of each server; nobody but the owner can read them.
+
+    Raises:
+        InvalidRequest: `dir`: one of the files is there.
+        OSError: one cannot be written.
+    """
+    paths = tuple(folder / node.file for node in nodes)
+    for path in paths:
+        if path.exists():
+            raise InvalidRequest(field="dir", problem=f"holds {path.name} already", allowed="a folder without it")
+    password = secrets.token_urlsafe(32)
+    for node, path in zip(nodes, paths, strict=True):
+        write_new(path, _text(node, nodes, config, password).encode())
+    return paths
+
+
+def _text(node: Node, nodes: Sequence[Node], config: ClusterConfig, password: str) -> str:
+    interface = node.host if _is_loopback(node.host) else "0.0.0.0"
+    routes = [
+        f"nats-route://{_ROUTE_USER}:{password}@{_bracketed(other.host)}:{other.route_port}"
+        for other in nodes
+        if other != node
+    ]
+    cluster = [
+        f"name: {_quoted(config.name)}",
+        f"listen: {_quoted(f'{_bracketed(interface)}:{node.route_port}')}",
+        f"advertise: {_quoted(f'{_bracketed(node.host)}:{node.route_port}')}",
+        f"authorization {{ user: {_ROUTE_USER}, password: {_quoted(password)}, timeout: {_ROUTE_TIMEOUT_S} }}",
+        f"routes: {json.dumps(routes)}",
+    ]
+    if config.route_tls.cert:
+        cluster.append(f"tls {{ {_tls(config.route_tls)}, verify: true, timeout: {_ROUTE_TIMEOUT_S} }}")
+    jetstream = [
+        f"store_dir: {_quoted(str(config.store_dir / node.name))}",
+        f"max_file_store: {config.max_file_store}",
+        "max_memory_store: 1GB",
+    ]
+    lines = [
+        "# Made once by `rollbus nats init`; from here on it is yours.",
+        f"server_name: {_quoted(node.name)}",
+        f"listen: {_quoted(f'{_bracketed(interface)}:{node.port}')}",
+        f"client_advertise: {_quoted(node.url)}",
+        "max_payload: 8MB",
+        "# A server that is told to end (`nats-server --signal ldm=PID`) first sends its clients to the others.",
+        f"lame_duck_duration: {_LAME_DUCK}",
+        "lame_duck_grace_period: 2s",
+        *_block("jetstream", jetstream),
+        *_block("cluster", cluster),
+        "# Who may connect, and what each may do: the same on all servers. Nobody else is let in.",
+        f"include {CONFIG_FILE}",
+    ]
+    if config.client_tls.cert:
+        verify = ", verify: true" if config.client_tls.ca else ""
+        lines.append(f"tls {{ {_tls(config.client_tls)}{verify} }}")
+    return "\n".join([*lines, ""])
+
+
+def _block(name: str, lines: Sequence[str]) -> list[str]:
+    return [f"{name} {{", *(f"  {line}" for line in lines), "}"]
+
+
+def _tls(tls: Tls) -> str:
+    files = {"cert_file": tls.cert, "key_file": tls.key, "ca_file": tls.ca}
+    return ", ".join(f"{name}: {_quoted(path)}" for name, path in files.items() if path)
+
+
+def _quoted(text: str) -> str:
+    # The language knows no \u escapes.
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, DEFAULT_PORT if parts.port is None else parts.port
+    except ValueError as error:
+        raise _wrong(f"has {text!r}: {error}", "HOST or HOST:PORT") from None
+    if not host or parts.netloc != text or "@" in text or re.search(r"\s", text):
+        raise _wrong(f"has {text!r}", "HOST or HOST:PORT")
+    if not 0 < port <= 65535 - ROUTE_PORT_OFFSET:
+        raise _wrong(
+            f"has port {port}", f"1 to {65535 - ROUTE_PORT_OFFSET}: routes use the one {ROUTE_PORT_OFFSET} above"
+        )
+    return host, port
+
+
+def _wrong(problem: str, allowed: str) -> InvalidRequest:
+    return InvalidRequest(field="nodes", problem=problem, allowed=allowed)

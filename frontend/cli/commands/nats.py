@@ -1,0 +1,126 @@
+"""A cluster of NATS servers: write its configuration.
+
+`rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three servers or more into DIR, which
+also holds the users (see `rollbus auth`): JetStream, routes with a password of their own, TLS where files are named for
+it. It prints the next steps.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from ..exits import CommandFailed, ExitCode
+
+__all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
+
+HELP = "servers of a NATS cluster: their configuration"
+READS_NO_CREDENTIALS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("action", choices=("init",), help="write the servers' configurations")
+    group = parser.add_argument_group("init")
+    group.add_argument(
+        "--nodes", metavar="HOST[:PORT],...", help="the servers, three or more; ports 2000 above theirs are for routes"
+    )
+    group.add_argument("--dir", metavar="DIR", type=Path, default=Path("nats"), help="folder (default: %(default)s)")
+    group.add_argument("--cluster", metavar="NAME", type=_name, default="rollbus", help="name (default: %(default)s)")
+    group.add_argument(
+        "--store-dir",
+        metavar="DIR",
+        type=Path,
+        default=Path("/var/lib/nats"),
+        help="on each machine, for streams; each server has a folder of its own in it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-file-store",
+        metavar="SIZE",
+        type=_size,
+        default="50GB",
+        help="for the streams of one server (default: %(default)s; a model's queue sets 5 GiB aside)",
+    )
+    for what, side in (("server", "clients"), ("cluster", "the other servers")):
+        group.add_argument(
+            f"--{what}-cert", metavar="FILE", default="", help=f"on each machine: its certificate for {side}"
+        )
+        group.add_argument(f"--{what}-key", metavar="FILE", default="", help="its key")
+    group.add_argument("--client-ca", metavar="FILE", default="", help="clients must show certificates that it signed")
+    group.add_argument("--cluster-ca", metavar="FILE", default="", help="likewise the other servers")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it."""
+    return _init(args)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from ....bus.auth.cluster import ClusterConfig, parse_nodes, write_cluster
+    from ....bus.auth.credentials import DEFAULT_FLEET, Role
+    from ....bus.auth.tls import Tls
+    from ....bus.auth.users import ensure_users
+    from ..console import print_json
+
+    if not args.nodes:
+        raise CommandFailed("which servers? as in --nodes a.example,b.example,c.example", ExitCode.USAGE)
+    nodes = parse_nodes(args.nodes)
+    client_tls = _tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
+    route_tls = _tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")
+    if route_tls["cert"] and not route_tls["ca"]:
+        raise CommandFailed("--cluster-cert takes --cluster-ca: servers check each other", ExitCode.USAGE)
+    config = ClusterConfig(
+        name=args.cluster,
+        store_dir=args.store_dir.absolute(),
+        max_file_store=args.max_file_store,
+        client_tls=Tls(**client_tls),
+        route_tls=Tls(**route_tls),
+    )
+    paths = write_cluster(args.dir, nodes, config) if args.dir.is_dir() else ()
+    fleet = args.fleet or DEFAULT_FLEET
+    users = ensure_users(args.dir, [(fleet, role, str(role)) for role in (Role.ADMIN, Role.FRONTEND, Role.VIEWER)])
+    paths = paths or write_cluster(args.dir, nodes, config)
+    scheme = "tls" if client_tls["cert"] else "nats"
+    url = ",".join(f"{scheme}://{node.url}" for node in nodes)
+    if args.json:
+        files = {node.name: str(path) for node, path in zip(nodes, paths, strict=True)}
+        print_json({"nodes": files, "url": url, "admin": str(users[0].path)})
+    else:
+        rows = [(node.name, node.url, str(path)) for node, path in zip(nodes, paths, strict=True)]
+        _show(args.dir, rows, url, users[0].path)
+    return ExitCode.OK
+
+
+def _show(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path) -> None:
+    from ..console import print_table, program, write
+
+    print_table(("server", "address", "configuration"), rows)
+    name = program()
+    write(
+        f"""
+1. Users: {name} auth init --dir {folder} --trainer NAME --worker NAME ...
+2. To each machine: its configuration and {folder / "users.conf"}, side by side, readable for nats-server alone.
+3. On each machine: nats-server -c FILE
+4. For all programs: export ROLLBUS_NATS={url}
+5. As an admin: {name} make-queue MODEL --creds {admin}
+6. {name} doctor --creds {admin}"""
+    )
+
+
+def _tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> dict[str, str]:
+    if bool(cert) != bool(key) or (ca and not cert):
+        raise CommandFailed(f"TLS takes --{what}-cert and --{what}-key, and then {ca_option} too", ExitCode.USAGE)
+    return {
+        name: str(Path(file).absolute()) if file else "" for name, file in (("cert", cert), ("key", key), ("ca", ca))
+    }
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a cluster: up to 64 letters, digits, '_' and '-'")
+    return text
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d{0,11}[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 50GB")
+    return text

@@ -1,0 +1,157 @@
+"""The servers of a cluster that `rollbus nats init` configures."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.bus.auth.cluster import Node, parse_nodes
+from rollbus.bus.auth.credentials import Role, load_credentials
+from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.users import credentials_path, ensure_users
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.server import Server
+from rollbus.frontend.cli.app import main
+from rollbus.schemas.errors import BusBroken, InvalidRequest
+from tests.support.certificates import certificate
+from tests.support.configured_servers import check_config, configured_servers, free_nodes
+from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S
+from tests.support.requests import greedy
+from tests.support.waits import until
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a,b.example,c:4300", ["a", "b.example", "c"]),
+        ("h:4222,h:4223,g", ["h-4222", "h-4223", "g"]),
+        ("[::1]:1,[::1]:2,[::1]:3", ["--1-1", "--1-2", "--1-3"]),
+    ],
+)
+def test_servers_are_named_by_host(text: str, names: list[str]) -> None:
+    """And by port where hosts are the same."""
+    assert [node.name for node in parse_nodes(text)] == names
+    assert parse_nodes("a,b,[::1]:7")[2].url == "[::1]:7"
+    assert parse_nodes("a,b,c")[0] == Node("a", "a", 4222)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a,b", "names 2 servers; allowed: 3 to 64"),
+        ("a,b,", "has ''"),
+        ("a,b,nats://c", "has 'nats://c'"),
+        ("a,b,u:p@c", "has 'u:p@c'"),
+        ("a,b,c:x", "has 'c:x': Port could not be cast"),
+        ("a,b,c:64000", "has port 64000; allowed: 1 to 63535"),
+        ("a,a,b", "needs port 4222 of a twice"),
+        ("a:4222,a:6222,b", "needs port 6222 of a twice"),
+    ],
+)
+def test_wrong_servers_are_refused(text: str, problem: str) -> None:
+    """The error says which and why."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_nodes(text)
+    assert problem in str(caught.value)
+
+
+def written(folder: Path, nodes: list[str], *options: str) -> list[Path]:
+    """Configurations that `rollbus nats init` has written."""
+    arguments = ["nats", "init", "--nodes", ",".join(nodes), "--dir", str(folder), "--fleet", "F", *options]
+    assert main([*arguments, "--store-dir", str(folder / "store"), "--max-file-store", "20GB"]) == 0
+    return [folder / node.file for node in parse_nodes(",".join(nodes))]
+
+
+def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With TLS for clients and for routes, and without; the files are for their owner alone, and are never replaced."""
+    cert, key = map(str, certificate(tmp_path))
+    tls = [f"--{what}-{kind}={path}" for what in ("server", "cluster") for kind, path in (("cert", cert), ("key", key))]
+    for folder, options in ((tmp_path / "plain", []), (tmp_path / "tls", [*tls, f"--cluster-ca={cert}"])):
+        for path in written(folder, ["a.example", "b.example", "c.example"], *options):
+            check_config(path)
+            assert path.stat().st_mode & 0o077 == 0
+    shown = capsys.readouterr().out
+    assert "ROLLBUS_NATS=tls://a.example:4222,tls://b.example:4222,tls://c.example:4222" in shown
+    before = (tmp_path / "plain/node-a.example.conf").read_text()
+    assert main(["nats", "init", "--nodes", "a.example,x,y", "--dir", str(tmp_path / "plain")]) == 2
+    assert "holds node-a.example.conf already" in capsys.readouterr().err
+    assert (tmp_path / "plain/node-a.example.conf").read_text() == before
+    assert not (tmp_path / "plain/node-x.conf").exists()
+
+
+def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adding one writes `users.conf`, which all servers include, and says so."""
+    written(tmp_path, ["a", "b", "c"])
+    capsys.readouterr()
+    assert main(["auth", "init", "--dir", str(tmp_path), "--fleet", "F", "--trainer", "alice"]) == 0
+    assert "copy users.conf to each server" in capsys.readouterr().out
+    assert not (tmp_path / "nats-server.conf").exists()
+    assert '"F~trainer~alice"' in (tmp_path / "users.conf").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "which servers?"),
+        (["--nodes", "a,b,c", "--server-cert", "x"], "--server-cert and --server-key"),
+        (["--nodes", "a,b,c", "--cluster-ca", "x"], "--cluster-cert and --cluster-key"),
+        (["--nodes", "a,b,c", "--cluster-cert", "x", "--cluster-key", "y"], "takes --cluster-ca"),
+        (["--nodes", "a,b,c", "--max-file-store", "much"], "is not a size such as 50GB"),
+    ],
+)
+def test_what_cannot_be_configured_is_a_usage_error(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is written."""
+    try:
+        code = main(["nats", "init", "--dir", str(tmp_path / "d"), *options])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_fleet_on_servers_from_the_files(tmp_path: Path, has_tls: bool) -> None:
+    """Each user at another server; a server that crashes takes nothing with it. Strangers are not let in."""
+    folder, nodes = tmp_path / "nats", free_nodes(3)
+    ensure_users(folder, [("F", Role.WORKER, "w0"), ("F", Role.TRAINER, "alice")])
+    cert, key = map(str, certificate(tmp_path))
+    files = [
+        f"--{what}-{kind}={path}" for what in ("server", "cluster") for kind, path in (("cert", cert), ("key", key))
+    ]
+    paths = await asyncio.to_thread(written, folder, nodes, *([*files, f"--cluster-ca={cert}"] if has_tls else []))
+    tls = Tls(ca=cert) if has_tls else Tls()
+    scheme = "tls" if has_tls else "nats"
+
+    def server(role: Role, name: str, first: int) -> Server:
+        urls = ",".join(f"{scheme}://{node}" for node in [*nodes[first:], *nodes[:first]])
+        return Server(urls, load_credentials(credentials_path(folder, "F", role, name)), tls)
+
+    async def is_provisioned() -> bool:
+        try:
+            await provision(server(Role.ADMIN, "admin", 0), "F", ["synthetic"])
+        except BusBroken:
+            return False  # the servers elect a leader first
+        return True
+
+    async with configured_servers(paths) as servers:
+        await until(is_provisioned, expected=True)
+        worker = server(Role.WORKER, "w0", 1)
+        trainer = server(Role.TRAINER, "alice", 2)
+        async with (
+            synthetic_worker(worker.url, "F", credentials=worker.credentials, tls=tls, worker_id="w0"),
+            rollbus.connect(trainer) as rb,
+        ):
+            await rb.fleet.wait_for_workers(1, timeout_s=SOON_S)
+            assert (await rb.complete(greedy(1, 5))).token_ids.size == 5
+        with pytest.raises(BusBroken, match="shown no credentials"):
+            async with rollbus.connect(Server(trainer.url, None, tls)):
+                pass
+    assert len(servers) == 3
+    assert json.loads((folder / "users.json").read_text())["users"]

@@ -1,0 +1,64 @@
+"""Real nats-servers that run from configuration files which something else has written."""
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from rollbus.bus.auth.cluster import ROUTE_PORT_OFFSET
+from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
+
+__all__ = ["ConfiguredServer", "check_config", "configured_servers", "free_nodes"]
+
+
+def free_nodes(count: int) -> list[str]:
+    """Addresses on this machine whose ports, and those of their routes, nobody uses."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(ports) < count:
+            with contextlib.ExitStack() as pair, contextlib.suppress(OSError, OverflowError):
+                port = pair.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                pair.enter_context(socket.create_server(("127.0.0.1", port + ROUTE_PORT_OFFSET)))
+                held.enter_context(pair.pop_all())
+                ports.append(port)
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+def check_config(path: Path) -> None:
+    """Have nats-server read a configuration, and say what it thinks of it."""
+    command = [str(require_binary()), "-t", "-c", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+class ConfiguredServer:
+    """One server, which can be stopped and started again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; nothing waits until it is ready."""
+        with self._path.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen([str(require_binary()), "-c", str(self._path)], stdout=log, stderr=log)
+
+    def end(self, *, is_killed: bool = False) -> None:
+        """End it, in order or as a crash would."""
+        if self._process is not None:
+            self._process.kill() if is_killed else self._process.terminate()
+            self._process.wait(SOON_S)
+            self._process = None
+
+
+@contextlib.asynccontextmanager
+async def configured_servers(paths: Sequence[Path]) -> AsyncIterator[list[ConfiguredServer]]:
+    """Run a server of each configuration."""
+    servers = [ConfiguredServer(path) for path in paths]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.end, is_killed=True)
+            server.start()
+        yield servers
