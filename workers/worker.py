@@ -360,7 +360,7 @@ class Worker:
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
             bad_messages=self._bad_messages + self._id_guard.bad_messages,
-            bad_commands=self._control.bad_messages,
+            bad_commands=self._control.bad_messages + self._control.reader.refused,
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,

@@ -5,7 +5,7 @@ permission of its own, but only in the account of the sender. So three kinds of 
 
     <fleet>                  JetStream and the admins
     <fleet>~workers          all workers; it owns nothing
-    <fleet>~<role>~<name>    one trainer, frontend, publisher or viewer each; it owns nothing
+    <fleet>~<role>~<name>    one trainer, publisher, frontend or viewer each; it owns nothing
 
 An account imports what the permissions of its users allow, and nothing else: an answer that lands on an imported
 subject could otherwise be carried on into the account that exports it. A `~` stands in no fleet, role or name.
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ..subjects import PREFIX
 from .credentials import CLIENT_ROLES, Role, User
-from .permissions import INBOX, Rule, any_subject, permissions, rules, subject_of
+from .permissions import INBOX, Rule, any_subject, permissions, rules, subjects_of
 
 __all__ = ["accounts"]
 
@@ -78,7 +78,10 @@ def _hub_account(fleet: str) -> dict[str, Any]:
     for rule in of_jetstream:
         if rule.publish - {Role.ADMIN}:
             is_streamed = any(verb in rule.subject for verb in _STREAMED)
-            exports.append(_service(rule, fleet) | ({"response_type": "stream"} if is_streamed else {}))
+            export = _service(rule, fleet) | ({"response_type": "stream"} if is_streamed else {})
+            # What some may do everywhere, others may on subjects of their own: for the server one service.
+            if export not in exports:
+                exports.append(export)
         if rule.subscribe:
             exports.append(_stream(rule, fleet))
     imports = [_from(_workers(fleet), _stream(rule, fleet)) for rule in by_workers if Role.ADMIN in rule.subscribe]
@@ -101,9 +104,9 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
         for rule in table:
             # One import of a subject: of two, a message would be delivered twice.
             if user.role in rule.publish:
-                imports.append(_from(home, {"service": subject_of(rule, user)}))
+                imports += [_from(home, {"service": subject}) for subject in subjects_of(rule, user)]
             elif user.role in rule.subscribe:
-                imports.append(_from(home, {"stream": subject_of(rule, user)}))
+                imports += [_from(home, {"stream": subject}) for subject in subjects_of(rule, user)]
     return imports
 
 

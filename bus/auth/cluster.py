@@ -17,8 +17,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...schemas.errors import InvalidRequest
+from .files import write_new
 from .tls import Tls
-from .users import CONFIG_FILE, write_new
+from .users import CONFIG_FILE
 
 __all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
 

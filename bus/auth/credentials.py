@@ -5,16 +5,16 @@ The key never leaves this module but as a signature, and stands in no log, error
 
 import enum
 import os
-import stat
 import uuid
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from ...schemas.checks import check_subject_token
+from ...schemas.checks import check_name, check_subject_token
 from ...schemas.errors import BusBroken, InvalidRequest
 from . import nkeys
+from .signatures import BadSignature, Signatures
 
 __all__ = [
     "CLIENT_ROLES",
@@ -22,7 +22,6 @@ __all__ = [
     "Role",
     "User",
     "client_identity",
-    "is_private",
     "load_credentials",
     "worker_identity",
 ]
@@ -31,7 +30,6 @@ DEFAULT_FLEET: Final = "default"
 
 MAX_FILE_BYTES: Final = 64 * 1024
 """Of a credentials file; one has some 200 bytes, and what was named by mistake is not read whole."""
-FILE_MODE: Final = 0o600
 
 
 class Role(enum.StrEnum):
@@ -39,6 +37,8 @@ class Role(enum.StrEnum):
 
     TRAINER = "trainer"
     """Sends requests and reads its own results."""
+    PUBLISHER = "publisher"
+    """A trainer that also gives new weights to the workers of its models."""
     WORKER = "worker"
     """Serves requests."""
     FRONTEND = "frontend"
@@ -53,7 +53,7 @@ CLIENT_ROLES: Final = frozenset(Role) - {Role.WORKER}
 """Those that connect as a client."""
 
 
-class User(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Somebody whom a server knows. Raises `InvalidRequest` for a name that cannot stand in a subject."""
 
     fleet: str
@@ -61,11 +61,15 @@ class User(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     """Of the client or worker: it stands in the subjects."""
     public_key: str
+    models: tuple[str, ...] = ()
+    """Of a publisher: whose weights it may replace."""
 
     def __post_init__(self) -> None:
         """Check what becomes part of subjects."""
         check_subject_token("fleet", self.fleet)
         check_subject_token("name", self.name)
+        for model in self.models:
+            check_name("models", model)
 
     def __str__(self) -> str:
         """How errors name it."""
@@ -77,18 +81,23 @@ class User(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"_INBOX_{self.role}.{self.name}"
 
 
-class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a credentials file holds. Raises `BadKey` or `InvalidRequest` for what cannot be."""
+class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a credentials file holds. Raises `BadKey`, `BadSignature` or `InvalidRequest` for what cannot be."""
 
     fleet: str
     role: Role
     name: str
     seed: str
     """The secret: an nkey."""
+    roots: tuple[str, ...] = ()
+    """The fleet's root keys, as `signatures` writes public keys: what changes the fleet must be certified by one of
+    them. None in files of an earlier release: nothing is checked."""
+    certificate: str = ""
+    """By the first of them: what this user may sign. Empty: nothing."""
 
     def __post_init__(self) -> None:
-        """Check names and key."""
-        _ = self.user
+        """Check names and keys."""
+        _ = self.user, Signatures(self)
 
     def __repr__(self) -> str:
         """One line without the key."""
@@ -116,7 +125,7 @@ def load_credentials(path: str | os.PathLike[str]) -> Credentials:
         return msgspec.json.decode(data, type=Credentials)
     except OSError as error:
         raise BusBroken(f"the credentials {path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest, nkeys.BadKey):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest, nkeys.BadKey, BadSignature):
         # What exactly is wrong would quote a part of it.
         raise BusBroken(f"{path} is no credentials file; `rollbus auth init` makes them") from None
 
@@ -156,8 +165,3 @@ def _own(field: str, given: str | None, own: str) -> str:
     if given not in (None, own):
         raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as the credentials say")
     return own
-
-
-def is_private(path: str | os.PathLike[str]) -> bool:
-    """Only its owner can read a file."""
-    return not stat.S_IMODE(Path(path).stat().st_mode) & ~FILE_MODE

@@ -11,7 +11,7 @@ from typing import Final
 
 from ...schemas.errors import LocalProtocolError
 
-__all__ = ["BadKey", "new_seed", "public_key", "sign"]
+__all__ = ["BadKey", "decode_seed", "new_seed", "public_key", "sign"]
 
 _SEED: Final = 18 << 3
 """Makes a seed begin with S."""
@@ -37,7 +37,7 @@ def public_key(seed: str) -> str:
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    key = Ed25519PrivateKey.from_private_bytes(_decode_seed(seed))
+    key = Ed25519PrivateKey.from_private_bytes(decode_seed(seed))
     return _encode(bytes([_USER]), key.public_key().public_bytes_raw())
 
 
@@ -49,7 +49,7 @@ def sign(seed: str, nonce: str) -> bytes:
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    return base64.b64encode(Ed25519PrivateKey.from_private_bytes(_decode_seed(seed)).sign(nonce.encode()))
+    return base64.b64encode(Ed25519PrivateKey.from_private_bytes(decode_seed(seed)).sign(nonce.encode()))
 
 
 def _encode(prefix: bytes, key: bytes) -> str:
@@ -57,7 +57,12 @@ def _encode(prefix: bytes, key: bytes) -> str:
     return base64.b32encode(raw + _checksum(raw)).decode().rstrip("=")
 
 
-def _decode_seed(seed: str) -> bytes:
+def decode_seed(seed: str) -> bytes:
+    """Return the 32 random bytes of a seed.
+
+    Raises:
+        BadKey: it is no seed of a user.
+    """
     try:
         raw = base64.b32decode(seed + "=" * (-len(seed) % 8))
     except (binascii.Error, ValueError):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ..subjects import BUCKET, LANES, PREFIX
+from ..subjects import BUCKET, LANES, PREFIX, encode_token
 from .credentials import CLIENT_ROLES, Role, User
 
 __all__ = [
@@ -25,12 +25,13 @@ __all__ = [
     "any_subject",
     "permissions",
     "rules",
-    "subject_of",
+    "subjects_of",
 ]
 
 _NOBODY: Final[frozenset[Role]] = frozenset()
-_REQUESTERS: Final = frozenset({Role.TRAINER, Role.FRONTEND})
+_REQUESTERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.FRONTEND})
 _COMMANDERS: Final = frozenset({Role.ADMIN, Role.FRONTEND})
+_PUBLISHERS: Final = frozenset({Role.PUBLISHER})
 _WORKERS: Final = frozenset({Role.WORKER})
 _ADMINS: Final = frozenset({Role.ADMIN})
 _EVERYBODY: Final = frozenset(Role)
@@ -38,6 +39,8 @@ _OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
     CLIENT_ROLES, frozenset({"<client>", "<controller>"})
 )
 """What stands for a user's own name."""
+_PUBLISHED: Final = "<published>"
+"""Stands for each model of a publisher."""
 _PLACEHOLDER: Final = re.compile(r"<\w+>")
 INBOX: Final = "<inbox>."
 """Begins the subjects on which a user receives answers."""
@@ -63,7 +66,7 @@ SUBJECT_RULES: Final = (
     Rule("plain.<client>.>", publish=_WORKERS, subscribe=_REQUESTERS),
     Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # a worker its own: is there another of its id?
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
-    Rule("control.<controller>", publish=_COMMANDERS, subscribe=_WORKERS),
+    Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
     Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
     Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
 )
@@ -85,6 +88,7 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.CONSUMER.CREATE.*.*", publish=_ADMINS, why="make queues"),
     Rule(f"{_API}.STREAM.MSG.GET.{_KV}", publish=_EVERYBODY, why="read desired states"),
     Rule(f"$KV.{BUCKET}.<fleet>.*", publish=_COMMANDERS, subscribe=_WORKERS, why="record commands, and hear of them"),
+    Rule(f"$KV.{BUCKET}.<fleet>.{_PUBLISHED}", publish=_PUBLISHERS, why="record new weights of its models"),
     Rule(f"{_API}.STREAM.MSG.GET.{_OBJECTS}", publish=_WORKERS | _ADMINS, why="read what describes them"),
     Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list them"),
     Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch them"),
@@ -113,8 +117,10 @@ class Permissions:
 def permissions(user: User) -> Permissions:
     """What `user` may do."""
     return Permissions(
-        publish=tuple(subject_of(rule, user) for rule in rules() if user.role in rule.publish),
-        subscribe=tuple(subject_of(rule, user) for rule in rules() if user.role in rule.subscribe),
+        publish=tuple(subject for rule in rules() if user.role in rule.publish for subject in subjects_of(rule, user)),
+        subscribe=tuple(
+            subject for rule in rules() if user.role in rule.subscribe for subject in subjects_of(rule, user)
+        ),
     )
 
 
@@ -125,11 +131,17 @@ def rules() -> Iterator[Rule]:
     yield from JETSTREAM_RULES
 
 
-def subject_of(rule: Rule, user: User) -> str:
-    """Return the rule's subject for one user: its own names where they stand, `*` for every peer's."""
-    fixed = {"<fleet>": user.fleet, "<inbox>": user.inbox_prefix}
-    own = dict.fromkeys(_OWN_NAME[user.role], user.name)
-    return _PLACEHOLDER.sub(lambda match: (fixed | own).get(match[0], "*"), rule.subject)
+def subjects_of(rule: Rule, user: User) -> tuple[str, ...]:
+    """Return the rule's subjects for one user: its own names where they stand, `*` for every peer's.
+
+    It is one subject, or one for each model of a publisher where the rule names those.
+    """
+    names = {"<fleet>": user.fleet, "<inbox>": user.inbox_prefix, _PUBLISHED: _PUBLISHED}
+    names |= dict.fromkeys(_OWN_NAME[user.role], user.name)
+    subject = _PLACEHOLDER.sub(lambda match: names.get(match[0], "*"), rule.subject)
+    if _PUBLISHED not in subject:
+        return (subject,)
+    return tuple(subject.replace(_PUBLISHED, encode_token(model)) for model in user.models)
 
 
 def any_subject(rule: Rule, fleet: str) -> str:

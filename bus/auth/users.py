@@ -4,15 +4,16 @@
     DIR/users.conf                  the same and what each may do, as a part of a server's configuration
     DIR/nats-server.conf            a whole configuration that includes it; made once, then its operator's
     DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to where that user runs
+    DIR/<fleet>/root.seed           the secret of the fleet's root key, which certifies who may change something
 
-A key is written once and never replaced. Each fleet is an account of its own.
+A key is written once and never replaced. Each fleet has accounts of its own.
 """
 
 import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,9 @@ import msgspec
 from ...schemas.errors import BusBroken, InvalidRequest
 from . import nkeys
 from .accounts import accounts
-from .credentials import CLIENT_ROLES, FILE_MODE, Credentials, Role, User, load_credentials
+from .credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
+from .files import replace_file, write_new
+from .roots import Roots, ensure_roots
 from .tls import Tls
 
 __all__ = [
@@ -30,10 +33,10 @@ __all__ = [
     "SERVER_FILE",
     "UserFile",
     "WantedUser",
+    "certify",
     "credentials_path",
     "ensure_users",
     "remove_user",
-    "write_new",
     "write_server_config",
 ]
 
@@ -60,11 +63,20 @@ class UserFile:
     is_new: bool
 
 
-def ensure_users(folder: Path, wanted: Iterable[WantedUser]) -> tuple[UserFile, ...]:
+def ensure_users(
+    folder: Path, wanted: Iterable[WantedUser], models: Mapping[WantedUser, tuple[str, ...]] | None = None
+) -> tuple[UserFile, ...]:
     """Make the users that are missing, and write the configuration of all; those that are there keep their keys.
 
+    All credentials that lie here get the root keys of their fleet, and a certificate where their user may change
+    something: also those that an earlier release made.
+
+    Args:
+        models: those of publishers; one that is there keeps its models where none are given.
+
     Raises:
-        InvalidRequest: a name cannot stand in a subject, or is another client's of the fleet.
+        InvalidRequest: a name cannot stand in a subject, or is another client's of the fleet; or a publisher has no
+            models, or another user has.
         BusBroken: the folder holds something else under one of its names.
         OSError: it cannot be read or written.
     """
@@ -76,10 +88,31 @@ def ensure_users(folder: Path, wanted: Iterable[WantedUser]) -> tuple[UserFile, 
         for one in wanted:
             path = credentials_path(folder, *one)
             user = known.get(one) or _make(path, one)
+            user = _with_models(user, (models or {}).get(one, user.models))
             entries.append(UserFile(user, path, is_new=one not in known))
             known[one] = user
         _write(folder, tuple(known[one] for one in sorted(known)))
+        for one, user in known.items():
+            path = credentials_path(folder, *one)
+            if path.exists():
+                _certify(path, user, ensure_roots(path.parent))
     return tuple(entries)
+
+
+def certify(folder: Path, path: Path) -> User:
+    """Renew what a credentials file says of signatures, which was moved away from `folder`; its key stays.
+
+    Raises:
+        BusBroken: it is no credentials file, or its user is none of this folder.
+        OSError: it cannot be read or written.
+    """
+    with _locked(folder):
+        found = load_credentials(path).user
+        for user in _read(folder).users:
+            if user.public_key == found.public_key:
+                _certify(path, user, ensure_roots(folder / user.fleet))
+                return user
+    raise BusBroken(f"{path} holds the credentials of the {found}, who is none of the users in {folder}")
 
 
 def remove_user(folder: Path, unwanted: WantedUser) -> bool:
@@ -168,7 +201,7 @@ def _make(path: Path, wanted: WantedUser) -> User:
     credentials = Credentials(fleet=fleet, role=role, name=name, seed=nkeys.new_seed())
     path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
     try:
-        write_new(path, msgspec.json.format(msgspec.json.encode(credentials)) + b"\n")
+        write_new(path, _as_file(credentials))
     except FileExistsError:
         # Written by a run that was interrupted before it could say so.
         credentials = load_credentials(path)
@@ -177,21 +210,25 @@ def _make(path: Path, wanted: WantedUser) -> User:
     return credentials.user
 
 
+def _with_models(user: User, models: tuple[str, ...]) -> User:
+    if bool(models) != (user.role is Role.PUBLISHER):
+        problem = f"{user.name} has {'models' if models else 'no models'}"
+        raise InvalidRequest(field=str(user.role), problem=problem, allowed="models for publishers, and for no others")
+    return msgspec.structs.replace(user, models=models)
+
+
+def _certify(path: Path, user: User, roots: Roots) -> None:
+    before = load_credentials(path)
+    after = roots.certify(before, user)
+    if after != before and before.user.public_key == user.public_key:
+        replace_file(path, _as_file(after))
+
+
+def _as_file(credentials: Credentials) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
+
+
 def _write(folder: Path, users: tuple[User, ...]) -> None:
     config = f"accounts: {json.dumps(accounts(users), indent=2)}\n"
-    _replace(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
-    _replace(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that nobody but its owner can read. FileExistsError: there is one."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
-        file.write(data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that a server which reads it sees the old one or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    write_new(partial, data)
-    partial.replace(path)
+    replace_file(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
+    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")

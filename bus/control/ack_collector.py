@@ -170,7 +170,8 @@ class AckCollector:
     async def _publish(self, commands: Iterator[AnyCommand]) -> None:
         for command in commands:
             try:
-                await publish_permitted(self._nats, self._subjects.control(self._controller), encode_json(command))
+                subject, data = self._subjects.control(self._controller), encode_json(command)
+                await publish_permitted(self._nats, subject, data, self._nats.signatures.headers(subject, data) or None)
             except PermissionDenied:
                 raise
             except BusBroken as exc:

@@ -20,6 +20,7 @@ from ...schemas.messages import decode_command, encode_json
 from ...schemas.presence import WorkerPresence
 from ..nats.connection import Connection
 from ..protocol.fleet import desired
+from ..protocol.fleet.authority import check_authority
 from ..protocol.fleet.command_result import AckTracker, CommandIncomplete, CommandResult
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, workers_that_must_ack
@@ -84,6 +85,7 @@ class Controller:
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
         self.store = DesiredStore(nats, subjects)
+        self._own = nats.signatures.own
         self._watcher = watch
         self.collector = AckCollector(nats, subjects, controller)
 
@@ -137,6 +139,9 @@ class Controller:
         Args:
             gone: workers of `roster` that have ended since, and why.
         """
+        if self._own is not None:
+            for model in roster:
+                check_authority(self._own, command, model)
         everyone = [worker for workers in roster.values() for worker in workers]
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic())
         for worker in everyone:

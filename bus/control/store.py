@@ -5,7 +5,6 @@ again on what it wrote. A write without an answer, as while a leader is elected,
 and repeats it, as the same command, only where it is not there.
 """
 
-import base64
 import logging
 import math
 import uuid
@@ -17,19 +16,18 @@ from msgspec.structs import replace
 from ...schemas.control import AnyCommand
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
-from ...schemas.messages import decode_desired, encode_json
+from ...schemas.messages import encode_json
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, Unanswered, ask, create_stream, put
+from ..nats.jetstream import NO_STREAM, ApiError, Unanswered, ask, create_stream, put
 from ..protocol.fleet import desired
-from ..subjects import BUCKET, Subjects, decode_token, encode_token
+from ..subjects import BUCKET, Subjects, decode_token
 from .retries import TRY_S, Retries
+from .revisions import HISTORY, STREAM, Found, Revisions
 
 __all__ = ["DesiredStore"]
 
 logger = logging.getLogger(__name__)
 
-HISTORY: Final = 64
-"""Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
 MAX_STATE_BYTES: Final = 1024**2
 """A state with a thousand workers' own commands, or with hundreds of adapters, takes a third of it."""
 MAX_BUCKET_BYTES: Final = 64 * 1024**2
@@ -38,7 +36,6 @@ MAX_TRIES: Final = 1000
 """Of one write. Each failure means that another writer got through: of a fleet's workers that record the same command
 one, and the others find it recorded."""
 
-_STREAM: Final = f"KV_{BUCKET}"
 _SUBJECTS: Final = f"$KV.{BUCKET}"
 _WRONG_LAST_SEQUENCE: Final = 10071
 
@@ -53,6 +50,7 @@ class DesiredStore:
     def __init__(self, nats: Connection, subjects: Subjects) -> None:
         self._nats = nats
         self._subjects = subjects
+        self._revisions = Revisions(nats, subjects)
 
     def __repr__(self) -> str:
         """One line with the fleet."""
@@ -63,7 +61,12 @@ class DesiredStore:
 
         A hint to read again, no more: writes that were refused are heard too.
         """
-        return f"{_SUBJECTS}.{self._subjects.fleet}.{encode_token(model)}"
+        return self._revisions.subject(model)
+
+    @property
+    def refused(self) -> int:
+        """Stored states that did not count, as nobody had signed them who may."""
+        return self._revisions.refused
 
     async def read(self, model: str) -> DesiredState | None:
         """The desired state of `model`; None: nothing was ever recorded. What was deleted reads as empty.
@@ -73,8 +76,7 @@ class DesiredStore:
         Raises:
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
         """
-        sequence, data = await self._read(model)
-        return self._decode(model, sequence, data) if sequence else None
+        return self._usable(model, await self._revisions.find(model)).state
 
     async def confirmed_s(self) -> float:
         """Seconds since a majority of the servers that hold the states confirmed the one that answers as their leader.
@@ -83,7 +85,7 @@ class DesiredStore:
         parted from the others goes on answering for a while, with what it had.
         """
         try:
-            info = await ask(self._nats, f"STREAM.INFO.{_STREAM}", timeout_s=TRY_S)
+            info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
         except ApiError as error:
             if error.code == NO_STREAM:
                 return 0.0
@@ -124,8 +126,8 @@ class DesiredStore:
         unanswered: list[tuple[DesiredState, DesiredState]] = []
         for _ in range(MAX_TRIES):
             try:
-                sequence, data = await self._read(model)
-                before = _named(self._decode(model, sequence, data))
+                found = self._usable(model, await self._revisions.find(model))
+                before = _named(found.state or _empty(model, found.sequence))
                 for written, over in unanswered:
                     if desired.contains(before, written, over):
                         return written
@@ -133,7 +135,7 @@ class DesiredStore:
                 if after is before:
                     return after
                 unanswered.append((after, before))
-                if await self._write(model, after, sequence):
+                if await self._write(model, after, found):
                     return after
                 unanswered.pop()
             except Unanswered as error:
@@ -148,27 +150,45 @@ class DesiredStore:
         retries, is_sent = Retries(), False
         for _ in range(MAX_TRIES):
             try:
-                sequence, data = await self._read(model)
-                try:
-                    before = self._decode(model, sequence, data)
-                except RemoteProtocolError as exc:
-                    logger.warning("desired.unreadable model=%s error=%s", model, exc)
-                    before = _empty(model, sequence)
-                else:
-                    if not before.registers and not before.workers:
-                        return is_sent
+                found = await self._revisions.find(model)
+                before = found.state or _empty(model, found.sequence)
+                if found.problem is not None:
+                    logger.warning("desired.unreadable model=%s error=%s", model, found.problem)
+                elif not before.registers and not before.workers:
+                    return is_sent
                 is_sent = True
-                if await self._write(model, desired.cleared(_named(before)), sequence):
+                if await self._write(model, desired.cleared(_named(before)), found):
                     return True
             except Unanswered as error:
                 await retries.wait(error)
+        raise _contended(model)
+
+    async def sign(self, model: str) -> DesiredState | None:
+        """Sign the desired state of `model` as it stands, whoever wrote it; None: nothing is recorded.
+
+        For states of before the fleet had its root key, or of before that was replaced.
+
+        Raises:
+            ControlError: this user may not write it whole.
+            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+        """
+        own = self._nats.signatures.own
+        if own is None or own.is_limited:
+            raise ControlError(
+                ControlCode.NOT_ALLOWED,
+                "to sign what others wrote takes the credentials of an admin, with a certificate by the root key",
+            )
+        for _ in range(MAX_TRIES):
+            found = self._usable(model, await self._revisions.newest(model))
+            if found.state is None or await self._write(model, found.state, found):
+                return found.state
         raise _contended(model)
 
     async def models(self) -> tuple[str, ...]:
         """The models of the fleet that anything was ever recorded for, sorted."""
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
         try:
-            answer = await ask(self._nats, f"STREAM.INFO.{_STREAM}", {"subjects_filter": f"{prefix}*"})
+            answer = await ask(self._nats, f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{prefix}*"})
         except ApiError as error:
             if error.code == NO_STREAM:
                 return ()
@@ -194,49 +214,33 @@ class DesiredStore:
                 states[model] = state
         return states
 
-    async def _read(self, model: str) -> tuple[int, bytes]:
-        """The key's last sequence number, 0 where it has none, and its value, empty where it was deleted."""
-        # From the stream's leader, and not by DIRECT.GET: a replica's answer may be older than the command that made us
-        # look. So may a leader's that was deposed, which readers find out.
-        try:
-            answer = await ask(
-                self._nats, f"STREAM.MSG.GET.{_STREAM}", {"last_by_subj": self.subject(model)}, timeout_s=TRY_S
-            )
-        except ApiError as error:
-            if error.code in {NO_STREAM, NO_MESSAGE}:
-                return 0, b""
-            raise BusBroken(f"the desired state of {model!r} cannot be read: {error}") from error
-        message = answer["message"]
-        return message["seq"], base64.b64decode(message.get("data", ""))
+    def _usable(self, model: str, found: Found) -> Found:
+        if found.problem is None:
+            return found
+        raise RemoteProtocolError(
+            f"the desired state of {model!r} under {self.subject(model)} cannot be used: {found.problem}; "
+            "a reset clears it"
+        )
 
-    def _decode(self, model: str, sequence: int, data: bytes) -> DesiredState:
-        if not data:
-            return _empty(model, sequence)
-        try:
-            state = decode_desired(data)
-            if state.model != model:
-                raise RemoteProtocolError(f"it is that of {state.model!r}")
-        except RemoteProtocolError as exc:
-            raise RemoteProtocolError(
-                f"the desired state of {model!r} under {self.subject(model)} cannot be used: {exc}; a reset clears it"
-            ) from None
-        return state
-
-    async def _write(self, model: str, state: DesiredState, sequence: int) -> bool:
-        """Write `state` if the key's last sequence number is still `sequence`; False: it is not."""
-        data = encode_json(state)
+    async def _write(self, model: str, state: DesiredState, over: Found) -> bool:
+        """Write `state` if the key's last sequence number is still that of `over`; False: it is not."""
+        data, sequence, own = encode_json(state), over.sequence, self._nats.signatures.own
+        signed = self._nats.signatures.headers(self.subject(model), data)
+        if own is not None and own.is_limited:
+            signed |= over.base_headers()
         # Half: it is read back as base64 in JSON.
         allowed = min(MAX_STATE_BYTES, self._nats.max_payload // 2)
-        if len(data) > allowed:
+        size = len(data) + sum(map(len, signed.values()))
+        if size > allowed:
             raise ControlError(
                 ControlCode.INVALID_COMMAND,
-                f"the desired state of {model!r} would take {len(data)} bytes; allowed: {allowed}",
+                f"the desired state of {model!r} would take {size} bytes; allowed: {allowed}",
             )
-        headers = {"Nats-Expected-Stream": _STREAM, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
+        headers = {"Nats-Expected-Stream": STREAM, "Nats-Expected-Last-Subject-Sequence": str(sequence), **signed}
         try:
             if not sequence:
                 await self.ensure_bucket()
-            await put(self._nats, self.subject(model), data, headers, timeout_s=TRY_S)
+            stored = await put(self._nats, self.subject(model), data, headers, timeout_s=TRY_S)
         except ApiError as error:
             if error.code == _WRONG_LAST_SEQUENCE:
                 return False
@@ -244,6 +248,7 @@ class DesiredStore:
                 # The bucket was there just now: it was deleted, or has no leader.
                 raise Unanswered(f"nobody stores the desired state of {model!r}") from error
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
+        self._revisions.remember(model, over, stored, data, signed)
         return True
 
     async def ensure_bucket(self) -> None:
@@ -253,7 +258,7 @@ class DesiredStore:
         without the bucket it is delivered, and nobody answers.
         """
         try:
-            await ask(self._nats, f"STREAM.INFO.{_STREAM}")
+            await ask(self._nats, f"STREAM.INFO.{STREAM}")
         except ApiError as error:
             if error.code != NO_STREAM:
                 raise
@@ -277,7 +282,7 @@ def _contended(model: str) -> BusBroken:
 def _stream_config() -> dict[str, object]:
     """What makes a stream a KV bucket to NATS's own tools."""
     return {
-        "name": _STREAM,
+        "name": STREAM,
         "subjects": [f"{_SUBJECTS}.>"],
         "description": "rollbus: what each model's workers should be doing",
         "retention": "limits",

@@ -14,6 +14,7 @@ from nats.aio.subscription import Subscription
 from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
+from ..auth.signatures import Signatures
 from ..subjects import PREFIX
 from .address import redact
 from .denials import MAX_LOGGED, Denials
@@ -87,6 +88,8 @@ class Connection(PatchedNatsClient):
         super().__init__(requires_tls=server.requires_tls)
         self._server = server
         self._user = None if server.credentials is None else server.credentials.user
+        self.signatures = Signatures(server.credentials)
+        """What this user signs with, and what it demands."""
         self.denials = Denials("this user" if self._user is None else str(self._user))
         self._urls = server.urls
         self._shown_urls = ",".join(map(redact, self._urls))

@@ -10,7 +10,7 @@ ANSWER_S: Final = 3.0
 """For the server's word; one that does not answer has other troubles, which show elsewhere."""
 
 
-async def publish_permitted(nats: Connection, subject: str, data: bytes) -> None:
+async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
     """Publish, and wait until the server has looked whether this user may, as far as it answers.
 
     Raises:
@@ -18,7 +18,7 @@ async def publish_permitted(nats: Connection, subject: str, data: bytes) -> None
         Exception: as `publish`.
     """
     async with nats.denials.expected(subject):
-        await publish(nats, subject, data)
+        await publish(nats, subject, data, headers=headers)
         await nats.confirm(timeout_s=ANSWER_S)
 
 

@@ -27,13 +27,13 @@ class LocalUsers:
 
 
 def local_users(folder: Path, fleet: str, workers: Sequence[str]) -> LocalUsers:
-    """Make the users that are missing in `folder`, one of each role and one for each worker.
+    """Make the users that are missing in `folder`: one for each worker, and one of each role but publishers.
 
     Raises:
         BusBroken: the folder holds something else, or the key of one of them is not there any more.
         OSError: it cannot be read or written.
     """
-    single = tuple(role for role in Role if role is not Role.WORKER)
+    single = tuple(role for role in Role if role not in {Role.WORKER, Role.PUBLISHER})
     listed = [(fleet, role, str(role)) for role in single] + [(fleet, Role.WORKER, name) for name in workers]
     entries = ensure_users(folder, listed)
     others = {entry.user.role: entry.path for entry in entries if entry.user.role is not Role.WORKER}

@@ -18,11 +18,14 @@ FLEET = "F"
 MODEL = "m"
 NAMES = {
     Role.TRAINER: ("alice", "bob"),
+    Role.PUBLISHER: ("carol", "dave"),
     Role.WORKER: ("w0", "w1"),
     Role.FRONTEND: ("front",),
     Role.ADMIN: ("boss",),
     Role.VIEWER: ("eye",),
 }
+PUBLISHED = {"carol": (MODEL,), "dave": ("forged",)}
+"""Models of the publishers."""
 
 
 class Guarded:
@@ -68,7 +71,10 @@ class Guarded:
 async def guarded(folder: Path, *, models: tuple[str, ...] = (MODEL,)) -> AsyncIterator[Guarded]:
     """Run a server with the users of `NAMES`, and the queues of `models`."""
     require_binary()
-    entries = ensure_users(folder, [(FLEET, role, name) for role, names in NAMES.items() for name in names])
+    wanted = [(FLEET, role, name) for role, names in NAMES.items() for name in names]
+    entries = ensure_users(
+        folder, wanted, {(FLEET, Role.PUBLISHER, name): models for name, models in PUBLISHED.items()}
+    )
     async with EmbeddedServer(users=[entry.user for entry in entries]) as server:
         guard = Guarded(server, folder)
         await provision(guard.login("boss"), FLEET, models)

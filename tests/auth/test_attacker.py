@@ -27,25 +27,32 @@ from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
 
-USERS = {Role.TRAINER: "alice", Role.WORKER: "w0", Role.FRONTEND: "front", Role.ADMIN: "boss", Role.VIEWER: "eye"}
+USERS = {
+    Role.TRAINER: "alice",
+    Role.PUBLISHER: "carol",
+    Role.WORKER: "w0",
+    Role.FRONTEND: "front",
+    Role.ADMIN: "boss",
+    Role.VIEWER: "eye",
+}
 """Whose credentials the attacker has."""
 OTHERS = {"<client>": "bob", "<controller>": "bob", "<worker>": "w1"}
 """Whom the attacker would like to be, or to hear."""
 FIXED = {"<model>": MODEL, "<lane>": "normal"}
-T, W, F, A, V = Role.TRAINER, Role.WORKER, Role.FRONTEND, Role.ADMIN, Role.VIEWER
-EVERY_CLIENT = {T, F, A, V}
+T, P, W, F, A, V = Role.TRAINER, Role.PUBLISHER, Role.WORKER, Role.FRONTEND, Role.ADMIN, Role.VIEWER
+EVERY_CLIENT = {T, P, F, A, V}
 
 # Said once more, by hand: a subject that is new, or a right that somebody got, has to be said here as well.
 # Each: who may publish under the own name, who may hear what is for oneself, who may hear what is for others.
 OWN: dict[str, tuple[set[Role], set[Role]]] = {
-    "req.<client>.<model>.<lane>": ({T, F}, set()),
-    "direct.<client>.<worker>": ({T, F}, {W}),
+    "req.<client>.<model>.<lane>": ({T, P, F}, set()),
+    "direct.<client>.<worker>": ({T, P, F}, {W}),
     "frame.<client>.<worker>": ({W}, EVERY_CLIENT),
-    "link.<client>.<worker>": ({T, F}, {W}),
-    "plain.<client>.>": ({W}, {T, F}),
+    "link.<client>.<worker>": ({T, P, F}, {W}),
+    "plain.<client>.>": ({W}, {T, P, F}),
     "presence.<worker>": ({W}, EVERY_CLIENT | {W}),
     "client.<client>": (EVERY_CLIENT, EVERY_CLIENT | {W}),
-    "control.<controller>": ({A, F}, {W}),
+    "control.<controller>": ({A, P, F}, {W}),
     "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
     "ping": (EVERY_CLIENT, {W}),
 }
@@ -153,7 +160,8 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"{api}.CONSUMER.PAUSE.{stream}.normal", set()
     yield f"{api}.CONSUMER.MSG.NEXT.{stream}.normal", {W}
     yield f"$JS.ACK.{stream}.normal.1.1.1.1.0", {W}
-    yield f"$KV.rollbus.{FLEET}.{MODEL}", {A, F}
+    yield f"$KV.rollbus.{FLEET}.{MODEL}", {A, P, F}
+    yield f"$KV.rollbus.{FLEET}.other", {A, F}
     yield "$KV.rollbus.other.m", set()
     yield f"{api}.STREAM.PURGE.KV_rollbus", set()
     yield f"{api}.STREAM.DELETE.KV_rollbus", set()

@@ -186,7 +186,8 @@ async def test_a_worker_records_nothing_for_a_controller(tmp_path: Path) -> None
         async with worker, rollbus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
             await rb.fleet.wait_for_workers()
             await subscribe(nats, subjects.acks_to("boss"), take)
-            await nats.publish(subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}')
+            where, command = subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}'
+            await nats.publish(where, command, headers=nats.signatures.headers(where, command))
             answers = [await acks.get(), await acks.get()]
             state = await rb.fleet.state()
 

@@ -24,7 +24,7 @@ from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import decode_client_presence, decode_command, decode_link_message, decode_request_message
 from rollbus.schemas.request import Lane
-from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.auth.support import FLEET, MODEL, PUBLISHED, Guarded, guarded
 from tests.control.support import ask as greedy
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
@@ -33,7 +33,13 @@ pytestmark = pytest.mark.slow
 
 SUBJECTS = Subjects(FLEET)
 QUEUE = stream_name(SUBJECTS, MODEL, "normal")
-ATTACKERS = {Role.TRAINER: "alice", Role.WORKER: "w0", Role.VIEWER: "eye", Role.FRONTEND: "front"}
+ATTACKERS = {
+    Role.TRAINER: "alice",
+    Role.PUBLISHER: "dave",
+    Role.WORKER: "w0",
+    Role.VIEWER: "eye",
+    Role.FRONTEND: "front",
+}
 """An admin may change everything already."""
 BUCKET = f"rollbus-{FLEET}"
 STREAMS = (QUEUE, stream_name(SUBJECTS, MODEL, "resume"), "KV_rollbus", f"OBJ_{BUCKET}")
@@ -99,7 +105,7 @@ async def contents(admin: Connection) -> dict[str, Any]:
         of_others = {
             subject: count
             for subject, count in (info["state"].get("subjects") or {}).items()
-            if ".req.alice." not in subject and ".req.front." not in subject and not subject.endswith(".forged")
+            if not any(f".req.{name}." in subject for name in ATTACKERS.values()) and not subject.endswith(".forged")
         }
         found[stream] = (info["config"], of_others, info["state"].get("consumer_count"))
     for lane in LANES:
@@ -156,7 +162,7 @@ async def victims(guard: Guarded, heard: list[tuple[str, str]]) -> AsyncIterator
 async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_path: Path) -> None:
     """Each publish of the role, with each reply of value: streams, others' requests and desired states stay."""
     name = ATTACKERS[role]
-    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U"))
+    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
     heard: list[tuple[str, str]] = []
     async with guarded(tmp_path) as guard, guard.connected("boss") as admin, guard.connected("bob") as bob:
         await ensure_bucket(admin, BUCKET, max_bytes=1024**2)
@@ -199,7 +205,7 @@ def allowed(role: Role, name: str) -> set[tuple[str, str]]:
 async def test_a_fleet_serves_on_through_the_attack(role: Role, tmp_path: Path) -> None:
     """While all of that is published, bob's requests are answered, and the worker does what it was told."""
     name = ATTACKERS[role]
-    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U"))
+    own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w1", credentials=guard.credentials("w1"))
         async with worker, rollbus.connect(guard.login("bob")) as bob, guard.connected(name) as attacker:

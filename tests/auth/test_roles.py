@@ -4,14 +4,19 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 import rollbus
 from rollbus.bus.auth.credentials import Role
+from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
 from rollbus.frontend.cli.http_service import bind_address, serve_http, settings_from_environment
+from rollbus.schemas.control import Pause
+from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -105,6 +110,46 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
 
         assert (ended.code, json.loads(ended.stdout)["complete"]) == (0, True)
         assert guard.violations() == []
+
+
+async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
+    """It generates as a trainer does, and updates by path, also after an admin has paused: the pause stays."""
+    one, two = folders(tmp_path / "weights")
+    own: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(one.parent),)}
+    async with guarded(tmp_path / "auth") as guard, serving(guard, "w0", **own):
+        async with rollbus.connect(guard.login("carol")) as carol, rollbus.connect(guard.login("boss")) as boss:
+            await carol.fleet.wait_for_workers()
+            await boss.fleet.wait_for_workers()
+            assert (await carol.complete(ask())).error is None
+            assert (await carol.fleet.update_weights(two, version=2)).is_complete
+            assert (await boss.fleet.pause()).is_complete
+            for version in range(3, 6):
+                assert (await carol.fleet.update_weights(one, version=version)).is_complete
+            # Who starts now reads the pause of the admin beside the weights of the publisher.
+            async with serving(guard, "w1", **own):
+                await until_worker(boss, "w1", lambda it: (it.state, it.weight_version) == (WorkerState.PAUSED, 5))
+            state = (await boss.fleet.state()).desired[MODEL]
+            assert (await boss.fleet.resume(workers=["w0"])).is_complete
+            assert (await carol.complete(ask())).error is None
+
+        assert (state.registers["pause"].command.command, state.epoch) == ("pause", 5)
+        assert guard.violations() == []
+
+
+async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_path: Path) -> None:
+    """`rollbus sign`: a worker takes no notice of the state until then."""
+    async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
+        pause = Pause(id="p", epoch=1, model=MODEL)
+        state = DesiredState(model=MODEL, epoch=1, registers={"pause": Recorded(epoch=1, command=pause)})
+        await put(nats, f"$KV.rollbus.{FLEET}.{MODEL}", encode_json(state))
+        async with serving(guard, "w0"), rollbus.connect(guard.login("eye")) as rb:
+            await until_worker(rb, "w0", WorkerState.SERVING)
+            refused = await run_rollbus(guard.url, FLEET, "sign", "--creds", str(guard.path("carol")))
+            ended = await run_rollbus(guard.url, FLEET, "sign", "--json", "--creds", str(guard.path("boss")))
+            await until_worker(rb, "w0", WorkerState.PAUSED)
+
+        assert (refused.code, "takes the credentials of an admin" in refused.stderr) == (1, True)
+        assert (ended.code, json.loads(ended.stdout)) == (0, {"signed": {MODEL: 1}})
 
 
 async def test_a_viewer_runs_status(tmp_path: Path) -> None:

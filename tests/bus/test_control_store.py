@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from nats.js.kv import KeyValue
 
-from rollbus.bus.control.store import HISTORY, MAX_STATE_BYTES, DesiredStore
+from rollbus.bus.control.revisions import HISTORY
+from rollbus.bus.control.store import MAX_STATE_BYTES, DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.protocol.fleet import desired

@@ -16,20 +16,8 @@ from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
     *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
-    *(
-        "make-queue",
-        "nats",
-        "pause",
-        "reset",
-        "resume",
-        "sleep",
-        "status",
-        "unload-lora",
-        "up",
-        "update-weights",
-        "wake",
-    ),
-    "worker",
+    *("make-queue", "nats", "pause", "reset", "resume", "sign", "sleep", "status", "unload-lora", "up"),
+    *("update-weights", "wake", "worker"),
 )
 NEEDED = {
     "abort": ["id"],

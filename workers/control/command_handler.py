@@ -13,8 +13,10 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
+from ...bus.auth.signatures import Signed
 from ...bus.control.store import DesiredStore
 from ...bus.nats.connection import Connection, subscribe
+from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.subjects import Subjects
 from ...schemas.control import Abort, AckStatus, CheckWeights, State
 from ...schemas.errors import (
@@ -120,12 +122,16 @@ class CommandHandler:
             controller = message.subject.rpartition(".")[2]
             # Raises `InvalidRequest` for a name that cannot be in a subject.
             self._subjects.ack(controller, self._config.worker_id)
-            self._receive(controller, message.data)
+            signed = self._nats.signatures.check(message.subject, message.data, message.headers)
+            if signed is not None and signed.by.name != controller:
+                raise RemoteProtocolError(f"it is signed by {signed.by.role} {signed.by.name}")
+            self._receive(controller, message.data, signed)
         except (InvalidRequest, RemoteProtocolError) as exc:
             self.bad_messages += 1
-            logger.warning("command.bad subject=%s error=%s", message.subject, exc)
+            if self.bad_messages.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
+                logger.warning("command.bad subject=%s so_far=%s error=%s", message.subject, self.bad_messages, exc)
 
-    def _receive(self, controller: str, data: bytes) -> None:
+    def _receive(self, controller: str, data: bytes, signed: Signed | None) -> None:
         try:
             command = decode_command(data)
         except InvalidRequest as exc:
@@ -140,6 +146,14 @@ class CommandHandler:
         if command.workers is not None and config.worker_id not in command.workers:
             return
         received = self._log.find(command.id)
+        try:
+            if signed is not None:
+                check_authority(signed.by, command, config.model)
+                if received is None:
+                    check_age(signed.age_s)
+        except ControlError as exc:
+            self._acks.reject(controller, command.id, exc)
+            return
         if received is not None:
             received.controller = controller
             self._acks.repeat(received)

@@ -81,6 +81,11 @@ class DesiredReader:
         """It was read after the start and after the last `invalidate`, and not too long ago."""
         return self._is_valid and time.monotonic() <= self._known_at + self._max_age_s
 
+    @property
+    def refused(self) -> int:
+        """Stored states that did not count, as nobody had signed them who may."""
+        return self._store.refused
+
     def request_read(self) -> int:
         """Have `run` read soon; return the `num_read` of the read that follows."""
         self._num_requested += 1

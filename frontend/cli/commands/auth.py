@@ -5,6 +5,10 @@ owner can read, and a configuration for nats-server that lets these in and nobod
 that are there stay. `rollbus auth remove` takes one out. Both take effect when the server reads its configuration
 again: `nats-server --signal reload`.
 
+Commands, desired states and uploads are signed. `init` makes the fleet's root key, DIR/<fleet>/root.seed, which
+certifies who may sign what, and which no running program needs. `rollbus auth certify --dir DIR FILE...` renews what
+credentials say of that which were moved away from DIR.
+
 A program connects as a user with `--creds FILE`, or $ROLLBUS_CREDS. Trainers, workers and frontends need one each, as
 their names stand in subjects.
 """
@@ -27,16 +31,27 @@ READS_NO_CREDENTIALS = True
 SINGLE = ("admin", "frontend", "viewer")
 """Roles of which `init` makes one user without being asked, called like the role."""
 ROLES = ("trainer", "worker", *SINGLE)
+"""Roles of users that are told by their name alone; publishers have models too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("action", choices=("init", "remove"), help="make or add users; take some out")
+    parser.add_argument(
+        "action", choices=("init", "remove", "certify"), help="make or add users; take some out; renew certificates"
+    )
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="*", help="certify: credentials files")
     parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="folder of the users")
     group = parser.add_argument_group("which users; each may be given several times")
     for role in ROLES:
         default = f" (init: always one called {role})" if role in SINGLE else ""
         group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=f"a {role}{default}")
+    group.add_argument(
+        "--publisher",
+        metavar="NAME:MODEL",
+        action="append",
+        default=[],
+        help="a trainer that may also replace the weights of MODEL; again for more models (remove: NAME)",
+    )
     group = parser.add_argument_group("the server's configuration, when init makes it")
     group.add_argument(
         "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="its address (default: %(default)s)"
@@ -48,8 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Change the folder, and say what became of it."""
-    users = tuple(_users_of(args))
-    return _init(args, users) if args.action == "init" else _remove(args, users)
+    if bool(args.files) != (args.action == "certify"):
+        raise CommandFailed("certify takes credentials files, and nothing else does", ExitCode.USAGE)
+    if args.action == "certify":
+        return _certify(args)
+    models = _models_of(args)
+    users = (*_users_of(args), *models)
+    return _init(args, users, models) if args.action == "init" else _remove(args, users)
 
 
 def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
@@ -63,14 +83,29 @@ def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
         yield from ((fleet, Role(role), name) for name in names)
 
 
-def _init(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
+def _models_of(args: argparse.Namespace) -> "dict[WantedUser, tuple[str, ...]]":
+    """Return the publishers, each with its models."""
+    from ....bus.auth.credentials import DEFAULT_FLEET, Role
+
+    found: dict[WantedUser, tuple[str, ...]] = {}
+    for text in args.publisher:
+        name, _, model = text.partition(":")
+        one = (args.fleet or DEFAULT_FLEET, Role.PUBLISHER, name)
+        found[one] = (*found.get(one, ()), *filter(None, [model]))
+    return found
+
+
+def _init(
+    args: argparse.Namespace, users: "tuple[WantedUser, ...]", models: "dict[WantedUser, tuple[str, ...]]"
+) -> int:
     from ....bus.auth.tls import Tls
     from ....bus.auth.users import CONFIG_FILE, SERVER_FILE, ensure_users, write_server_config
     from ..console import note, print_json
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
         raise CommandFailed("TLS takes --server-cert and --server-key, and then --client-ca too", ExitCode.USAGE)
-    entries = ensure_users(args.dir, users)
+    # A publisher that is there may be named without its models.
+    entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     server = args.dir / SERVER_FILE
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
@@ -82,6 +117,20 @@ def _init(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
         print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
     else:
         _show(server, entries, has_cluster=has_cluster)
+    return ExitCode.OK
+
+
+def _certify(args: argparse.Namespace) -> int:
+    from ....bus.auth.users import certify
+    from ..console import print_json, write
+
+    users = [certify(args.dir, path) for path in args.files]
+    if args.json:
+        found = [{"role": user.role, "name": user.name, "fleet": user.fleet} for user in users]
+        print_json({"certified": found})
+    else:
+        for user in users:
+            write(f"certified {user}")
     return ExitCode.OK
 
 
@@ -121,4 +170,5 @@ def _show(server: Path, entries: "tuple[UserFile, ...]", *, has_cluster: bool) -
         write(f"\nServers: copy {CONFIG_FILE} to each server; one that runs reads it again on SIGHUP; send it twice.")
     else:
         write(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP; send it twice.")
+    write(f"Keep {admin.path.parent / 'root.seed'} to yourself: no running program needs it.")
     write(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")

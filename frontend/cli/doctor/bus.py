@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ....bus.auth.credentials import CLIENT_ROLES, Credentials, User, is_private, load_credentials
+from ....bus.auth.credentials import CLIENT_ROLES, Credentials, User, load_credentials
+from ....bus.auth.files import is_private
 from ....bus.auth.permissions import permissions
 from ....bus.auth.tls import Tls
 from ....bus.client.presence_watcher import PresenceWatcher

@@ -1,0 +1,87 @@
+"""The root keys of a fleet, and what they certify.
+
+DIR/<fleet>/root.seed   the key that signs certificates; needed by `rollbus auth` alone, never by what runs
+DIR/<fleet>/root*.seed  others that readers trust besides: that of before, while it is being replaced
+"""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from ...schemas.certificate import Certificate
+from ...schemas.errors import BusBroken
+from .credentials import Credentials, Role, User
+from .files import write_new
+from .signatures import BadSignature, decode_key, encode_key, issue, public_key, signing_key
+
+__all__ = ["PUBLISHER_COMMANDS", "Roots", "ensure_roots"]
+
+ROOT_FILE: Final = "root.seed"
+ROOT_FILES: Final = "root*.seed"
+SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
+"""Those that may change something; `rollbus.bus.auth.permissions` says where they may publish it."""
+PUBLISHER_COMMANDS: Final = (
+    "check_weights",
+    "update_weights",
+    "fence",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weight_chunk",
+    "finish_weight_update",
+)
+"""New weights, by a folder or a transfer, and what `Updates` gives besides: the check before, the fence of those that
+differ after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The root keys of one fleet; the first signs."""
+
+    secrets: tuple[bytes, ...]
+
+    def __repr__(self) -> str:
+        """One line without keys."""
+        return f"<Roots {len(self.secrets)}>"
+
+    def certify(self, credentials: Credentials, user: User) -> Credentials:
+        """Return the credentials with what their user trusts and, where it may change something, its certificate."""
+        certificate = ""
+        if user.role in SIGNING_ROLES:
+            is_publisher = user.role is Role.PUBLISHER
+            found = Certificate(
+                fleet=user.fleet,
+                role=user.role,
+                name=user.name,
+                key=signing_key(credentials.seed),
+                models=user.models if is_publisher else None,
+                commands=PUBLISHER_COMMANDS if is_publisher else None,
+            )
+            certificate = issue(self.secrets[0], found)
+        return replace(credentials, roots=tuple(map(public_key, self.secrets)), certificate=certificate)
+
+
+def ensure_roots(folder: Path) -> Roots:
+    """Read the root keys of the fleet whose credentials lie in `folder`; the first is drawn where it is missing.
+
+    Raises:
+        BusBroken: a file holds something else.
+        OSError: it cannot be read or written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = folder / ROOT_FILE
+    if not own.exists():
+        write_new(own, f"{encode_key(secrets.token_bytes(32))}\n".encode())
+    others = sorted(path for path in folder.glob(ROOT_FILES) if path != own)
+    return Roots(tuple(map(_read, (own, *others))))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return decode_key(path.read_text().strip())
+    except (BadSignature, UnicodeDecodeError):
+        raise BusBroken(
+            f"{path} is no root key: 43 characters in base64url, as `rollbus auth init` writes it"
+        ) from None

@@ -1,0 +1,226 @@
+"""Signatures of what changes a fleet: stored states, commands, and what describes uploads. Pure.
+
+A subject alone proves little: an answer of JetStream may be steered to it, and whoever holds the server writes
+anything. So what changes a fleet is signed by its author, in a header of the NATS message beside the payload:
+
+    Rollbus-Signed: <certificate>.<root's signature>.<milliseconds since 1970>.<signature>
+
+each in base64url. The signature is Ed25519 over `rollbus message 1`, the subject, the milliseconds and the payload, as
+it was sent; that of the root over `rollbus certificate 1` and the certificate. Lines end the parts but the last.
+
+The key is derived from the user's seed and is not the seed's own: with that one a program signs whatever a server asks
+it to when it connects, also what could be a command.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ...schemas.certificate import Certificate
+from ...schemas.errors import InvalidRequest, RemoteProtocolError
+from . import nkeys
+
+if TYPE_CHECKING:
+    from .credentials import Credentials
+
+__all__ = [
+    "SIGNED",
+    "BadSignature",
+    "Signatures",
+    "Signed",
+    "decode_key",
+    "encode_key",
+    "issue",
+    "public_key",
+    "signing_key",
+]
+
+SIGNED: Final = "Rollbus-Signed"
+"""The header."""
+MAX_HEADER_CHARS: Final = 16_384
+"""Of it: a publisher of a hundred models has 10,000."""
+MAX_CACHED: Final = 64
+"""Certificates that are known to be good: of all commanders of a fleet. The oldest are forgotten above it."""
+_KEY_BYTES: Final = 32
+_KEY_DOMAIN: Final = b"rollbus signing key 1"
+_CERTIFICATE_DOMAIN: Final = b"rollbus certificate 1\n"
+_MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
+
+
+class BadSignature(RemoteProtocolError):
+    """Something is not signed, or by nobody who may change this."""
+
+
+class Signed(msgspec.Struct, frozen=True):
+    """A signature that is good."""
+
+    by: Certificate
+    at_ms: int
+    """When it was made, in milliseconds since 1970, by its author's clock."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since then; negative where the author's clock is ahead."""
+        return time.time() - self.at_ms / 1000
+
+
+class Signatures:
+    """What one program signs with, and which root keys it trusts.
+
+    Args:
+        credentials: of the user. None, or those of a release without root keys: nothing is signed and all is accepted.
+    """
+
+    def __init__(self, credentials: "Credentials | None") -> None:
+        self._fleet = "" if credentials is None else credentials.fleet
+        self._seed = "" if credentials is None else credentials.seed
+        self._certificate = "" if credentials is None else credentials.certificate
+        self._roots = () if credentials is None else tuple(map(decode_key, credentials.roots))
+        self._good: OrderedDict[str, Certificate] = OrderedDict()
+
+    def __repr__(self) -> str:
+        """One line without keys."""
+        return f"<Signatures fleet={self._fleet} signs={bool(self._certificate)} roots={len(self._roots)}>"
+
+    @property
+    def are_demanded(self) -> bool:
+        """What is not signed counts as if it had never come."""
+        return bool(self._roots)
+
+    @property
+    def own(self) -> Certificate | None:
+        """What this program may sign; None: it signs nothing."""
+        if not self._certificate:
+            return None
+        return msgspec.json.decode(_decode(self._certificate.partition(".")[0]), type=Certificate)
+
+    def headers(self, subject: str, data: bytes) -> dict[str, str]:
+        """Sign `data` as it is published on `subject`; no header where this program signs nothing."""
+        if not self._certificate:
+            return {}
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        at_ms = int(time.time() * 1000)
+        key = Ed25519PrivateKey.from_private_bytes(_signing_secret(self._seed))
+        return {SIGNED: f"{self._certificate}.{at_ms}.{_encode(key.sign(_message(subject, at_ms, data)))}"}
+
+    def check(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Signed | None:
+        """Return by whom `data` on `subject` is signed; None where signatures are not demanded.
+
+        What the signer may change, it is for the caller to compare with the content.
+
+        Raises:
+            BadSignature: by nobody whom the fleet's root key certifies.
+        """
+        if not self._roots:
+            return None
+        header = (headers or {}).get(SIGNED)
+        if not header:
+            raise BadSignature(f"what came on {subject} is not signed")
+        if len(header) > MAX_HEADER_CHARS or header.count(".") != 3:
+            raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
+        certificate, at, signature = header.rsplit(".", 2)
+        by = self._certified(certificate)
+        if not (at.isascii() and at.isdigit() and len(at) <= 15):
+            raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
+        if not _is_signed(_decode(by.key), _decode(signature), _message(subject, int(at), data)):
+            raise BadSignature(f"what came on {subject} is not what {by.role} {by.name} signed")
+        return Signed(by, int(at))
+
+    def _certified(self, text: str) -> Certificate:
+        """Read a certificate that a root key has signed; good ones are remembered."""
+        known = self._good.get(text)
+        if known is not None:
+            return known
+        encoded, _, signature = text.partition(".")
+        data = _decode(encoded)
+        if not any(_is_signed(root, _decode(signature), _CERTIFICATE_DOMAIN + data) for root in self._roots):
+            raise BadSignature("the certificate is not by the fleet's root key")
+        try:
+            certificate = msgspec.json.decode(data, type=Certificate)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest) as error:
+            raise BadSignature(f"the certificate does not decode: {error}") from None
+        if certificate.fleet != self._fleet:
+            raise BadSignature(f"the certificate is for fleet {certificate.fleet}; this is {self._fleet}")
+        self._good[text] = certificate
+        while len(self._good) > MAX_CACHED:
+            self._good.popitem(last=False)
+        return certificate
+
+
+def signing_key(seed: str) -> str:
+    """Return the public key of what the user with this seed signs.
+
+    Raises:
+        BadKey: it is no seed of a user.
+    """
+    return public_key(_signing_secret(seed))
+
+
+def public_key(secret: bytes) -> str:
+    """Return what others know of a key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return encode_key(Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw())
+
+
+def encode_key(key: bytes) -> str:
+    """Write a key as text."""
+    return _encode(key)
+
+
+def decode_key(text: str) -> bytes:
+    """Read a key that was written as text.
+
+    Raises:
+        BadSignature: it is none.
+    """
+    key = _decode(text)
+    if len(key) != _KEY_BYTES:
+        raise BadSignature(f"a key has {len(key)} bytes; allowed: {_KEY_BYTES}")
+    return key
+
+
+def issue(secret: bytes, certificate: Certificate) -> str:
+    """Sign a certificate with the root key; return what stands in credentials and, later, beside signatures."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    data = msgspec.json.encode(certificate)
+    return f"{_encode(data)}.{_encode(Ed25519PrivateKey.from_private_bytes(secret).sign(_CERTIFICATE_DOMAIN + data))}"
+
+
+def _message(subject: str, at_ms: int, data: bytes) -> bytes:
+    return b"%b%b\n%d\n%b" % (_MESSAGE_DOMAIN, subject.encode(), at_ms, data)
+
+
+def _signing_secret(seed: str) -> bytes:
+    return hmac.digest(nkeys.decode_seed(seed), _KEY_DOMAIN, hashlib.sha256)
+
+
+def _is_signed(key: bytes, signature: bytes, data: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise BadSignature(f"{text[:20]!r} is no base64url") from None

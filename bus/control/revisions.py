@@ -1,0 +1,228 @@
+"""The revisions of a stored desired state, and which of them count.
+
+Where the fleet has root keys, a revision counts if who signed it may change what it changes. What does not count is as
+if it had never been written: the last one that counts stands, from the bucket's history or from memory.
+"""
+
+import base64
+import binascii
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ...schemas.desired import DesiredState
+from ...schemas.errors import BusBroken, RemoteProtocolError
+from ...schemas.messages import decode_desired
+from ..auth.signatures import SIGNED, BadSignature
+from ..nats.connection import Connection
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask
+from ..protocol.fleet.authority import check_limited_state
+from ..subjects import BUCKET, Subjects, encode_token
+from .retries import TRY_S
+
+__all__ = ["HISTORY", "STREAM", "Found", "Revisions"]
+
+logger = logging.getLogger(__name__)
+
+HISTORY: Final = 64
+"""Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
+STREAM: Final = f"KV_{BUCKET}"
+BASE: Final = "Rollbus-Base"
+"""Header of a state whose author may not write it whole: the last one of somebody who may, in base64."""
+BASE_SIGNED: Final = "Rollbus-Base-Signed"
+"""Header with the signature of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The last state of somebody who may write it whole, as it was stored."""
+
+    data: bytes
+    signed: str
+    state: DesiredState
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What stands in the bucket for one model."""
+
+    sequence: int = 0
+    """Of the newest revision, whether or not it counts: the next one is written over it. 0: there is none."""
+    state: DesiredState | None = None
+    """Of the newest that counts; None: none does."""
+    base: _Base | None = None
+    """Of that state; None: nothing, or nothing is signed."""
+    problem: str | None = None
+    """Why the newest cannot be used, where nothing is signed and so nothing stands in for it."""
+
+    def base_headers(self) -> dict[str, str]:
+        """What an author who may not write the state whole puts beside the next one."""
+        if self.base is None:
+            return {}
+        return {BASE: base64.b64encode(self.base.data).decode(), BASE_SIGNED: self.base.signed}
+
+
+@dataclass(frozen=True, slots=True)
+class _Revision:
+    """One message of the bucket."""
+
+    sequence: int
+    data: bytes
+    headers: dict[str, str]
+
+
+class Revisions:
+    """Reads the desired states of one fleet. Every method raises `BusBroken` if JetStream does not answer."""
+
+    def __init__(self, nats: Connection, subjects: Subjects) -> None:
+        self._nats = nats
+        self._subjects = subjects
+        self._signatures = nats.signatures
+        self._known: dict[str, tuple[_Revision, Found]] = {}
+        """By subject: the newest revision that was looked at, and what counts since. One for each model."""
+        self.refused = 0
+        """Revisions that do not count."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<Revisions of {len(self._known)} models refused={self.refused}>"
+
+    def subject(self, model: str) -> str:
+        """Where the desired state of `model` is written."""
+        return f"$KV.{BUCKET}.{self._subjects.fleet}.{encode_token(model)}"
+
+    async def find(self, model: str) -> Found:
+        """Read the newest state that counts."""
+        subject = self.subject(model)
+        newest = await self._get({"last_by_subj": subject})
+        if newest is None:
+            return Found()
+        if not self._signatures.are_demanded:
+            return _unsigned(model, newest)
+        known = self._known.get(subject)
+        if known is not None and (known[0].sequence, known[0].data) == (newest.sequence, newest.data):
+            return known[1]
+        found = await self._catch_up(subject, model, newest, known)
+        self._known[subject] = newest, found
+        return found
+
+    def remember(self, model: str, over: Found, sequence: int, data: bytes, headers: dict[str, str]) -> None:
+        """Count in what this program has stored over `over`, so that it stands even if nobody lets it be read."""
+        if self._signatures.are_demanded:
+            revision = _Revision(sequence, data, headers)
+            subject = self.subject(model)
+            self._known[subject] = revision, self._follow(subject, model, over, revision)
+
+    async def newest(self, model: str) -> Found:
+        """Read the newest state, whoever wrote it."""
+        newest = await self._get({"last_by_subj": self.subject(model)})
+        return Found() if newest is None else _unsigned(model, newest)
+
+    async def _catch_up(
+        self, subject: str, model: str, newest: _Revision, known: tuple[_Revision, Found] | None
+    ) -> Found:
+        """Go through the revisions since the known one; through all where it seems to be of a bucket that was lost."""
+        start, found, before = 1, Found(), known[1] if known else Found()
+        epoch = _epoch_of(newest)
+        goes_on = epoch is None or before.state is None or epoch >= before.state.epoch
+        if known is not None and known[0].sequence < newest.sequence and goes_on:
+            start, found = known[0].sequence + 1, before
+        # Others may write meanwhile.
+        for _ in range(2 * HISTORY):
+            revision = await self._get({"seq": start, "next_by_subj": subject})
+            if revision is None or revision.sequence > newest.sequence:
+                break
+            found = self._follow(subject, model, found, revision)
+            start = revision.sequence + 1
+        if found.state is None:
+            # Only what does not count is left in the history.
+            found = before
+        return replace(found, sequence=newest.sequence)
+
+    def _follow(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
+        """Return `revision` if it counts after `found`; else `found`."""
+        try:
+            return self._judge(subject, model, found, revision)
+        except RemoteProtocolError as error:
+            self.refused += 1
+            if self.refused.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
+                logger.warning(
+                    "desired.refused model=%s sequence=%s so_far=%s error=%s",
+                    *(model, revision.sequence, self.refused, error),
+                )
+            return found
+
+    def _judge(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
+        signed = self._signatures.check(subject, revision.data, revision.headers)
+        if signed is None:
+            raise BadSignature("nothing is demanded")
+        state = _decode(model, revision.data)
+        if found.state is not None and state.epoch < found.state.epoch:
+            raise RemoteProtocolError(f"epoch {state.epoch} was written again after {found.state.epoch}")
+        if not signed.by.is_limited:
+            base = _Base(revision.data, revision.headers[SIGNED], state)
+            return Found(revision.sequence, state, base)
+        carried = self._base(subject, model, revision.headers)
+        if found.base is not None and (carried is None or carried.state.epoch < found.base.state.epoch):
+            raise RemoteProtocolError(f"{signed.by.name} leaves out epoch {found.base.state.epoch}")
+        if found.state is not None and found.state.bucket not in {"", state.bucket}:
+            raise RemoteProtocolError(f"{signed.by.name} has written another bucket's id")
+        check_limited_state(signed.by, state, None if carried is None else carried.state)
+        if state.epoch > revision.sequence:
+            raise RemoteProtocolError(f"epoch {state.epoch} is above the message's number {revision.sequence}")
+        return Found(revision.sequence, state, carried)
+
+    def _base(self, subject: str, model: str, headers: dict[str, str]) -> _Base | None:
+        if BASE not in headers:
+            return None
+        try:
+            data = base64.b64decode(headers[BASE], validate=True)
+        except (binascii.Error, ValueError):
+            raise BadSignature(f"the header {BASE} is no base64") from None
+        signature = headers.get(BASE_SIGNED, "")
+        signed = self._signatures.check(subject, data, {SIGNED: signature})
+        if signed is None or signed.by.is_limited:
+            raise BadSignature(f"the state in the header {BASE} is not by somebody who may write it whole")
+        return _Base(data, signature, _decode(model, data))
+
+    async def _get(self, question: dict[str, Any]) -> _Revision | None:
+        # From the stream's leader, and not by DIRECT.GET: a replica's answer may be older than the command that made us
+        # look. So may a leader's that was deposed, which readers find out.
+        try:
+            answer = await ask(self._nats, f"STREAM.MSG.GET.{STREAM}", question, timeout_s=TRY_S)
+        except ApiError as error:
+            if error.code in {NO_STREAM, NO_MESSAGE}:
+                return None
+            raise BusBroken(f"the desired states cannot be read: {error}") from error
+        message = answer["message"]
+        return _Revision(message["seq"], base64.b64decode(message.get("data", "")), _headers(message.get("hdrs", "")))
+
+
+def _unsigned(model: str, newest: _Revision) -> Found:
+    try:
+        # What was deleted is empty, in a later epoch than any that was there.
+        empty = DesiredState(model=model, epoch=newest.sequence)
+        return Found(newest.sequence, _decode(model, newest.data) if newest.data else empty)
+    except RemoteProtocolError as error:
+        return Found(newest.sequence, problem=str(error))
+
+
+def _decode(model: str, data: bytes) -> DesiredState:
+    state = decode_desired(data)
+    if state.model != model:
+        raise RemoteProtocolError(f"it is that of {state.model!r}")
+    return state
+
+
+def _epoch_of(revision: _Revision) -> int | None:
+    """The epoch that a revision claims; None: it is no state."""
+    try:
+        return decode_desired(revision.data).epoch
+    except RemoteProtocolError:
+        return None
+
+
+def _headers(encoded: str) -> dict[str, str]:
+    """Read a block of headers as JetStream's API gives it: base64 of lines, the first of which is the protocol's."""
+    lines = base64.b64decode(encoded).decode(errors="replace").split("\r\n")[1:]
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines if line)}

@@ -1,0 +1,305 @@
+"""What changes a fleet must be signed: forged, replayed and borrowed states and commands change nothing.
+
+The attacker here may write everything that a server can be made to store or deliver, as one who holds the server can:
+it uses an admin's connection, and of the keys those that a test says.
+"""
+
+import base64
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+import rollbus
+from rollbus.bus.auth.credentials import Role, load_credentials
+from rollbus.bus.auth.signatures import SIGNED, Signatures
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.control.revisions import BASE, BASE_SIGNED
+from rollbus.bus.nats.connection import Connection, publish
+from rollbus.bus.nats.jetstream import ask, put
+from rollbus.bus.protocol.fleet import authority, desired
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import (
+    Abort,
+    AnyCommand,
+    Drain,
+    Pause,
+    Resume,
+    Sleep,
+    StartWeightUpdate,
+    UpdateWeights,
+    WeightSource,
+)
+from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.messages import decode_ack, decode_desired, encode_json
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.worker import Worker
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.control.support import ask as greedy
+from tests.support.fleet import synthetic_worker
+from tests.support.fleet_states import until_worker
+from tests.support.patience import SOON_S
+from tests.support.waits import until_true
+
+pytestmark = pytest.mark.slow
+
+SUBJECTS = Subjects(FLEET)
+STATE = f"$KV.rollbus.{FLEET}.{MODEL}"
+
+
+@dataclass
+class Attack:
+    """A fleet of one worker that an admin has told to serve, after a pause; and who attacks it."""
+
+    guard: Guarded
+    rb: rollbus.Client
+    """The admin's."""
+    nats: Connection
+    """The attacker's."""
+    worker: Worker
+    folder: Path
+
+    async def stored(self, number: int) -> tuple[bytes, dict[str, str]]:
+        """A revision of the state as it was stored, 1 is the oldest; with its signature."""
+        sequence = 1
+        for _ in range(number):
+            answer = await ask(self.nats, "STREAM.MSG.GET.KV_rollbus", {"seq": sequence, "next_by_subj": STATE})
+            sequence = answer["message"]["seq"] + 1
+        message = await self.nats.jetstream().get_msg("KV_rollbus", seq=sequence - 1)
+        return message.data or b"", {SIGNED: (message.headers or {})[SIGNED]}
+
+    def signed(self, name: str, subject: str, data: bytes) -> dict[str, str]:
+        """A signature with the key of one user of the fleet."""
+        return Signatures(self.guard.credentials(name)).headers(subject, data)
+
+    async def put_refused(self, data: bytes, headers: dict[str, str]) -> None:
+        """Store a state, and wait until the worker has refused it."""
+        before = self.worker.stats().bad_commands
+        await put(self.nats, STATE, data, headers)
+        await until_true(lambda: self.worker.stats().bad_commands > before)
+
+    async def assert_unmoved(self) -> None:
+        """The worker serves; it goes on from the last good state, and so does who commands it."""
+        result = await self.rb.fleet.flush_cache()
+        state = (await self.rb.fleet.state()).desired[MODEL]
+
+        assert result.is_complete
+        assert state.registers["pause"].command.command == "resume"
+        assert state.epoch == max(result.epochs.values())
+        assert self.worker.presence().state is WorkerState.SERVING
+        assert (await self.rb.complete(greedy())).error is None
+
+
+@contextlib.asynccontextmanager
+async def attacked(tmp_path: Path) -> AsyncIterator[Attack]:
+    """Run one."""
+    async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker as (serving, _), rollbus.connect(guard.login("front")) as rb:
+            await rb.fleet.wait_for_workers()
+            await rb.fleet.pause()
+            await rb.fleet.resume()
+            yield Attack(guard, rb, nats, serving, tmp_path)
+
+
+def state_of(command: AnyCommand, *, epoch: int = 9, model: str = MODEL) -> DesiredState:
+    """A state with this command in its register."""
+    command = msgspec.structs.replace(command, epoch=epoch, model=model)
+    return DesiredState(
+        model=model, epoch=epoch, registers={command.register or "": Recorded(epoch=epoch, command=command)}
+    )
+
+
+async def forged_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]]]:
+    """States that pause the fleet, each with what is to prove it."""
+    paused = encode_json(state_of(Pause(id="p")))
+    old, old_signature = await attack.stored(1)
+    other = encode_json(state_of(Pause(id="p"), model="other"))
+    entries = ensure_users(attack.folder / "elsewhere", [(FLEET, Role.ADMIN, "boss")])
+    namesake = Signatures(load_credentials(entries[0].path))
+    return {
+        "unsigned": (paused, {}),
+        "deleted": (b"", {"KV-Operation": "DEL"}),
+        "junk": (b'{"type":"io.nats.jetstream.api.v1.account_info_response"}', {}),
+        "an old signature": (paused, old_signature),
+        "replayed": (old, old_signature),
+        "of another model": (other, attack.signed("boss", f"$KV.rollbus.{FLEET}.other", other)),
+        "another model under this key": (other, attack.signed("boss", STATE, other)),
+        "of another fleet": (
+            paused,
+            Signatures(attack.guard.credentials("boss")).headers(f"$KV.rollbus.G.{MODEL}", paused),
+        ),
+        "of a namesake": (paused, namesake.headers(STATE, paused)),
+        "a worker's": (paused, attack.signed("w1", STATE, paused) or {SIGNED: "x.y.1.z"}),
+        "a trainer's": (paused, attack.signed("alice", STATE, paused)),
+        "a publisher's": (paused, attack.signed("carol", STATE, paused)),
+    }
+
+
+async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
+    """Neither for a worker that runs, nor for one that starts, nor for who commands next."""
+    async with attacked(tmp_path) as attack:
+        for what, (data, headers) in (await forged_states(attack)).items():
+            await put(attack.nats, STATE, data, headers)
+            await attack.assert_unmoved()
+            await put(attack.nats, STATE, data, headers)
+            own = attack.guard.credentials("w1")
+            newcomer = synthetic_worker(attack.guard.url, FLEET, model=MODEL, worker_id="w1", credentials=own)
+            async with newcomer:
+                told = await until_worker(attack.rb, "w1", lambda worker: worker.state is not WorkerState.STARTING)
+                assert told.state is WorkerState.SERVING, what
+            await until_true(lambda: len(attack.rb.fleet.workers) == 1)
+        assert attack.worker.stats().bad_commands > 0
+
+
+async def test_a_history_of_forged_states_leaves_a_worker_where_it_was(tmp_path: Path) -> None:
+    """They push all that was signed out of the bucket: who has read it keeps it, and writes it again."""
+    async with attacked(tmp_path) as attack:
+        data = encode_json(state_of(Pause(id="p")))
+        for _ in range(70):
+            await put(attack.nats, STATE, data)
+        await attack.assert_unmoved()
+
+
+async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[str, str]]]:
+    """Commands that drain the worker or hold its requests, each with what is to prove it."""
+    drain = encode_json(Drain(id="d"))
+    boss = SUBJECTS.control("boss")
+    taken = {SIGNED: f"{attack.guard.credentials('boss').certificate}.1.AAAA"}
+    return {
+        "unsigned": (boss, drain, {}),
+        "signed for another controller": (boss, drain, attack.signed("front", SUBJECTS.control("front"), drain)),
+        "signed by another controller": (boss, drain, attack.signed("front", boss, drain)),
+        "signed for another fleet": (boss, drain, attack.signed("boss", "rb.v1.G.control.boss", drain)),
+        "another command's signature": (boss, drain, attack.signed("boss", boss, encode_json(Resume(id="d")))),
+        "with a certificate that was read": (boss, drain, taken),
+        "a trainer's": (boss, drain, attack.signed("alice", boss, drain)),
+        "a publisher's": (boss, drain, attack.signed("carol", boss, drain)),
+    }
+
+
+async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
+    """It is not even answered, so that no ledger can be filled with the answers."""
+    heard: list[str] = []
+
+    async with attacked(tmp_path) as attack:
+
+        async def hear(message: Msg) -> None:
+            heard.append(decode_ack(message.data).id)
+
+        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=hear)
+        before = attack.worker.stats().bad_commands
+        commands = await forged_commands(attack)
+        for subject, data, headers in commands.values():
+            await publish(attack.nats, subject, data, headers=headers or None)
+        await until_true(lambda: attack.worker.stats().bad_commands >= before + len(commands))
+        await attack.assert_unmoved()
+
+    assert heard == []
+
+
+async def test_a_command_that_was_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent again under its id it has no second effect; once its signature is old, no effect at all."""
+    heard: list[str] = []
+    async with attacked(tmp_path) as attack:
+
+        async def hear(message: Msg) -> None:
+            ack = decode_ack(message.data)
+            heard.append(f"{ack.id} {ack.error.code if ack.error else ack.status}")
+
+        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=hear)
+        subject, data = SUBJECTS.control("boss"), encode_json(Abort(id="once", request_ids=("r",)))
+        kept = attack.signed("boss", subject, data)
+        await publish(attack.nats, subject, data, headers=kept)
+        await until_true(lambda: heard.count("once applied") == 1)
+        await publish(attack.nats, subject, data, headers=kept)
+        await until_true(lambda: heard.count("once applied") == 2)
+        data = encode_json(StartWeightUpdate(id="old"))
+        kept = attack.signed("boss", subject, data)
+        monkeypatch.setattr(authority, "MAX_AGE_S", -1.0)
+        await publish(attack.nats, subject, data, headers=kept)
+        await until_true(lambda: "old not_allowed" in heard)
+        assert "old accepted" not in heard
+        assert attack.worker.presence().state is WorkerState.SERVING
+
+
+async def published_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]]]:
+    """What carol may sign and may not write: each is of her model, after the last epoch, and on the last base."""
+    state = (await attack.rb.fleet.state()).desired[MODEL]
+    base, signature = await attack.stored(2)
+    old_base, old_signature = await attack.stored(1)
+    own = {BASE: base64.b64encode(base).decode(), BASE_SIGNED: signature[SIGNED]}
+    older = {BASE: base64.b64encode(old_base).decode(), BASE_SIGNED: old_signature[SIGNED]}
+    pause, sleep = Pause(id="p"), Sleep(id="s")
+    update = UpdateWeights(id="u", version=7, source=WeightSource(path="/nowhere"))
+    hers, _ = desired.record(DesiredState(model=MODEL, epoch=state.epoch), update)
+    for_w0 = msgspec.structs.replace(sleep, workers=("w0",))
+    in_weights = Recorded(epoch=3, command=msgspec.structs.replace(sleep, epoch=3, model=MODEL))
+    states = {
+        "a pause": (desired.record(state, pause)[0], own),
+        "a sleep": (desired.record(state, sleep)[0], own),
+        "a sleep of one worker": (desired.record(state, for_w0)[0], own),
+        "a sleep as if it were weights": (
+            msgspec.structs.replace(state, epoch=3, registers={**state.registers, "weights": in_weights}),
+            own,
+        ),
+        "without what is paused": (hers, own),
+        "without a base": (hers, {}),
+        "on an older base": (decode_desired(old_base), older),
+        "on a base of her own": (
+            hers,
+            {BASE: own[BASE], BASE_SIGNED: attack.signed("carol", STATE, base)[SIGNED]},
+        ),
+        "in the last epoch there is": (msgspec.structs.replace(state, epoch=2**53), own),
+    }
+    found = {}
+    for what, (written, headers) in states.items():
+        data = encode_json(written)
+        found[what] = data, attack.signed("carol", STATE, data) | headers
+    return found
+
+
+async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
+    """With its own key and a connection that lets it store what it likes: all else stays as it was."""
+    async with attacked(tmp_path) as attack:
+        forged = await published_states(attack)
+        for what, (data, headers) in forged.items():
+            await attack.put_refused(data, headers)
+            assert attack.worker.presence().state is WorkerState.SERVING, what
+        await attack.assert_unmoved()
+
+
+async def test_a_publisher_gives_no_other_commands(tmp_path: Path) -> None:
+    """Its library says so at once; a worker that hears one all the same says that it may not."""
+    heard: list[tuple[str, str]] = []
+    async with attacked(tmp_path) as attack, attack.guard.connected("carol") as carol:
+
+        async def hear(message: Msg) -> None:
+            ack = decode_ack(message.data)
+            heard.append((ack.id, ack.error.code if ack.error else ""))
+
+        await carol.subscribe(SUBJECTS.acks_to("carol"), cb=hear)
+        await carol.confirm(timeout_s=SOON_S)
+        for command in (
+            Drain(id="drain"),
+            Sleep(id="sleep", model=MODEL),
+            StartWeightUpdate(id="other", model="other"),
+        ):
+            data = encode_json(command)
+            headers = attack.signed("carol", SUBJECTS.control("carol"), data)
+            await publish(carol, SUBJECTS.control("carol"), data, headers=headers)
+        await until_true(lambda: len(heard) == 2)
+        async with rollbus.connect(attack.guard.login("carol")) as rb:
+            await rb.fleet.wait_for_workers()
+            for refused in (rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache):
+                with pytest.raises(ControlError, match="publisher carol may not give") as caught:
+                    await refused()
+                assert caught.value.code is ControlCode.NOT_ALLOWED
+        await attack.assert_unmoved()
+
+    assert heard == [("drain", "not_allowed"), ("sleep", "not_allowed")]

@@ -1,0 +1,241 @@
+"""Signatures without a server: what is good, and that nothing else is."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
+from rollbus.bus.auth.roots import PUBLISHER_COMMANDS, ensure_roots
+from rollbus.bus.auth.signatures import SIGNED, BadSignature, Signatures, encode_key, issue, public_key, signing_key
+from rollbus.bus.auth.users import certify, credentials_path, ensure_users, remove_user
+from rollbus.schemas.certificate import Certificate
+from rollbus.schemas.errors import BusBroken, InvalidRequest
+
+SUBJECT = "rb.v1.F.control.boss"
+DATA = b'{"command":"pause","id":"1"}'
+BOSS = ("F", Role.ADMIN, "boss")
+CAROL = ("F", Role.PUBLISHER, "carol")
+WORKER = ("F", Role.WORKER, "w0")
+SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
+"""NATS's own example."""
+
+
+def credentials(folder: Path, one: tuple[str, Role, str]) -> Credentials:
+    """What was written for a user."""
+    return load_credentials(credentials_path(folder, *one))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Users of one fleet, and one of another."""
+    ensure_users(tmp_path, [BOSS, CAROL, WORKER, ("G", Role.ADMIN, "boss")], {CAROL: ("m",)})
+    return tmp_path
+
+
+def test_what_is_signed_is_good(folder: Path) -> None:
+    """A worker finds out who has signed, and what that user may change."""
+    reader = Signatures(credentials(folder, WORKER))
+    boss = Signatures(credentials(folder, BOSS))
+    signed = reader.check(SUBJECT, DATA, boss.headers(SUBJECT, DATA))
+    carol = reader.check(SUBJECT, b"", Signatures(credentials(folder, CAROL)).headers(SUBJECT, b""))
+
+    assert signed is not None
+    assert (signed.by.role, signed.by.name, signed.by.is_limited) == ("admin", "boss", False)
+    assert abs(signed.age_s) < 3600
+    assert carol is not None
+    assert (carol.by.models, carol.by.commands, carol.by.is_limited) == (("m",), PUBLISHER_COMMANDS, True)
+    assert boss.own == signed.by
+
+
+def test_who_may_change_nothing_signs_nothing(folder: Path) -> None:
+    """A worker's credentials say whom it trusts, and hold no certificate."""
+    worker = Signatures(credentials(folder, WORKER))
+
+    assert worker.headers(SUBJECT, DATA) == {}
+    assert worker.own is None
+    assert worker.are_demanded
+
+
+def test_without_users_nothing_is_signed_or_checked() -> None:
+    """Nor with credentials of a release that had no root keys."""
+    old = Credentials(
+        fleet="F", role=Role.ADMIN, name="a", seed="SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
+    )
+    for signatures in (Signatures(None), Signatures(old)):
+        assert signatures.headers(SUBJECT, DATA) == {}
+        assert signatures.check(SUBJECT, DATA, None) is None
+        assert not signatures.are_demanded
+
+
+@pytest.mark.parametrize(
+    ("subject", "data"), [("rb.v1.F.control.other", DATA), (SUBJECT, DATA + b" "), ("$KV.rollbus.F.m", DATA)]
+)
+def test_a_signature_is_for_its_subject_and_content_alone(subject: str, data: bytes, folder: Path) -> None:
+    """Elsewhere it is none: for another model's state, another controller, another fleet."""
+    reader = Signatures(credentials(folder, WORKER))
+    with pytest.raises(BadSignature, match="is not what admin boss signed"):
+        reader.check(subject, data, Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA))
+
+
+def test_another_fleets_root_certifies_nothing_here(folder: Path) -> None:
+    """Its admins are nobody."""
+    reader = Signatures(credentials(folder, WORKER))
+    other = Signatures(credentials(folder, ("G", Role.ADMIN, "boss")))
+    with pytest.raises(BadSignature, match="not by the fleet's root key"):
+        reader.check(SUBJECT, DATA, other.headers(SUBJECT, DATA))
+
+
+def test_one_root_key_of_two_fleets_does_not_mix_them(folder: Path) -> None:
+    """An operator who copies root.seed to another fleet: certificates name their fleet."""
+    mine = credentials(folder, WORKER)
+    boss = credentials(folder, ("G", Role.ADMIN, "boss"))
+    reader = Signatures(msgspec.structs.replace(mine, roots=boss.roots))
+    with pytest.raises(BadSignature, match="is for fleet G; this is F"):
+        reader.check(SUBJECT, DATA, Signatures(boss).headers(SUBJECT, DATA))
+
+
+def test_a_certificate_of_ones_own_making_is_none(folder: Path) -> None:
+    """A worker signs a certificate with its own key; and it takes the admin's with a key of its own."""
+    worker, boss = credentials(folder, WORKER), credentials(folder, BOSS)
+    reader = Signatures(worker)
+    wanted = Certificate(fleet="F", role="admin", name="w0", key=signing_key(worker.seed))
+    own = msgspec.structs.replace(worker, certificate=issue(b"k" * 32, wanted))
+    with pytest.raises(BadSignature, match="not by the fleet's root key"):
+        reader.check(SUBJECT, DATA, Signatures(own).headers(SUBJECT, DATA))
+    taken = msgspec.structs.replace(worker, certificate=boss.certificate)
+    with pytest.raises(BadSignature, match="is not what admin boss signed"):
+        reader.check(SUBJECT, DATA, Signatures(taken).headers(SUBJECT, DATA))
+
+
+def test_what_a_server_has_signed_at_login_is_no_signature(folder: Path) -> None:
+    """A server chooses what a user signs when it connects: that is with another key."""
+    boss = credentials(folder, BOSS)
+    text = Signatures(boss).headers(SUBJECT, DATA)[SIGNED]
+    certificate, at, _ = text.rsplit(".", 2)
+    nonce = f"rollbus message 1\n{SUBJECT}\n{at}\n{DATA.decode()}"
+    forged = boss.sign(nonce).decode().translate(str.maketrans("+/", "-_")).rstrip("=")
+    with pytest.raises(BadSignature, match="is not what admin boss signed"):
+        Signatures(credentials(folder, WORKER)).check(SUBJECT, DATA, {SIGNED: f"{certificate}.{at}.{forged}"})
+
+
+@given(st.one_of(st.text(max_size=300), st.from_regex(r"[\w-]*\.[\w-]*\.[0-9]*\.[\w-]*", fullmatch=True)))
+def test_any_other_header_is_refused(header: str) -> None:
+    """Whatever stands in it: one error, which says so."""
+    root = public_key(b"r" * 32)
+    reader = Signatures(Credentials(fleet="F", role=Role.WORKER, name="w", seed=SEED, roots=(root,)))
+    with pytest.raises(BadSignature):
+        reader.check(SUBJECT, DATA, {SIGNED: header})
+
+
+@pytest.mark.parametrize("at", ["", "-1", "1" * 16, "x", "²"])
+def test_the_time_is_digits(at: str, folder: Path) -> None:
+    """And is signed."""
+    certificate, _, signature = Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA)[SIGNED].rsplit(".", 2)
+    with pytest.raises(BadSignature):
+        Signatures(credentials(folder, WORKER)).check(SUBJECT, DATA, {SIGNED: f"{certificate}.{at}.{signature}"})
+
+
+def without_signatures(path: Path) -> dict[str, Any]:
+    """Make a credentials file what an earlier release wrote."""
+    fields: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    old = {name: fields[name] for name in ("fleet", "role", "name", "seed")}
+    path.write_bytes(msgspec.json.encode(old))
+    return fields
+
+
+def test_a_folder_of_an_earlier_release_gets_root_and_certificates(folder: Path) -> None:
+    """The keys stay, the files are still for their owner alone; a second run changes nothing."""
+    paths = [credentials_path(folder, *one) for one in (BOSS, CAROL, WORKER)]
+    before = [without_signatures(path) for path in paths]
+    assert load_credentials(paths[0]).roots == ()
+    ensure_users(folder, [])
+
+    assert [msgspec.json.decode(path.read_bytes()) for path in paths] == before
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 3
+    assert (folder / "F" / "root.seed").stat().st_mode & 0o777 == 0o600
+    contents = [path.read_bytes() for path in paths]
+    ensure_users(folder, [])
+    assert [path.read_bytes() for path in paths] == contents
+
+
+def test_a_file_that_was_moved_away_is_renewed_there(folder: Path, tmp_path: Path) -> None:
+    """`auth certify`: for the users of this folder, and for no other key."""
+    path = tmp_path / "moved.creds"
+    credentials_path(folder, *BOSS).rename(path)
+    before = without_signatures(path)
+    assert certify(folder, path).name == "boss"
+    assert msgspec.json.decode(path.read_bytes()) == before
+
+    remove_user(folder, BOSS)
+    with pytest.raises(BusBroken, match="none of the users in"):
+        certify(folder, path)
+
+
+def test_a_root_key_is_replaced_while_the_old_one_still_counts(folder: Path) -> None:
+    """Moved to root-old.seed: a new one is drawn, readers trust both, and then the new one alone."""
+    old = Signatures(credentials(folder, BOSS))
+    (folder / "F" / "root.seed").rename(folder / "F" / "root-old.seed")
+    ensure_users(folder, [])
+    new, reader = Signatures(credentials(folder, BOSS)), Signatures(credentials(folder, WORKER))
+    for signer in (old, new):
+        assert reader.check(SUBJECT, DATA, signer.headers(SUBJECT, DATA)) is not None
+
+    (folder / "F" / "root-old.seed").unlink()
+    ensure_users(folder, [])
+    reader = Signatures(credentials(folder, WORKER))
+    assert reader.check(SUBJECT, DATA, new.headers(SUBJECT, DATA)) is not None
+    with pytest.raises(BadSignature, match="not by the fleet's root key"):
+        reader.check(SUBJECT, DATA, old.headers(SUBJECT, DATA))
+
+
+def test_the_root_key_stands_in_no_other_file(folder: Path) -> None:
+    """Nor in what is shown of it."""
+    secret = (folder / "F" / "root.seed").read_text().strip()
+    others = [path for path in folder.rglob("*") if path.is_file() and path.name != "root.seed"]
+
+    assert not [path for path in others if secret in path.read_text()]
+    assert secret not in repr(ensure_roots(folder / "F"))
+
+
+def test_what_is_no_root_key_is_refused_and_kept(folder: Path) -> None:
+    """It is not overwritten, and nothing is certified."""
+    (folder / "F" / "root.seed").write_text("short\n")
+    with pytest.raises(BusBroken, match=r"root\.seed is no root key"):
+        ensure_users(folder, [])
+
+    assert (folder / "F" / "root.seed").read_text() == "short\n"
+
+
+def test_a_publishers_models_are_told_once_and_kept(folder: Path) -> None:
+    """Without them a later run keeps them; new ones take their place, in certificate and permissions."""
+    [same] = ensure_users(folder, [CAROL])
+    assert same.user.models == ("m",)
+    ensure_users(folder, [CAROL], {CAROL: ("a/b", "c")})
+    own = Signatures(credentials(folder, CAROL)).own
+
+    assert own is not None
+    assert own.models == ("a/b", "c")
+    assert "$KV.rollbus.F.a=2Fb" in (folder / "users.conf").read_text()
+    assert '$KV.rollbus.F.m"' not in (folder / "users.conf").read_text()
+
+
+@pytest.mark.parametrize(("one", "models"), [(("F", Role.PUBLISHER, "d"), ()), (("F", Role.TRAINER, "d"), ("m",))])
+def test_publishers_have_models_and_nobody_else(
+    one: tuple[str, Role, str], models: tuple[str, ...], folder: Path
+) -> None:
+    """The error names the role."""
+    with pytest.raises(InvalidRequest, match="models for publishers, and for no others"):
+        ensure_users(folder, [one], {one: models})
+
+
+def test_credentials_with_a_broken_root_are_none(folder: Path) -> None:
+    """A file that was cut or edited is refused when it is read, not when the first command comes."""
+    path = credentials_path(folder, *WORKER)
+    fields = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode(fields | {"roots": [encode_key(b"short")]}))
+    with pytest.raises(BusBroken, match="is no credentials file"):
+        load_credentials(path)
