@@ -15,7 +15,7 @@ from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.messages import decode_desired
 from ..auth.signatures import SIGNED, BadSignature
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, headers_of
 from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
 from .retries import TRY_S
@@ -195,7 +195,7 @@ class Revisions:
                 return None
             raise BusBroken(f"the desired states cannot be read: {error}") from error
         message = answer["message"]
-        return _Revision(message["seq"], base64.b64decode(message.get("data", "")), _headers(message.get("hdrs", "")))
+        return _Revision(message["seq"], base64.b64decode(message.get("data", "")), headers_of(message))
 
 
 def _unsigned(model: str, newest: _Revision) -> Found:
@@ -220,9 +220,3 @@ def _epoch_of(revision: _Revision) -> int | None:
         return decode_desired(revision.data).epoch
     except RemoteProtocolError:
         return None
-
-
-def _headers(encoded: str) -> dict[str, str]:
-    """Read a block of headers as JetStream's API gives it: base64 of lines, the first of which is the protocol's."""
-    lines = base64.b64decode(encoded).decode(errors="replace").split("\r\n")[1:]
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines if line)}

@@ -20,6 +20,7 @@ from ...schemas.messages import encode_json
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_STREAM, ApiError, Unanswered, ask, create_stream, put
 from ..protocol.fleet import desired
+from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
 from .retries import TRY_S, Retries
 from .revisions import HISTORY, STREAM, Found, Revisions
@@ -172,12 +173,7 @@ class DesiredStore:
             ControlError: this user may not write it whole.
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
         """
-        own = self._nats.signatures.own
-        if own is None or own.is_limited:
-            raise ControlError(
-                ControlCode.NOT_ALLOWED,
-                "to sign what others wrote takes the credentials of an admin, with a certificate by the root key",
-            )
+        check_unlimited(self._nats.signatures.own)
         for _ in range(MAX_TRIES):
             found = self._usable(model, await self._revisions.newest(model))
             if found.state is None or await self._write(model, found.state, found):

@@ -1,5 +1,6 @@
 """JetStream's API as rollbus uses it: one request, one answer, errors as exceptions with the server's numbers."""
 
+import base64
 import json
 import logging
 from typing import Any, Final
@@ -21,6 +22,7 @@ __all__ = [
     "Unanswered",
     "ask",
     "create_stream",
+    "headers_of",
     "nanoseconds",
     "put",
 ]
@@ -157,6 +159,12 @@ async def create_stream(nats: Client, config: dict[str, Any]) -> None:
             raise
         logger.warning("jetstream.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
         await ask(nats, f"STREAM.CREATE.{name}", {**config, "max_bytes": -1})
+
+
+def headers_of(message: dict[str, Any]) -> dict[str, str]:
+    """Return the headers of a message as `STREAM.MSG.GET` gives it: base64 of lines, after one of the protocol's."""
+    lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")[1:]
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
 
 
 def nanoseconds(seconds: float) -> int:

@@ -6,6 +6,7 @@ A folder is stored as the objects `<prefix>/<path of the file>` of a bucket; its
 from .catalog import delete_prefix, list_objects
 from .layout import ObjectInfo
 from .reader import ObjectReader
+from .signed import sign_folder
 from .writer import put_folder
 
-__all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "list_objects", "put_folder"]
+__all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "list_objects", "put_folder", "sign_folder"]

@@ -4,12 +4,15 @@ All functions raise `BusBroken` if JetStream does not answer.
 """
 
 import base64
+import logging
 from typing import Any, Final
 
 from nats.aio.client import Client
 
 from ...schemas.errors import ControlCode, ControlError
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream
+from ..auth.signatures import BadSignature
+from ..nats.connection import Connection
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, headers_of
 from .layout import (
     MAX_FILES,
     ObjectInfo,
@@ -26,6 +29,8 @@ from .layout import (
 )
 
 __all__ = ["BUCKET_BYTES", "delete_objects", "delete_prefix", "ensure_bucket", "list_objects", "list_prefix"]
+
+logger = logging.getLogger(__name__)
 
 BUCKET_BYTES: Final = 32 * 1024**3
 """Of a bucket that is made here: two checkpoints of a model with 8 billion parameters in 16 bits."""
@@ -50,8 +55,13 @@ async def ensure_bucket(nats: Client, bucket: str, *, max_bytes: int = BUCKET_BY
         raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be made: {error}") from error
 
 
-async def list_objects(nats: Client, bucket: str, prefix: str = "") -> tuple[ObjectInfo, ...]:
+async def list_objects(
+    nats: Connection, bucket: str, prefix: str = "", *, is_signed: bool = False
+) -> tuple[ObjectInfo, ...]:
     """Describe the objects below `prefix`, by name; all of the bucket where it is empty. No bucket, no objects.
+
+    Args:
+        is_signed: leave out those that are not signed, where signatures are demanded.
 
     Raises:
         ControlError: `bad_source`: more than `MAX_FILES`, or one whose description is none; `storage`.
@@ -66,28 +76,29 @@ async def list_objects(nats: Client, bucket: str, prefix: str = "") -> tuple[Obj
             raise ControlError(
                 ControlCode.BAD_SOURCE, f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}"
             )
-        infos = [await _info(nats, bucket, name) for name in sorted(names)]
+        infos = [await _info(nats, bucket, name, is_signed) for name in sorted(names)]
     except ApiError as error:
         raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
     return tuple(info for info in infos if info is not None)
 
 
-async def list_prefix(nats: Client, objects: str) -> tuple[ObjectInfo, ...]:
+async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tuple[ObjectInfo, ...]:
     """Describe the objects of a folder written `<bucket>/<prefix>`; there must be some.
 
     Raises:
         ControlError: `bad_source`: it is not written so, or nothing is there; and as in `list_objects`.
     """
     bucket, prefix = split_objects(objects)
-    infos = await list_objects(nats, bucket, prefix)
+    infos = await list_objects(nats, bucket, prefix, is_signed=is_signed)
     if not infos:
+        what = "signed objects" if is_signed and nats.signatures.are_demanded else "objects"
         raise ControlError(
-            ControlCode.BAD_SOURCE, f"objects:{objects}: the bucket {bucket!r} has no objects below {prefix!r}"
+            ControlCode.BAD_SOURCE, f"objects:{objects}: the bucket {bucket!r} has no {what} below {prefix!r}"
         )
     return infos
 
 
-async def delete_prefix(nats: Client, objects: str) -> int:
+async def delete_prefix(nats: Connection, objects: str) -> int:
     """Delete all objects of a folder written `<bucket>/<prefix>`, without a trace; return how many there were.
 
     Raises:
@@ -138,16 +149,26 @@ async def _names(nats: Client, bucket: str) -> list[str]:
             return names
 
 
-async def _info(nats: Client, bucket: str, name: str) -> ObjectInfo | None:
-    """Read one object's description; None: it is deleted."""
-    question = {"last_by_subj": info_subject(bucket, name)}
+async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
+    """Read one object's description; None: it is deleted, or not signed where it has to be."""
+    subject = info_subject(bucket, name)
+    question = {"last_by_subj": subject}
     try:
         answer = await ask(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", question)
     except ApiError as error:
         if error.code == NO_MESSAGE:
             return None
         raise
-    info = decode_info(base64.b64decode(answer["message"].get("data", "")))
+    data = base64.b64decode(answer["message"].get("data", ""))
+    if is_signed:
+        try:
+            signed = nats.signatures.check(subject, data, headers_of(answer["message"]))
+            if signed is not None and signed.by.is_limited:
+                raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload")
+        except BadSignature as error:
+            logger.warning("objects.refused bucket=%s object=%s error=%s", bucket, name, error)
+            return None
+    info = decode_info(data)
     if (info.name, info.bucket) != (name, bucket):
         raise ControlError(
             ControlCode.BAD_SOURCE, f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000]

@@ -9,6 +9,7 @@ import msgspec
 from ...schemas.errors import ControlCode, ControlError
 
 __all__ = [
+    "FOLDER_DIGEST",
     "MAX_FILES",
     "ObjectInfo",
     "ObjectLink",
@@ -31,6 +32,8 @@ MAX_FILES: Final = 4096
 """Of one folder: several times what the largest checkpoints have."""
 MAX_PATH_CHARS: Final = 1024
 """Of a prefix, or of a file's path below it."""
+FOLDER_DIGEST: Final = "rollbus-folder"
+"""In the metadata of an object: what all objects of its folder are."""
 _DIGEST: Final = "SHA-256="
 _BUCKET: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
@@ -69,6 +72,8 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deleted: bool = False
     """Other clients leave this in place of what they delete."""
     options: ObjectOptions | None = None
+    metadata: dict[str, str] = {}
+    """Of signed objects: `FOLDER_DIGEST`."""
 
 
 def split_objects(objects: str) -> tuple[str, str]:

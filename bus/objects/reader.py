@@ -18,6 +18,7 @@ from ..nats.server import Server
 from .catalog import list_prefix
 from .layout import ObjectInfo, check_path, decode_digest, split_objects
 from .object_chunks import read_object_chunks
+from .signed import check_folder, folder_digest
 
 __all__ = ["FOLDER_PREFIX", "PARTIAL_PREFIX", "ObjectReader"]
 
@@ -62,14 +63,16 @@ class ObjectReader:
             ControlError: `bad_source`: nothing is there, it is damaged, or a name could lead out of the folder;
                 `storage`: NATS or the disk failed, naming what. Nothing is left behind.
         """
-        bucket, prefix = split_objects(objects)
+        _, prefix = split_objects(objects)
         try:
             async with connected(self._server, name=f"{self._name}-objects") as nats:
-                infos = await list_prefix(nats, objects)
+                infos = await list_prefix(nats, objects, is_signed=True)
+                if nats.signatures.are_demanded:
+                    check_folder(objects, infos)
                 files = {info.name.removeprefix(f"{prefix}/"): info for info in infos}
                 for path in files:
                     check_path(path, f"a file of objects:{objects}")
-                folder = into / (FOLDER_PREFIX + _folder_digest(bucket, prefix, files))
+                folder = into / (FOLDER_PREFIX + folder_digest(objects, infos))
                 if not await asyncio.to_thread(_has_all, folder, files):
                     report("fetching")
                     await self._fetch(nats, files, folder)
@@ -146,12 +149,6 @@ class _NewFile:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def _folder_digest(bucket: str, prefix: str, files: dict[str, ObjectInfo]) -> str:
-    """Name a content: where it lies, and what each file is."""
-    lines = [f"{bucket}/{prefix}", *(f"{path} {info.size} {info.digest}" for path, info in sorted(files.items()))]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def _has_all(folder: Path, files: dict[str, ObjectInfo]) -> bool:

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.nuid import NUID
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
-from ..nats.connection import publish, subscribe
+from ..nats.connection import Connection, publish, subscribe
 from .catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects
 from .layout import (
     MAX_FILES,
@@ -33,6 +33,7 @@ from .layout import (
     parts_subject,
     split_objects,
 )
+from .signed import describe_folder
 
 __all__ = ["put_folder"]
 
@@ -52,7 +53,7 @@ RETRY_S: Final = 0.5
 """Between attempts at it."""
 
 
-async def put_folder(nats: Client, bucket: str, prefix: str, folder: Path, *, max_bytes: int = BUCKET_BYTES) -> str:
+async def put_folder(nats: Connection, bucket: str, prefix: str, folder: Path, *, max_bytes: int = BUCKET_BYTES) -> str:
     """Store the files of `folder`, those of its folders too, as the objects below `prefix`; return `<bucket>/<prefix>`.
 
     Nothing is seen of it before all is stored. Hidden files and folders are left out; symlinks to files are followed.
@@ -86,8 +87,11 @@ async def put_folder(nats: Client, bucket: str, prefix: str, folder: Path, *, ma
                 infos.append(ObjectInfo(name=f"{prefix}/{path}", bucket=bucket, nuid=nuid.next().decode()))
                 infos[-1] = await _put_parts(sender, infos[-1], folder / path)
             await sender.finish()
+            if nats.signatures.own is not None:
+                infos = describe_folder(objects, infos)
             for info in infos:  # from here on the objects are there
-                await sender.send(info_subject(bucket, info.name), msgspec.json.encode(info), {"Nats-Rollup": "sub"})
+                subject, data = info_subject(bucket, info.name), msgspec.json.encode(info)
+                await sender.send(subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
             await sender.finish()
         is_stored = True
     finally:

@@ -149,7 +149,7 @@ async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_p
             await until_worker(rb, "w0", WorkerState.PAUSED)
 
         assert (refused.code, "takes the credentials of an admin" in refused.stderr) == (1, True)
-        assert (ended.code, json.loads(ended.stdout)) == (0, {"signed": {MODEL: 1}})
+        assert (ended.code, json.loads(ended.stdout)) == (0, {"signed": {MODEL: 1}, "objects": []})
 
 
 async def test_a_viewer_runs_status(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ....schemas.control import AnyCommand, Command
 from ....schemas.desired import DesiredState, Recorded
 from ....schemas.errors import ControlCode, ControlError, RemoteProtocolError
 
-__all__ = ["MAX_AGE_S", "check_age", "check_authority", "check_limited_state"]
+__all__ = ["MAX_AGE_S", "check_age", "check_authority", "check_limited_state", "check_unlimited"]
 
 MAX_AGE_S: Final = 60.0
 """Of a command's signature, by the worker's clock: what was heard before may be sent again for as long at most. It is
@@ -38,6 +38,19 @@ def check_authority(by: Certificate, command: Command, model: str) -> None:
         allowed = ", ".join(by.models or ())
         raise ControlError(
             ControlCode.NOT_ALLOWED, f"{by.role} {by.name} may not command workers of {model!r}; allowed: {allowed}"
+        )
+
+
+def check_unlimited(own: Certificate | None) -> None:
+    """Refuse to sign what others wrote to who may not write all of it.
+
+    Raises:
+        ControlError: `not_allowed`.
+    """
+    if own is None or own.is_limited:
+        raise ControlError(
+            ControlCode.NOT_ALLOWED,
+            "to sign what others wrote takes the credentials of an admin, with a certificate by the root key",
         )
 
 

@@ -1,0 +1,68 @@
+"""Signatures of stored folders: each object's description is signed, and names what the whole folder holds.
+
+So no file can be changed, added or left out, but by who may sign. See `rollbus.bus.auth.signatures`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+from ...schemas.errors import ControlCode, ControlError
+from ..nats.connection import Connection
+from ..nats.jetstream import ApiError, put
+from ..protocol.fleet.authority import check_unlimited
+from .catalog import list_prefix
+from .layout import FOLDER_DIGEST, ObjectInfo, info_subject, split_objects
+
+__all__ = ["check_folder", "describe_folder", "folder_digest", "sign_folder"]
+
+
+def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
+    """Name a content: where it lies, and what each file is."""
+    _, prefix = split_objects(objects)
+    files = sorted((info.name.removeprefix(f"{prefix}/"), info.size, info.digest) for info in infos)
+    lines = [objects, *(f"{path} {size} {digest}" for path, size, digest in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+    """Have each description name the folder's content."""
+    infos = list(infos)
+    metadata = {FOLDER_DIGEST: folder_digest(objects, infos)}
+    return [msgspec.structs.replace(info, metadata=metadata) for info in infos]
+
+
+def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
+    """Refuse a folder of signed descriptions that is not whole.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    infos = list(infos)
+    digest = folder_digest(objects, infos)
+    for info in infos:
+        if info.metadata.get(FOLDER_DIGEST) != digest:
+            raise ControlError(
+                ControlCode.BAD_SOURCE,
+                f"objects:{objects} is not the folder that was signed: a file was changed, added or left out since",
+            )
+
+
+async def sign_folder(nats: Connection, objects: str) -> int:
+    """Sign a folder as it is stored, whoever put it; return how many objects it has.
+
+    Raises:
+        ControlError: `bad_source`: nothing is there; `not_allowed`; `storage`.
+        BusBroken: JetStream does not answer; some may be signed.
+    """
+    check_unlimited(nats.signatures.own)
+    bucket, _ = split_objects(objects)
+    infos = describe_folder(objects, await list_prefix(nats, objects, is_signed=False))
+    for info in infos:
+        subject, data = info_subject(bucket, info.name), msgspec.json.encode(info)
+        try:
+            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+        except ApiError as error:
+            raise ControlError(ControlCode.STORAGE, f"objects:{objects} cannot be signed: {error}") from error
+    return len(infos)

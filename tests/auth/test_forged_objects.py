@@ -1,0 +1,129 @@
+"""Uploads are signed whole: no file of a folder can be changed, added, left out or borrowed."""
+
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollbus.bus.auth.signatures import SIGNED, Signatures
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import ask, headers_of, put
+from rollbus.bus.objects import ObjectReader, put_folder, sign_folder
+from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.objects.layout import info_subject
+from rollbus.schemas.errors import ControlCode, ControlError
+from tests.auth.support import FLEET, Guarded, guarded
+from tests.support.objects import files_in, write_folder
+
+pytestmark = pytest.mark.slow
+
+BUCKET = f"rollbus-{FLEET}"
+MEGABYTE = 1024**2
+
+Attack = Callable[[Guarded, Connection], Awaitable[None]]
+
+
+async def stored(nats: Connection, name: str) -> tuple[bytes, str]:
+    """An object's description, and its signature."""
+    answer = await ask(nats, f"STREAM.MSG.GET.OBJ_{BUCKET}", {"last_by_subj": info_subject(BUCKET, name)})
+    return base64.b64decode(answer["message"]["data"]), headers_of(answer["message"]).get(SIGNED, "")
+
+
+async def overwrite(nats: Connection, name: str, data: bytes, signature: str) -> None:
+    """Put another description in place of an object's."""
+    headers = {"Nats-Rollup": "sub"} | ({SIGNED: signature} if signature else {})
+    await put(nats, info_subject(BUCKET, name), data, headers)
+
+
+async def change(_guard: Guarded, nats: Connection) -> None:
+    """The description names other parts."""
+    data, signature = await stored(nats, "m/one/a")
+    other, _ = await stored(nats, "m/two/a")
+    fields = json.loads(data) | {"nuid": json.loads(other)["nuid"], "digest": json.loads(other)["digest"]}
+    await overwrite(nats, "m/one/a", json.dumps(fields).encode(), signature)
+
+
+async def unsign(_guard: Guarded, nats: Connection) -> None:
+    """It is the same, and not signed."""
+    data, _ = await stored(nats, "m/one/a")
+    await overwrite(nats, "m/one/a", data, "")
+
+
+async def leave_out(_guard: Guarded, nats: Connection) -> None:
+    """It is deleted."""
+    await ask(nats, f"STREAM.PURGE.OBJ_{BUCKET}", {"filter": info_subject(BUCKET, "m/one/a")})
+
+
+async def borrow(_guard: Guarded, nats: Connection) -> None:
+    """It is that of another upload."""
+    data, signature = await stored(nats, "m/two/a")
+    await overwrite(nats, "m/one/a", data, signature)
+
+
+async def sign_as_publisher(guard: Guarded, nats: Connection) -> None:
+    """It is signed, by a user who may give other commands."""
+    data, _ = await stored(nats, "m/one/a")
+    headers = Signatures(guard.credentials("carol")).headers(info_subject(BUCKET, "m/one/a"), data)
+    await overwrite(nats, "m/one/a", data, headers[SIGNED])
+
+
+async def put_back(_guard: Guarded, nats: Connection) -> None:
+    """It is that of an upload under the same name that was deleted."""
+    data, signature = await stored(nats, "m/one/a")
+    fields = json.loads(data)
+    fields["metadata"] = {"rollbus-folder": "0" * 32}
+    subject = info_subject(BUCKET, "m/one/a")
+    data = msgspec.json.encode(fields)
+    signature = nats.signatures.headers(subject, data)[SIGNED]
+    await overwrite(nats, "m/one/a", data, signature)
+
+
+@pytest.mark.parametrize("attack", [change, unsign, leave_out, borrow, sign_as_publisher, put_back])
+async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, tmp_path: Path) -> None:
+    """The worker says so, and fetches nothing."""
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
+        await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
+        for name in ("one", "two"):
+            await put_folder(boss, BUCKET, f"m/{name}", write_folder(tmp_path / name, a=1000, b=3000))
+        await attack(guard, boss)
+        reader = ObjectReader(guard.login("w0"), name="test")
+        with pytest.raises(ControlError) as caught:
+            await reader.fetch_folder(f"{BUCKET}/m/one", tmp_path / "cache", lambda _: None)
+
+    assert caught.value.code is ControlCode.BAD_SOURCE
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
+    """One that somebody adds to a folder is as if it were not there."""
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
+        await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
+        objects = await put_folder(boss, BUCKET, "m/one", write_folder(tmp_path / "one", a=1000))
+        data, _ = await stored(boss, "m/one/a")
+        added = json.loads(data) | {"name": "m/one/b"}
+        await overwrite(boss, "m/one/b", json.dumps(added).encode(), "")
+        reader = ObjectReader(guard.login("w0"), name="test")
+        fetched = await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+
+    assert files_in(fetched) == files_in(tmp_path / "one")
+
+
+async def test_a_folder_that_was_put_without_a_signature_can_be_signed(tmp_path: Path) -> None:
+    """As by a release without signatures, or with NATS's own tools; an admin may, a worker may not."""
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss, guard.connected("w0") as worker:
+        await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
+        own, boss.signatures = boss.signatures, Signatures(None)
+        objects = await put_folder(boss, BUCKET, "m/one", write_folder(tmp_path / "one", a=1000, b=0))
+        boss.signatures = own
+        reader = ObjectReader(guard.login("w0"), name="test")
+        with pytest.raises(ControlError, match="has no signed objects below 'm/one'"):
+            await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+        with pytest.raises(ControlError, match="takes the credentials of an admin"):
+            await sign_folder(worker, objects)
+        assert await sign_folder(boss, objects) == 2
+        fetched = await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+
+    assert files_in(fetched) == files_in(tmp_path / "one")
