@@ -17,6 +17,7 @@ NATS names no sender, so identity stands in the subject, where permissions can b
 reversibly into one subject token; the other names are subject tokens already.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Final, get_args
@@ -24,7 +25,17 @@ from typing import Final, get_args
 from ..schemas.checks import check_subject_token
 from ..schemas.request import Lane
 
-__all__ = ["BUCKET", "LANES", "PREFIX", "Subjects", "check_subject_token", "decode_token", "encode_token"]
+__all__ = [
+    "BUCKET",
+    "LANES",
+    "PREFIX",
+    "Subjects",
+    "check_subject_token",
+    "decode_token",
+    "encode_token",
+    "published_bucket",
+    "upload_bucket",
+]
 
 PREFIX = "rb.v1"
 BUCKET: Final = "rollbus"
@@ -56,6 +67,19 @@ def decode_token(token: str) -> str:
     if encode_token(name) != token:
         raise ValueError(f"{token!r} is not an encoded name")
     return name
+
+
+def upload_bucket(fleet: str) -> str:
+    """Name the bucket of the object store for what admins upload."""
+    return f"{BUCKET}-{fleet}"
+
+
+def published_bucket(fleet: str, model: str) -> str:
+    """Name the bucket for what publishers of `model` upload: a permission names a bucket, but no folder in it.
+
+    A model's name may have characters that no bucket's has, so this has a hash of it.
+    """
+    return f"{upload_bucket(fleet)}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ to JetStream goes by service imports (4 to 5 us of the server's CPU for a messag
 from collections.abc import Iterable
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ..subjects import PREFIX
 from .credentials import CLIENT_ROLES, Role, User
-from .permissions import INBOX, Rule, any_subject, permissions, rules, subjects_of
+from .permissions import INBOX, Rule, any_subjects, permissions, rules, subjects_of
 
 __all__ = ["accounts"]
 
@@ -33,10 +35,16 @@ def accounts(users: Iterable[User]) -> dict[str, object]:
     """Return the `accounts` section of a server's configuration. The server refuses all other users."""
     users = tuple(users)
     found: dict[str, dict[str, Any]] = {}
+    published: dict[str, tuple[str, ...]] = {}
     for fleet in dict.fromkeys(user.fleet for user in users):
-        found[_hub(fleet)] = _hub_account(fleet)
-        found[_workers(fleet)] = _workers_account(fleet)
-    for user in users:
+        models = dict.fromkeys(model for user in users if user.fleet == fleet for model in user.models)
+        published[fleet] = tuple(models)
+        found[_hub(fleet)] = _hub_account(fleet, published[fleet])
+        found[_workers(fleet)] = _workers_account(fleet, published[fleet])
+    for one in users:
+        # Admins and workers read what all publishers upload.
+        reads_all = one.role in {Role.ADMIN, Role.WORKER}
+        user = replace(one, models=published[one.fleet]) if reads_all else one
         name = _account_of(user)
         if name not in found:
             found[name] = {"imports": _client_imports(user), "users": []}
@@ -72,28 +80,45 @@ def _tables() -> tuple[list[Rule], list[Rule], list[Rule]]:
     return by_workers, to_workers, [rule for rule in shared if not _is_of_workers(rule)]
 
 
-def _hub_account(fleet: str) -> dict[str, Any]:
+def _hub_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
     by_workers, to_workers, of_jetstream = _tables()
     exports: list[dict[str, Any]] = []
     for rule in of_jetstream:
         if rule.publish - {Role.ADMIN}:
             is_streamed = any(verb in rule.subject for verb in _STREAMED)
-            export = _service(rule, fleet) | ({"response_type": "stream"} if is_streamed else {})
-            # What some may do everywhere, others may on subjects of their own: for the server one service.
-            if export not in exports:
-                exports.append(export)
+            for service in _services(rule, fleet, models):
+                export = service | ({"response_type": "stream"} if is_streamed else {})
+                # What some may do everywhere, others may on subjects of their own: for the server one service.
+                if export not in exports:
+                    exports.append(export)
         if rule.subscribe:
-            exports.append(_stream(rule, fleet))
-    imports = [_from(_workers(fleet), _stream(rule, fleet)) for rule in by_workers if Role.ADMIN in rule.subscribe]
-    imports += [_from(_workers(fleet), _service(rule, fleet)) for rule in to_workers if Role.ADMIN in rule.publish]
+            exports += _streams(rule, fleet, models)
+    workers = _workers(fleet)
+    imports = [
+        _from(workers, stream)
+        for rule in by_workers
+        if Role.ADMIN in rule.subscribe
+        for stream in _streams(rule, fleet, models)
+    ]
+    imports += [
+        _from(workers, service)
+        for rule in to_workers
+        if Role.ADMIN in rule.publish
+        for service in _services(rule, fleet, models)
+    ]
     return {"jetstream": "enabled", "exports": exports, "imports": imports, "users": []}
 
 
-def _workers_account(fleet: str) -> dict[str, Any]:
+def _workers_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
     by_workers, to_workers, of_jetstream = _tables()
-    exports = [_stream(rule, fleet) for rule in by_workers] + [_service(rule, fleet) for rule in to_workers]
-    imports = [_from(_hub(fleet), _service(rule, fleet)) for rule in of_jetstream if Role.WORKER in rule.publish]
-    imports += [_from(_hub(fleet), _stream(rule, fleet)) for rule in of_jetstream if Role.WORKER in rule.subscribe]
+    exports = [stream for rule in by_workers for stream in _streams(rule, fleet, models)]
+    exports += [service for rule in to_workers for service in _services(rule, fleet, models)]
+    imports = []
+    for rule in of_jetstream:
+        if Role.WORKER in rule.publish:
+            imports += [_from(_hub(fleet), service) for service in _services(rule, fleet, models)]
+        if Role.WORKER in rule.subscribe:
+            imports += [_from(_hub(fleet), stream) for stream in _streams(rule, fleet, models)]
     return {"exports": exports, "imports": imports, "users": []}
 
 
@@ -110,12 +135,12 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
     return imports
 
 
-def _service(rule: Rule, fleet: str) -> dict[str, Any]:
-    return {"service": any_subject(rule, fleet)}
+def _services(rule: Rule, fleet: str, models: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [{"service": subject} for subject in any_subjects(rule, fleet, models)]
 
 
-def _stream(rule: Rule, fleet: str) -> dict[str, Any]:
-    return {"stream": any_subject(rule, fleet)}
+def _streams(rule: Rule, fleet: str, models: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [{"stream": subject} for subject in any_subjects(rule, fleet, models)]
 
 
 def _from(account: str, export: dict[str, Any]) -> dict[str, Any]:

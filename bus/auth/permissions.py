@@ -9,11 +9,11 @@ accounts (`accounts.py`) confine replies. Calls whose payload names a subject (`
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ..subjects import BUCKET, LANES, PREFIX, encode_token
+from ..subjects import BUCKET, LANES, PREFIX, encode_token, published_bucket
 from .credentials import CLIENT_ROLES, Role, User
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "SUBJECT_RULES",
     "Permissions",
     "Rule",
-    "any_subject",
+    "any_subjects",
     "permissions",
     "rules",
     "subjects_of",
@@ -34,6 +34,7 @@ _COMMANDERS: Final = frozenset({Role.ADMIN, Role.FRONTEND})
 _PUBLISHERS: Final = frozenset({Role.PUBLISHER})
 _WORKERS: Final = frozenset({Role.WORKER})
 _ADMINS: Final = frozenset({Role.ADMIN})
+_READERS: Final = _WORKERS | _PUBLISHERS | _ADMINS
 _EVERYBODY: Final = frozenset(Role)
 _OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
     CLIENT_ROLES, frozenset({"<client>", "<controller>"})
@@ -41,6 +42,8 @@ _OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
 """What stands for a user's own name."""
 _PUBLISHED: Final = "<published>"
 """Stands for each model of a publisher."""
+_UPLOADS: Final = "<uploads>"
+"""Stands for the bucket of each of them."""
 _PLACEHOLDER: Final = re.compile(r"<\w+>")
 INBOX: Final = "<inbox>."
 """Begins the subjects on which a user receives answers."""
@@ -94,6 +97,11 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch them"),
     Rule(f"{_API}.STREAM.PURGE.{_OBJECTS}", publish=_ADMINS, why="delete old uploads"),
     Rule(f"$O.{BUCKET}-<fleet>.>", publish=_ADMINS, why="upload weights and adapters"),
+    Rule(f"{_API}.STREAM.MSG.GET.OBJ_{_UPLOADS}", publish=_READERS, why="read what describes uploads of publishers"),
+    Rule(f"{_API}.STREAM.INFO.OBJ_{_UPLOADS}", publish=_READERS - _ADMINS, why="list them"),
+    Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS, why="fetch them"),
+    Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old ones"),
+    Rule(f"$O.{_UPLOADS}.>", publish=_PUBLISHERS | _ADMINS, why="upload weights of its models"),
     Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="answers to oneself"),
 )
 """The subjects of NATS's own services, as far as the software uses them."""
@@ -134,16 +142,27 @@ def rules() -> Iterator[Rule]:
 def subjects_of(rule: Rule, user: User) -> tuple[str, ...]:
     """Return the rule's subjects for one user: its own names where they stand, `*` for every peer's.
 
-    It is one subject, or one for each model of a publisher where the rule names those.
+    It is one subject, or one for each of the user's models where the rule is about those.
     """
-    names = {"<fleet>": user.fleet, "<inbox>": user.inbox_prefix, _PUBLISHED: _PUBLISHED}
-    names |= dict.fromkeys(_OWN_NAME[user.role], user.name)
-    subject = _PLACEHOLDER.sub(lambda match: names.get(match[0], "*"), rule.subject)
-    if _PUBLISHED not in subject:
-        return (subject,)
-    return tuple(subject.replace(_PUBLISHED, encode_token(model)) for model in user.models)
+    names = {"<inbox>": user.inbox_prefix} | dict.fromkeys(_OWN_NAME[user.role], user.name)
+    return _for_each_model(rule, user.fleet, user.models, names)
 
 
-def any_subject(rule: Rule, fleet: str) -> str:
-    """Return the rule's subject for all users of a fleet, with `*` for every name."""
-    return _PLACEHOLDER.sub(lambda match: fleet if match[0] == "<fleet>" else "*", rule.subject)
+def any_subjects(rule: Rule, fleet: str, models: Iterable[str]) -> tuple[str, ...]:
+    """Return the rule's subjects for all users of a fleet, with `*` for every name.
+
+    Args:
+        models: those that have publishers.
+    """
+    return tuple(dict.fromkeys(_for_each_model(rule, fleet, models, {_PUBLISHED: "*"})))
+
+
+def _for_each_model(rule: Rule, fleet: str, models: Iterable[str], names: dict[str, str]) -> tuple[str, ...]:
+    if _PUBLISHED not in rule.subject and _UPLOADS not in rule.subject:
+        models = ("",)
+    found = []
+    for model in models:
+        own = {_PUBLISHED: encode_token(model), _UPLOADS: published_bucket(fleet, model)} if model else {}
+        fixed = {"<fleet>": fleet} | own | names
+        found.append(_PLACEHOLDER.sub(lambda match, fixed=fixed: fixed.get(match[0], "*"), rule.subject))  # type: ignore[misc]
+    return tuple(found)

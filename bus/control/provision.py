@@ -7,22 +7,32 @@ from collections.abc import Iterable, Mapping
 
 from ..nats.connection import connected
 from ..nats.server import Server
+from ..objects import ensure_bucket
 from ..queue.set_limits import set_limits
 from ..queue.streams import ensure_queue
-from ..subjects import Subjects
+from ..subjects import Subjects, published_bucket
 from .store import DesiredStore
 
 __all__ = ["provision"]
 
 
-async def provision(server: Server, fleet: str, models: Iterable[str], limits: Mapping[str, int] | None = None) -> None:
+async def provision(
+    server: Server,
+    fleet: str,
+    models: Iterable[str],
+    limits: Mapping[str, int] | None = None,
+    *,
+    upload_bytes: int | None = None,
+) -> None:
     """Make the queues of `models`, and the bucket of desired states; safe to repeat.
 
     Args:
         limits: by the names of `QueueLimits`; those that queues are to have, also queues that exist.
+        upload_bytes: make the buckets for what publishers of the models upload too, of this size.
 
     Raises:
         BusBroken: JetStream does not answer or refuses; `PermissionDenied` stands behind it for who is no admin.
+        ControlError: a bucket for uploads cannot be made.
         InvalidRequest: the fleet's name cannot stand in a subject, or a queue holds more than a limit allows.
     """
     subjects = Subjects(fleet)
@@ -31,4 +41,6 @@ async def provision(server: Server, fleet: str, models: Iterable[str], limits: M
             await ensure_queue(nats, subjects, model)
             if limits:
                 await set_limits(nats, subjects, model, limits)
+            if upload_bytes:
+                await ensure_bucket(nats, published_bucket(fleet, model), max_bytes=upload_bytes)
         await DesiredStore(nats, subjects).ensure_bucket()

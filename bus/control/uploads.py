@@ -9,10 +9,11 @@ from pathlib import Path
 from ...schemas.control import LoadLora, UpdateWeights
 from ...schemas.desired import DesiredState
 from ...schemas.errors import RollbusError
+from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
 from ..nats.server import Server
 from ..objects import delete_prefix, list_objects, put_folder
-from ..subjects import Subjects, encode_token
+from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
 
 __all__ = ["Uploads", "sources_in"]
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """What was uploaded for the models of one fleet: folders in a bucket of the fleet's own.
+    """What was uploaded for the models of one fleet: folders in the fleet's bucket; for a publisher, in the model's.
 
     Each upload has a prefix of its own, so that what workers have begun to read never changes.
 
@@ -30,11 +31,16 @@ class Uploads:
 
     def __init__(self, server: str | Server, subjects: Subjects) -> None:
         self._server = server
-        self._bucket = f"rollbus-{subjects.fleet}"
+        self._fleet = subjects.fleet
+        credentials = server.credentials if isinstance(server, Server) else None
+        self._is_publisher = credentials is not None and credentials.role is Role.PUBLISHER
 
     def __repr__(self) -> str:
-        """One line with the bucket."""
-        return f"<Uploads {self._bucket}>"
+        """One line with the fleet."""
+        return f"<Uploads {self._fleet}>"
+
+    def _bucket(self, model: str) -> str:
+        return published_bucket(self._fleet, model) if self._is_publisher else upload_bucket(self._fleet)
 
     async def put(self, model: str, command: UpdateWeights | LoadLora, folder: Path) -> str:
         """Store `folder` for `command`: its source, `<bucket>/<prefix>`.
@@ -47,7 +53,7 @@ class Uploads:
         """
         prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"
         async with self._connected() as nats:
-            return await put_folder(nats, self._bucket, prefix, folder)
+            return await put_folder(nats, self._bucket(model), prefix, folder)
 
     async def delete(self, objects: str) -> None:
         """Delete one upload; what fails is logged."""
@@ -63,31 +69,31 @@ class Uploads:
         What is newer stays, or of a later version: another controller may be about to record it. What fails is logged.
         """
         home = f"{_home(model, command)}/"
-        times: dict[str, str] = {}
+        bucket, times = self._bucket(model), dict[str, str]()
         try:
             async with self._connected() as nats:
-                for info in await list_objects(nats, self._bucket, home.removesuffix("/")):
+                for info in await list_objects(nats, bucket, home.removesuffix("/")):
                     name = info.name.removeprefix(home).partition("/")[0]
                     times[name] = max(info.mtime, times.get(name, ""))
                 own = (command.source.objects or "").rpartition("/")[2]
                 for name, time in sorted(times.items()):
-                    objects = f"{self._bucket}/{home}{name}"
+                    objects = f"{bucket}/{home}{name}"
                     is_older = _is_older(name, command.version) and time < times.get(own, "")
                     if is_older and objects not in keep:
                         await delete_prefix(nats, objects)
         except RollbusError as exc:
-            logger.warning("upload.not_pruned bucket=%s home=%s error=%s", self._bucket, home, exc)
+            logger.warning("upload.not_pruned bucket=%s home=%s error=%s", bucket, home, exc)
 
     async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete the source of `command` too, which nobody wants any more, if it was uploaded here."""
         objects = command.source.objects or ""
-        if objects.startswith(f"{self._bucket}/{_home(model, command)}/"):
+        if objects.startswith(f"{self._bucket(model)}/{_home(model, command)}/"):
             await self.prune(model, command, keep)
             if objects not in keep:
                 await self.delete(objects)
 
     def _connected(self) -> AbstractAsyncContextManager[Connection]:
-        return connected(self._server, name=f"rollbus uploads {self._bucket}")
+        return connected(self._server, name=f"rollbus uploads {self._fleet}")
 
 
 def sources_in(*states: DesiredState) -> set[str]:

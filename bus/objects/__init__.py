@@ -3,10 +3,10 @@
 A folder is stored as the objects `<prefix>/<path of the file>` of a bucket; its source is written `<bucket>/<prefix>`.
 """
 
-from .catalog import delete_prefix, list_objects
+from .catalog import delete_prefix, ensure_bucket, list_objects
 from .layout import ObjectInfo
 from .reader import ObjectReader
 from .signed import sign_folder
 from .writer import put_folder
 
-__all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "list_objects", "put_folder", "sign_folder"]
+__all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "ensure_bucket", "list_objects", "put_folder", "sign_folder"]

@@ -9,10 +9,12 @@ from typing import Any, Final
 
 from nats.aio.client import Client
 
+from ...schemas.certificate import Certificate
 from ...schemas.errors import ControlCode, ControlError
 from ..auth.signatures import BadSignature
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, headers_of
+from ..subjects import published_bucket
 from .layout import (
     MAX_FILES,
     ObjectInfo,
@@ -149,6 +151,11 @@ async def _names(nats: Client, bucket: str) -> list[str]:
             return names
 
 
+def _is_own(by: Certificate, bucket: str) -> bool:
+    """The bucket is that of a model whose weights this user may replace."""
+    return any(bucket == published_bucket(by.fleet, model) for model in by.models or ())
+
+
 async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
     """Read one object's description; None: it is deleted, or not signed where it has to be."""
     subject = info_subject(bucket, name)
@@ -163,8 +170,8 @@ async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> Ob
     if is_signed:
         try:
             signed = nats.signatures.check(subject, data, headers_of(answer["message"]))
-            if signed is not None and signed.by.is_limited:
-                raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload")
+            if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
+                raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
         except BadSignature as error:
             logger.warning("objects.refused bucket=%s object=%s error=%s", bucket, name, error)
             return None

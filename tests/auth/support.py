@@ -24,6 +24,8 @@ NAMES = {
     Role.ADMIN: ("boss",),
     Role.VIEWER: ("eye",),
 }
+UPLOAD_BYTES = 64 * 1024**2
+"""Of the bucket of each model's publishers."""
 PUBLISHED = {"carol": (MODEL,), "dave": ("forged",)}
 """Models of the publishers."""
 
@@ -77,5 +79,5 @@ async def guarded(folder: Path, *, models: tuple[str, ...] = (MODEL,)) -> AsyncI
     )
     async with EmbeddedServer(users=[entry.user for entry in entries]) as server:
         guard = Guarded(server, folder)
-        await provision(guard.login("boss"), FLEET, models)
+        await provision(guard.login("boss"), FLEET, models, upload_bytes=UPLOAD_BYTES)
         yield guard

@@ -168,6 +168,18 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"{api}.STREAM.PURGE.OBJ_rollbus-{FLEET}", {A}
     yield f"$O.rollbus-{FLEET}.C.x", {A}
     yield f"$O.rollbus-{FLEET}.M.x", {A}
+    own, daves = (f"rollbus-{FLEET}-{digest}" for digest in ("62c66a7a5dd70c31", "ccdd35168ab474fa"))
+    for bucket, publishers in ((own, {P}), (daves, set[Role]())):
+        yield f"$O.{bucket}.C.x", {A} | publishers
+        yield f"$O.{bucket}.M.x", {A} | publishers
+        yield f"{api}.STREAM.PURGE.OBJ_{bucket}", {A} | publishers
+        yield f"{api}.STREAM.INFO.OBJ_{bucket}", {A, W} | publishers
+        yield f"{api}.STREAM.MSG.GET.OBJ_{bucket}", {A, W} | publishers
+        yield f"{api}.DIRECT.GET.OBJ_{bucket}", {W}
+        yield f"{api}.STREAM.DELETE.OBJ_{bucket}", set()
+        yield f"{api}.STREAM.UPDATE.OBJ_{bucket}", {A}
+        yield f"{api}.STREAM.MSG.DELETE.OBJ_{bucket}", set()
+        yield f"{api}.CONSUMER.CREATE.OBJ_{bucket}.spy", {A}
     yield f"{api}.META.LEADER.STEPDOWN", set()
     yield f"{api}.ACCOUNT.PURGE.{FLEET}", set()
     yield "$SYS.REQ.SERVER.PING", set()

@@ -7,15 +7,17 @@ import pytest
 import rollbus.bus.subjects
 from rollbus.bus.auth.credentials import Role, User
 from rollbus.bus.auth.permissions import SUBJECT_RULES, permissions
+from rollbus.bus.subjects import published_bucket
 from tests.auth.permissions_doc import DOC, with_table
 
+OF_BUCKETS = r"\.(KV_rollbus|OBJ_rollbus-F(-[0-9a-f]{16})?)$"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 CLIENTS = [role for role in Role if role is not Role.WORKER]
 
 
 def user(role: Role, name: str) -> User:
     """A user whose key does not matter."""
-    return User(fleet="F", role=role, name=name, public_key="U")
+    return User(fleet="F", role=role, name=name, public_key="U", models=("m",) if role is Role.PUBLISHER else ())
 
 
 def test_every_subject_of_the_software_has_a_decision() -> None:
@@ -46,7 +48,7 @@ def test_a_client_names_itself_wherever_a_client_stands(role: Role) -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
-    """Its configuration could copy every subject into it: not even workers may."""
+    """Its configuration could copy every subject into it: not even workers may. A publisher empties its own bucket."""
     changes = [
         subject
         for subject in permissions(user(role, "me")).publish
@@ -54,7 +56,10 @@ def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
         and "CONSUMER" not in subject
     ]
 
-    assert bool(changes) == (role is Role.ADMIN)
+    if role is Role.PUBLISHER:
+        assert changes == [f"$JS.API.STREAM.PURGE.OBJ_{published_bucket('F', 'm')}"]
+    else:
+        assert bool(changes) == (role is Role.ADMIN)
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -63,7 +68,7 @@ def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
     reads = [
         subject
         for subject in permissions(user(role, "me")).publish
-        if re.search(r"MSG\.GET|DIRECT\.GET", subject) and not re.search(r"\.(KV_rollbus|OBJ_rollbus-F)$", subject)
+        if re.search(r"MSG\.GET|DIRECT\.GET", subject) and not re.search(OF_BUCKETS, subject)
     ]
 
     assert reads == []

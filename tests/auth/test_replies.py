@@ -20,7 +20,7 @@ from rollbus.bus.nats.connection import Connection, publish, subscribe
 from rollbus.bus.nats.jetstream import ask, put
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.queue.streams import stream_name
-from rollbus.bus.subjects import LANES, Subjects
+from rollbus.bus.subjects import LANES, Subjects, published_bucket
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import decode_client_presence, decode_command, decode_link_message, decode_request_message
 from rollbus.schemas.request import Lane
@@ -42,10 +42,18 @@ ATTACKERS = {
 }
 """An admin may change everything already."""
 BUCKET = f"rollbus-{FLEET}"
-STREAMS = (QUEUE, stream_name(SUBJECTS, MODEL, "resume"), "KV_rollbus", f"OBJ_{BUCKET}")
+CAROLS, DAVES = (published_bucket(FLEET, model) for model in (MODEL, "forged"))
+STREAMS = (QUEUE, stream_name(SUBJECTS, MODEL, "resume"), "KV_rollbus", f"OBJ_{BUCKET}", f"OBJ_{CAROLS}")
 STATE = f"$KV.rollbus.{FLEET}.{MODEL}"
 
-STORED = (STATE, f"$O.{BUCKET}.M.x", f"$O.{BUCKET}.C.x", f"rb.v1.{FLEET}.req.bob.{MODEL}.normal")
+STORED = (
+    STATE,
+    f"$O.{CAROLS}.M.x",
+    f"$O.{CAROLS}.C.x",
+    f"$O.{BUCKET}.M.x",
+    f"$O.{BUCKET}.C.x",
+    f"rb.v1.{FLEET}.req.bob.{MODEL}.normal",
+)
 """Subjects of streams: an answer there would be stored in another's name."""
 VERBS = (
     *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE") for stream in STREAMS),
@@ -165,9 +173,11 @@ async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_pa
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
     heard: list[tuple[str, str]] = []
     async with guarded(tmp_path) as guard, guard.connected("boss") as admin, guard.connected("bob") as bob:
-        await ensure_bucket(admin, BUCKET, max_bytes=1024**2)
+        for bucket in (BUCKET, DAVES):
+            await ensure_bucket(admin, bucket, max_bytes=1024**2)
         await put(admin, STATE, b"{}")
         await put(admin, f"$O.{BUCKET}.C.content", b"content")
+        await put(admin, f"$O.{CAROLS}.C.content", b"content")
         await put(bob, f"rb.v1.{FLEET}.req.bob.{MODEL}.normal", b"a request")
         before = await contents(admin)
         async with victims(guard, heard), guard.connected(name) as attacker:

@@ -13,6 +13,8 @@ import rollbus
 from rollbus.bus.auth.credentials import Role
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
+from rollbus.bus.objects import list_objects
+from rollbus.bus.subjects import published_bucket
 from rollbus.frontend.cli.http_service import bind_address, serve_http, settings_from_environment
 from rollbus.schemas.control import Pause
 from rollbus.schemas.desired import DesiredState, Recorded
@@ -113,26 +115,31 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
-    """It generates as a trainer does, and updates by path, also after an admin has paused: the pause stays."""
+    """It generates as a trainer does, and updates by path and upload, also after an admin's pause, which stays."""
     one, two = folders(tmp_path / "weights")
     own: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(one.parent),)}
-    async with guarded(tmp_path / "auth") as guard, serving(guard, "w0", **own):
+    own["cache_dir"] = str(tmp_path / "cache")
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as nats, serving(guard, "w0", **own):
         async with rollbus.connect(guard.login("carol")) as carol, rollbus.connect(guard.login("boss")) as boss:
             await carol.fleet.wait_for_workers()
             await boss.fleet.wait_for_workers()
             assert (await carol.complete(ask())).error is None
-            assert (await carol.fleet.update_weights(two, version=2)).is_complete
+            assert (await carol.fleet.update_weights(two, version=1, upload=True, allow_rollback=True)).is_complete
+            for version in (2, 3):
+                assert (await carol.fleet.update_weights(one, version=version, upload=True)).is_complete
+            assert len(await list_objects(nats, published_bucket(FLEET, MODEL))) == 2 * len(list(one.iterdir()))
+            assert (await carol.fleet.update_weights(two, version=4)).is_complete
             assert (await boss.fleet.pause()).is_complete
-            for version in range(3, 6):
+            for version in range(5, 8):
                 assert (await carol.fleet.update_weights(one, version=version)).is_complete
             # Who starts now reads the pause of the admin beside the weights of the publisher.
             async with serving(guard, "w1", **own):
-                await until_worker(boss, "w1", lambda it: (it.state, it.weight_version) == (WorkerState.PAUSED, 5))
+                await until_worker(boss, "w1", lambda it: (it.state, it.weight_version) == (WorkerState.PAUSED, 7))
             state = (await boss.fleet.state()).desired[MODEL]
             assert (await boss.fleet.resume(workers=["w0"])).is_complete
             assert (await carol.complete(ask())).error is None
 
-        assert (state.registers["pause"].command.command, state.epoch) == ("pause", 5)
+        assert (state.registers["pause"].command.command, state.epoch) == ("pause", 8)
         assert guard.violations() == []
 
 

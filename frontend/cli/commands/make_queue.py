@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         help="requests of one client that may wait in one lane; the client keeps the rest (a new queue: 1,024)",
     )
+    parser.add_argument(
+        "--upload-bytes",
+        metavar="N",
+        type=positive_int,
+        help="also make the bucket for what publishers of the model upload, of this size (34359738368: 32 GiB)",
+    )
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -42,7 +48,7 @@ async def run(args: argparse.Namespace) -> int:
 
     given = {"max_msgs": args.max_requests, "max_bytes": args.max_bytes, "max_per_client": args.max_per_client}
     given = {name: value for name, value in given.items() if value is not None}
-    await provision(Server.named(args.nats), args.fleet, args.models, given)
+    await provision(Server.named(args.nats), args.fleet, args.models, given, upload_bytes=args.upload_bytes)
     if args.json:
         print_json({"models": args.models})
     else:
