@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nats_url=server.url,
             credentials=server.credentials,
             tls=server.tls,
+            replicas=server.replicas,
             fleet=fleet,
             worker_id=worker_id or default_worker_id(),
             model=args.served_model_name or Path(args.model or "synthetic").resolve().name,

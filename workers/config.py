@@ -53,6 +53,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the NATS user that it is; None: the server lets everybody in."""
     tls: Tls = Tls()
     """With which files the connection is protected."""
+    replicas: int | None = None
+    """Of the queue and the bucket, if the worker makes them; None: as many as is usual."""
     model: str
     """Served model name: what requests call it."""
     fleet: str = "default"
@@ -97,4 +99,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def server(self) -> Server:
         """Where it connects, and as whom."""
-        return Server(self.nats_url, self.credentials, self.tls)
+        return Server(self.nats_url, self.credentials, self.tls, self.replicas)

@@ -83,6 +83,7 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.INFO", publish=_EVERYBODY, why="what the server has room for"),
     Rule(f"{_API}.CONSUMER.INFO.*.*", publish=_EVERYBODY, why="how much waits in a queue, and whether it is there"),
     Rule(f"{_API}.STREAM.INFO.*", publish=_ADMINS, why="how a queue is set up"),
+    Rule(f"{_API}.STREAM.LIST", publish=_ADMINS, why="find streams, their leaders and replicas"),
     Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _ADMINS, why="which models have a desired state"),
     *(Rule(f"{_API}.CONSUMER.MSG.NEXT.*.{lane}", publish=_WORKERS, why="take requests") for lane in LANES),
     *(Rule(f"$JS.ACK.*.{lane}.>", publish=_WORKERS, why="acknowledge requests") for lane in LANES),

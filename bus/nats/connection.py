@@ -85,7 +85,7 @@ class Connection(PatchedNatsClient):
         on_reconnect: Callable[[], Awaitable[None]] | None = None,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        super().__init__(requires_tls=server.requires_tls)
+        super().__init__(requires_tls=server.requires_tls, replicas=server.replicas)
         self._server = server
         self._user = None if server.credentials is None else server.credentials.user
         self.signatures = Signatures(server.credentials)

@@ -9,13 +9,16 @@ from nats import errors as nats_errors
 from nats.aio.client import Client
 
 from ...schemas.errors import BusBroken
+from .patched_client import PatchedNatsClient
 
 __all__ = [
     "API",
     "API_TIMEOUT_S",
+    "DEFAULT_REPLICAS",
     "NAME_IN_USE",
     "NO_CONSUMER",
     "NO_MESSAGE",
+    "NO_PEERS",
     "NO_STORAGE",
     "NO_STREAM",
     "ApiError",
@@ -37,6 +40,10 @@ NO_CONSUMER: Final = 10014
 NO_MESSAGE: Final = 10037
 NAME_IN_USE: Final = 10058
 NO_STORAGE: Final = 10047
+NO_PEERS: Final = 10005
+"""Fewer servers of the cluster have room than there are to be replicas."""
+DEFAULT_REPLICAS: Final = 3
+"""In a cluster: one of three servers may be gone."""
 _NO_LEADER: Final = frozenset({10008, 10009})
 """JetStream's errors while a cluster elects a leader."""
 
@@ -140,9 +147,10 @@ async def _request(
     return answer
 
 
-async def create_stream(nats: Client, config: dict[str, Any]) -> None:
+async def create_stream(nats: PatchedNatsClient, config: dict[str, Any]) -> None:
     """Create a stream, unless another program does so at the same time.
 
+    It has as many replicas as the program asks for; otherwise three in a cluster that has room for them, else one.
     The server sets `max_bytes` aside. Where it cannot, the stream shares what the server has, which is bounded too.
 
     Raises:
@@ -150,15 +158,29 @@ async def create_stream(nats: Client, config: dict[str, Any]) -> None:
         BusBroken: it does not answer.
     """
     name = config["name"]
-    try:
-        await ask(nats, f"STREAM.CREATE.{name}", config)
-    except ApiError as error:
-        if error.code == NAME_IN_USE:  # another program with other limits was faster
+    config = {**config, "num_replicas": nats.replicas or (DEFAULT_REPLICAS if nats.is_in_cluster else 1)}
+    while True:
+        try:
+            await ask(nats, f"STREAM.CREATE.{name}", config)
+        except ApiError as error:
+            if error.code == NAME_IN_USE:  # another program with other limits was faster
+                return
+            config = _lesser(nats, config, error)
+        else:
             return
-        if error.code != NO_STORAGE:
-            raise
+
+
+def _lesser(nats: PatchedNatsClient, config: dict[str, Any], error: ApiError) -> dict[str, Any]:
+    """Return what the server may make instead. ApiError: nothing."""
+    name, replicas = config["name"], config["num_replicas"]
+    is_full = error.code == NO_STORAGE or (error.code == NO_PEERS and "storage" in str(error))
+    if is_full and config.get("max_bytes", -1) != -1:
         logger.warning("jetstream.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
-        await ask(nats, f"STREAM.CREATE.{name}", {**config, "max_bytes": -1})
+        return {**config, "max_bytes": -1}
+    if error.code == NO_PEERS and nats.replicas is None and replicas > 1:
+        logger.warning("jetstream.fewer_replicas stream=%s wanted=%s error=%s", name, replicas, error)
+        return {**config, "num_replicas": 1}
+    raise error
 
 
 def headers_of(message: dict[str, Any]) -> dict[str, str]:

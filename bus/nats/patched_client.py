@@ -43,10 +43,12 @@ class PatchedNatsClient(Client):
     Args:
         requires_tls: close a connection before anything is sent to a server that offers no TLS, each time: at the first
             connection, after a reconnect, and with each learned server.
+        replicas: of the streams that are created here; None: as many as is usual.
     """
 
-    def __init__(self, *, requires_tls: bool = False) -> None:
+    def __init__(self, *, requires_tls: bool = False, replicas: int | None = None) -> None:
         super().__init__()
+        self.replicas = replicas
         self._transport = self._wire = NatsTransport(requires_tls=requires_tls)
 
     @property

@@ -5,15 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ...schemas.checks import check_int
+from ...schemas.errors import InvalidRequest
 from ..auth.credentials import Credentials, load_credentials
 from ..auth.tls import Tls
 from .address import DEFAULT_PORT, parse_urls
 
-__all__ = ["CREDENTIALS_VARIABLE", "Server", "default_url"]
+__all__ = ["CREDENTIALS_VARIABLE", "MAX_REPLICAS", "Server", "default_url"]
 
 URL_VARIABLE: Final = "ROLLBUS_NATS"
 CREDENTIALS_VARIABLE: Final = "ROLLBUS_CREDS"
 """Names the credentials file of a program that was given none."""
+REPLICAS_VARIABLE: Final = "ROLLBUS_REPLICAS"
+MAX_REPLICAS: Final = 5
+"""NATS allows no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,14 @@ class Server:
     credentials: Credentials | None = None
     """None: no user of `rollbus auth init`."""
     tls: Tls = field(default_factory=Tls)
+    replicas: int | None = None
+    """Of the queues, buckets and object stores that the program makes; None: three in a cluster that has room for them,
+    else one."""
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.replicas is not None:
+            check_int("replicas", self.replicas, 1, MAX_REPLICAS)
 
     @property
     def requires_tls(self) -> bool:
@@ -55,6 +68,7 @@ class Server:
 
         Raises:
             BusBroken: a URL is malformed, or the credentials cannot be read.
+            InvalidRequest: `$ROLLBUS_REPLICAS` is no number of replicas.
         """
         if isinstance(url, Server):
             return url
@@ -63,9 +77,18 @@ class Server:
             credentials = load_credentials(path) if path else None
         if url is not None and not isinstance(url, str):
             url = ",".join(str(one) for one in url) or ","  # none at all is no default
-        server = cls(url or default_url(), credentials, Tls.from_environment())
+        server = cls(url or default_url(), credentials, Tls.from_environment(), _replicas())
         _ = server.urls
         return server
+
+
+def _replicas() -> int | None:
+    text = os.environ.get(REPLICAS_VARIABLE)
+    if not text:
+        return None
+    if not text.isdecimal() or not 0 < int(text[:9]) <= MAX_REPLICAS:
+        raise InvalidRequest(field=REPLICAS_VARIABLE, problem=f"is {text[:80]!r}", allowed=f"1 to {MAX_REPLICAS}")
+    return int(text)
 
 
 def default_url() -> str:

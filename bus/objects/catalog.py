@@ -38,7 +38,7 @@ BUCKET_BYTES: Final = 32 * 1024**3
 """Of a bucket that is made here: two checkpoints of a model with 8 billion parameters in 16 bits."""
 
 
-async def ensure_bucket(nats: Client, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> None:
+async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> None:
     """Make the bucket unless it is there; one that is there stays as it is.
 
     Raises:

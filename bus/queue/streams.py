@@ -15,6 +15,7 @@ from nats.aio.client import Client
 from ...schemas.errors import BusBroken, PermissionDenied
 from ...schemas.request import Lane
 from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds
+from ..nats.patched_client import PatchedNatsClient
 from ..subjects import LANES, Subjects, encode_token
 from .limits import QueueLimits
 
@@ -94,7 +95,9 @@ def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
     return name
 
 
-async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: QueueLimits | None = None) -> None:
+async def ensure_queue(
+    nats: PatchedNatsClient, subjects: Subjects, model: str, limits: QueueLimits | None = None
+) -> None:
     """Make the streams and consumers of `model` that are missing; safe to repeat.
 
     Those that exist stay as they are, whatever their limits: a lower bound would delete requests that wait. If nothing
@@ -116,7 +119,9 @@ async def ensure_queue(nats: Client, subjects: Subjects, model: str, limits: Que
         ) from error
 
 
-async def _ensure_lane(nats: Client, subjects: Subjects, model: str, lane: Lane, limits: QueueLimits) -> None:
+async def _ensure_lane(
+    nats: PatchedNatsClient, subjects: Subjects, model: str, lane: Lane, limits: QueueLimits
+) -> None:
     name = stream_name(subjects, model, lane)
     try:
         await ask(nats, f"CONSUMER.INFO.{name}.{lane}")

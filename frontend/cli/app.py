@@ -94,6 +94,8 @@ def _apply_login(args: argparse.Namespace) -> None:
         path = getattr(args, option.replace("-", "_"))
         if path:
             os.environ[variable] = str(Path(path).absolute())
+    if args.replicas is not None:
+        os.environ["ROLLBUS_REPLICAS"] = str(args.replicas)
     if args.fleet is None and not getattr(args.command, "READS_NO_CREDENTIALS", False):
         args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
 
@@ -170,6 +172,13 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
     for option, variable, what, default in LOGIN_OPTIONS:
         group.add_argument(f"--{option}", metavar="FILE", help=f"{what} (default: ${variable}, or {default})")
+    group.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        choices=range(1, 6),
+        help="of queues and buckets that are made (default: $ROLLBUS_REPLICAS, or 3 in a cluster, else 1)",
+    )
     group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="of what is on stderr; json: one object a line"

@@ -1,0 +1,139 @@
+"""Changing the replicas of a fleet's streams, one stream at a time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+from ...schemas.checks import check_int
+from ...schemas.errors import BusBroken, PermissionDenied
+from ..nats.connection import connected
+from ..nats.jetstream import NO_PEERS, ApiError, Unanswered, ask
+from ..nats.patched_client import PatchedNatsClient
+from ..nats.server import MAX_REPLICAS, Server
+from ..nats.stream_info import StreamInfo, list_streams, parse_stream
+from ..objects.layout import stream_of
+from ..queue.streams import STREAM_LANES
+from ..subjects import BUCKET, Subjects
+
+__all__ = ["ReplicaChange", "describe_stream", "is_of_fleet", "set_replicas"]
+
+LOOK_AGAIN_S: Final = 0.5
+"""Between looks at a stream that is copied: a copy of an empty one takes about a second."""
+OBJECTS: Final = "objects"
+
+
+class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one stream."""
+
+    stream: str
+    what: str
+    """Of a fleet: `queue of m`, for example."""
+    before: int
+    after: int
+    leader: str
+
+
+async def set_replicas(
+    server: Server, fleet: str, count: int, *, objects: int | None = None, timeout_s: float
+) -> AsyncIterator[ReplicaChange]:
+    """Give the fleet's queues, desired states and objects `count` replicas; yields each stream once it is current.
+
+    A stream is changed when all before it are current: copying takes the servers' time, and an error stops the rest.
+
+    Args:
+        objects: replicas of uploaded objects, which can be uploaded again; None: `count`.
+        timeout_s: for each stream to be current.
+
+    Raises:
+        InvalidRequest: a number is out of range.
+        BusBroken: the servers are no cluster or fewer than `count`, this user is no admin, a stream has no leader or is
+            not current in time. Streams that were yielded stay changed.
+    """
+    check_int("replicas", count, 1, MAX_REPLICAS)
+    objects = count if objects is None else check_int("objects", objects, 1, MAX_REPLICAS)
+    subjects = Subjects(fleet)
+    async with connected(server, name=f"rollbus replicas {fleet}") as nats:
+        if not nats.is_in_cluster and max(count, objects) > 1:
+            raise BusBroken(f"{max(count, objects)} replicas need as many servers; this one is in no cluster")
+        for stream in await _streams(nats, subjects):
+            what = describe_stream(stream.name, stream.config)
+            wanted = objects if what.startswith(OBJECTS) else count
+            after = await _change(nats, stream, what, wanted, timeout_s)
+            yield ReplicaChange(
+                stream=stream.name, what=what, before=stream.replicas, after=after.replicas, leader=after.leader
+            )
+
+
+def is_of_fleet(stream: StreamInfo, subjects: Subjects) -> bool:
+    """True if rollbus made a stream for this fleet, or for all fleets."""
+    fleet = subjects.fleet
+    is_queue = (stream.config.get("metadata") or {}).get("fleet") == fleet and stream.name.startswith(f"rb~{fleet}~")
+    return is_queue or stream.name in {f"KV_{BUCKET}", stream_of(f"{BUCKET}-{fleet}")}
+
+
+def describe_stream(name: str, config: dict[str, object]) -> str:
+    """Say what a stream of `is_of_fleet` holds."""
+    metadata = config.get("metadata")
+    model = metadata.get("model", name) if isinstance(metadata, dict) else name
+    if name == f"KV_{BUCKET}":
+        return "desired states"
+    if name.startswith("OBJ_"):
+        return OBJECTS
+    return f"queue of {model}" + (" (resumed requests)" if name.endswith("~resume") else "")
+
+
+async def _streams(nats: PatchedNatsClient, subjects: Subjects) -> list[StreamInfo]:
+    try:
+        streams, missing = await list_streams(nats)
+    except PermissionDenied as error:
+        raise BusBroken(f"{error}; an admin changes replicas (--creds FILE)") from error
+    except ApiError as error:
+        raise BusBroken(f"the streams cannot be listed: {error}") from error
+    if missing:
+        raise BusBroken(f"{', '.join(missing)} have no leader: start their servers first; nothing was changed")
+    return [stream for stream in streams if is_of_fleet(stream, subjects)]
+
+
+async def _change(nats: PatchedNatsClient, stream: StreamInfo, what: str, wanted: int, timeout_s: float) -> StreamInfo:
+    try:
+        if stream.replicas != wanted:
+            await ask(nats, f"STREAM.UPDATE.{stream.name}", {**stream.config, "num_replicas": wanted})
+        return await _current(nats, stream.name, what, wanted, timeout_s)
+    except ApiError as error:
+        if error.code == NO_PEERS:
+            raise BusBroken(
+                f"{wanted} replicas of the {what} need as many servers in the cluster, with room for it: {error}"
+            ) from error
+        raise BusBroken(f"the replicas of the {what} cannot be changed: {error}") from error
+
+
+def _consumers(stream: str) -> list[str]:
+    """Return the questions for the consumers of a stream: those of a queue's lanes."""
+    if not stream.startswith("rb~"):
+        return []
+    lanes = next(lanes for lanes in STREAM_LANES if ("resume" in lanes) == stream.endswith("~resume"))
+    return [f"CONSUMER.INFO.{stream}.{lane}" for lane in lanes]
+
+
+async def _current(nats: PatchedNatsClient, name: str, what: str, wanted: int, timeout_s: float) -> StreamInfo:
+    """Wait until a stream has all its replicas, and each is current."""
+    seen = ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    stream = parse_stream(await ask(nats, f"STREAM.INFO.{name}"))
+                    # Consumers have replicas of their own, which follow those of their stream.
+                    clusters = [stream, *[parse_stream(await ask(nats, one)) for one in _consumers(name)]]
+                except Unanswered as error:  # it elects a leader
+                    seen = str(error)
+                else:
+                    if all(one.others == wanted - 1 and not one.behind for one in clusters):
+                        return stream
+                    behind = sorted({server for one in clusters for server in one.behind})
+                    seen = f"behind are {', '.join(behind) or 'servers that were not chosen yet'}"
+                await asyncio.sleep(LOOK_AGAIN_S)
+    except TimeoutError:
+        raise BusBroken(f"the {what} has not {wanted} current replicas after {timeout_s:g} s: {seen}") from None
