@@ -188,7 +188,7 @@ class Controller:
         if len(own) > 1:
             # What one model refuses is recorded for none.
             for model, wanted in own.items():
-                desired.record(await self.store.read(model) or DesiredState(model=model), wanted)
+                desired.record(await self.store.current(model), wanted)
         return tuple([await self._record_one(model, wanted, roster, revise) for model, wanted in own.items()])
 
     async def _record_one(self, model: str, wanted: AnyCommand, roster: Roster, revise: Revise | None) -> Recording:

@@ -79,6 +79,14 @@ class DesiredStore:
         """
         return self._usable(model, await self._revisions.find(model)).state
 
+    async def current(self, model: str) -> DesiredState:
+        """The state that a command would be recorded over, empty where there is none; waits while a leader is elected.
+
+        Raises:
+            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+        """
+        return await self.change(model, lambda state: state)
+
     async def confirmed_s(self) -> float:
         """Seconds since a majority of the servers that hold the states confirmed the one that answers as their leader.
 

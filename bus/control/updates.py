@@ -141,7 +141,7 @@ class Updates:
         await self._uploads.delete_source(model, command, keep)
 
     async def _state(self, model: str) -> DesiredState:
-        return await self._controller.store.read(model) or DesiredState(model=model)
+        return await self._controller.store.current(model)
 
     async def _check_version(self, model: str, command: UpdateWeights, roster: Roster) -> None:
         """Raise what recording would raise, before anything is uploaded or asked."""

@@ -41,6 +41,8 @@ _FULL: Final = frozenset({10077, 10023, 10047, 10002})
 _TOO_LARGE: Final = 10054
 _NOT_NOW: Final = frozenset({429, 503})
 """Kinds of errors that pass: more than 10,000 publishes before the disk had taken them; no leader."""
+_IN_PROCESS: Final = 10158
+"""JetStream's error for a publish that came again before the servers of a cluster agreed on the first one."""
 _NO_RESPONDERS: Final = "503"
 _SHARE_FULL: Final = "maximum messages per subject exceeded"
 """The server's words for a client whose share of a lane is full. The code is that of a full stream."""
@@ -325,7 +327,7 @@ def _decode_publish_ack(message: Msg) -> PublishResult | None:
         code = ErrorCode.QUEUE_FULL
     elif error.err_code == _TOO_LARGE:
         code = ErrorCode.TOO_LARGE
-    elif error.code in _NOT_NOW:
+    elif error.code in _NOT_NOW or error.err_code == _IN_PROCESS:
         return None
     else:
         code = ErrorCode.UNKNOWN

@@ -35,6 +35,8 @@ MAX_WAITING: Final = 65_536
 """Pulls that may wait on one lane; each worker has one."""
 REMADE_MARGIN_S: Final = 5.0
 """A stream takes requests some milliseconds before its consumers are made, and servers of a cluster differ in time."""
+LOOK_S: Final = 2.0
+"""For the server to say that a queue is there; while a cluster elects a leader nobody does, and workers ask again."""
 MAX_NAME_CHARS: Final = 240
 """The server allows 255, file systems 255 bytes."""
 
@@ -124,7 +126,7 @@ async def _ensure_lane(
 ) -> None:
     name = stream_name(subjects, model, lane)
     try:
-        await ask(nats, f"CONSUMER.INFO.{name}.{lane}")
+        await ask(nats, f"CONSUMER.INFO.{name}.{lane}", timeout_s=LOOK_S)
         return
     except ApiError as error:
         if error.code not in {NO_STREAM, NO_CONSUMER}:

@@ -1,11 +1,17 @@
 """Publishing to the queue: one result for each request, whatever happens to it, and no request stored twice."""
 
+import json
+from typing import cast
+
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 import rollbus.bus.queue.publisher
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.publisher import _decode_publish_ack
 from rollbus.bus.queue.streams import ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
@@ -50,6 +56,14 @@ async def test_a_repeated_id_is_stored_once(nats_url: str, fleet: str) -> None:
 
         assert (await client.publish(msg_id="alice.1.r.0.0")).is_duplicate
         assert await waiting(client, fleet) == {"resume": 0, "high": 0, "normal": 0, "low": 0}
+
+
+def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
+    """The first one is on its way through the servers: what became of it is known a little later."""
+    answer = {"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}
+    message = Msg(cast(Client, None), data=json.dumps(answer).encode())
+
+    assert _decode_publish_ack(message) is None
 
 
 @pytest.mark.parametrize("limits", [QueueLimits(max_msgs=2), QueueLimits(max_bytes=3000)])

@@ -37,6 +37,8 @@ from tests.support.waits import until
 
 __all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing"]
 
+SOON_AFTER_S = 0.25
+"""For the answers of other servers of a cluster on the same machine."""
 ARRAYS = (
     "token_ids",
     "logprobs",
@@ -109,17 +111,21 @@ def _check_child(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
 
 
 @contextlib.asynccontextmanager
-async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
+async def observing(url: str, fleet: str, *, num_servers: int = 1) -> AsyncIterator["Observer"]:
     """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8).
 
     Of commands that were given in the block, workers have kept what they said (I4, I5).
+
+    Args:
+        num_servers: of the cluster at `url`, all of which must run whenever the observer is asked. Messages of several
+            servers have no common order, and some are not heard: nothing is said of I4 and I5 there.
     """
     tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     async with opened(url) as connection:
-        observer = Observer(connection, fleet)
+        observer = Observer(connection, fleet, num_servers)
         await observer.listen()
         yield observer
-        assert observer.history.problems == [], observer.history.problems
+        assert num_servers > 1 or observer.history.problems == [], observer.history.problems
         await until(observer.connections, [])
         assert await observer.num_slow_consumers() == 0
 
@@ -139,8 +145,9 @@ async def observing(url: str, fleet: str) -> AsyncIterator["Observer"]:
 class Observer:
     """What the server and the workers say about one fleet; made by `observing`."""
 
-    def __init__(self, connection: Connection, fleet: str) -> None:
+    def __init__(self, connection: Connection, fleet: str, num_servers: int) -> None:
         self._nats = connection
+        self._num_servers = num_servers
         self._subjects = Subjects(fleet)
         self._root = self._subjects.ping.removesuffix("ping")
         self._hears_frames = False
@@ -242,7 +249,7 @@ class Observer:
         return [
             str(connection.get("name"))
             for connection in await self._list_connections()
-            if connection["cid"] != self._nats.client_id
+            if (connection["server"], connection["cid"]) != (self._nats._server_info["server_id"], self._nats.client_id)
             and any(subject.startswith(self._root) for subject in connection.get("subscriptions_list") or [])
         ]
 
@@ -253,13 +260,44 @@ class Observer:
 
     async def num_slow_consumers(self) -> int:
         """Connections that the server gave up for being slow, since its start: each means dropped messages."""
-        stats = await self._ask("$SYS.REQ.ACCOUNT.PING.STATZ")
-        return sum(int(account["slow_consumers"]) for account in stats["data"]["account_statz"])
+        # Servers without a connection of the account do not answer.
+        answers = await self._ask_servers("$SYS.REQ.ACCOUNT.PING.STATZ", num_wanted=1)
+        return sum(
+            int(account["slow_consumers"]) for stats in answers for account in stats["data"]["account_statz"] or ()
+        )
 
     async def _list_connections(self) -> list[dict[str, Any]]:
-        answer = await self._ask("$SYS.REQ.SERVER.PING.CONNZ", {"subscriptions": True})
-        connections: list[dict[str, Any]] = answer["data"]["connections"]
-        return connections
+        answers = await self._ask_servers("$SYS.REQ.SERVER.PING.CONNZ", {"subscriptions": True})
+        return [
+            {**connection, "server": answer["server"]["id"]}
+            for answer in answers
+            for connection in answer["data"]["connections"] or ()
+        ]
+
+    async def _ask_servers(
+        self, subject: str, question: object = None, *, num_wanted: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The answers of all servers of the cluster; of some, with `num_wanted`, those that come soon after these."""
+        num_wanted = num_wanted or self._num_servers
+        answers: list[dict[str, Any]] = []
+        has_all = asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            answers.append(json.loads(message.data))
+            if len(answers) >= num_wanted:
+                has_all.set()
+
+        inbox = self._nats.new_inbox()
+        subscription = await subscribe(self._nats, inbox, take)
+        try:
+            await publish(self._nats, subject, b"" if question is None else json.dumps(question).encode(), reply=inbox)
+            async with asyncio.timeout(SOON_S):
+                await has_all.wait()
+            if num_wanted < self._num_servers:
+                await asyncio.sleep(SOON_AFTER_S)
+        finally:
+            await subscription.unsubscribe()
+        return answers
 
     async def _ask(self, subject: str, question: object = None) -> dict[str, Any]:
         payload = b"" if question is None else json.dumps(question).encode()

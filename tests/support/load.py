@@ -38,17 +38,20 @@ class Load:
         strikes: Mapping[int, Strike] | None = None,
         max_in_flight: int = 512,
         legs: int = 1,
+        on_result: Callable[[], object] = lambda: None,
     ) -> list[Generation]:
         """Complete all of it and check every result (I1 to I3, and equality).
 
         Args:
             strikes: what to do when so many results are there.
             legs: how many workers may serve one attempt.
+            on_result: called at each result.
         """
         left = dict(strikes or {})
         results = []
         async for generation in rb.complete_many(self.requests, max_in_flight=max_in_flight):
             results.append(generation)
+            on_result()
             strike = left.pop(len(results), None)
             if strike is not None:
                 await strike()

@@ -27,7 +27,8 @@ from rollbus.bus.auth.credentials import User
 from rollbus.bus.nats import embedded
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer, server_config
-from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.jetstream import ApiError, ask
+from rollbus.schemas.errors import BusBroken
 from tests.support.connections import opened
 from tests.support.patience import SOON_S, patient
 from tests.support.tcp_proxy import TcpProxy
@@ -192,6 +193,20 @@ class NatsCluster:
         await until(is_known, expected=True)
         return NAMES.index(found[0])
 
+    async def lead(self, stream: str, index: int) -> None:
+        """Have a server lead a stream of three replicas. For servers that let everybody in."""
+        async with opened(self.urls[index]) as connection:
+
+            async def leads() -> bool:
+                if await self.leader(stream) == index:
+                    return True
+                wanted = {"placement": {"preferred": NAMES[index]}}
+                with contextlib.suppress(ApiError, BusBroken):
+                    await ask(connection, f"STREAM.LEADER.STEPDOWN.{stream}", wanted)
+                return False
+
+            await until(leads, expected=True)
+
     async def leader(self, stream: str, consumer: str | None = None) -> int:
         """The server that leads a stream, or one of its consumers; waits until there is one."""
         found: list[str] = []
@@ -244,8 +259,12 @@ async def replicate(connection: Connection) -> None:
 
     async def lagging() -> list[str]:
         infos = [await ask(connection, f"STREAM.INFO.{name}") for name in names]
+        for name in names:
+            # A stream's consumers follow it, each a little later.
+            consumers = (await ask(connection, f"CONSUMER.NAMES.{name}"))["consumers"] or []
+            infos += [await ask(connection, f"CONSUMER.INFO.{name}.{consumer}") for consumer in consumers]
         return [
-            info["config"]["name"]
+            info.get("name") or info["config"]["name"]
             for info in infos
             if not info["cluster"].get("leader")
             or sum(replica["current"] for replica in info["cluster"].get("replicas") or ()) < len(NAMES) - 1

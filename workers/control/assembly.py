@@ -49,6 +49,7 @@ def make_control(
     registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
     store = DesiredStore(nats, Subjects(config.fleet))
     reader = DesiredReader(store, model=config.model, worker=config.worker_id, max_age_s=config.lease_s)
+    lifecycle.knows_target = lambda: reader.is_fresh
     reconciler = Reconciler(reader, registers, lifecycle, in_flight, publisher, config.engine_timeout_s)
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
     return CommandHandler(config, nats, lifecycle, acks, reconciler, OneOffCommands(lifecycle, in_flight, reconciler))

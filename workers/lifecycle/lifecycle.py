@@ -68,6 +68,8 @@ class WorkerLifecycle:
         self._duplicates = DuplicateWatch(config.lease_s, listen_s, self._confirmed_at)
         self._incarnations = deque([new_incarnation()], maxlen=MAX_INCARNATIONS)
         self._held_since: float | None = None
+        self.knows_target: Callable[[], bool] = lambda: True
+        """Returns False while what is desired of this worker may have changed without it; then it accepts nothing."""
         self._has_published = False
         self._has_given_way = False
         self.state = WORKER.initial
@@ -148,8 +150,8 @@ class WorkerLifecycle:
         return False
 
     def may_accept(self) -> bool:
-        """Return True if the worker may accept requests: it may publish, and serves."""
-        return self.state is WorkerState.SERVING and self.may_publish()
+        """Return True if the worker may accept requests: it may publish, serves, and knows what is desired of it."""
+        return self.state is WorkerState.SERVING and self.knows_target() and self.may_publish()
 
     def fence(self, reason: str) -> None:
         """End this incarnation; the next one may publish once its presence is confirmed."""

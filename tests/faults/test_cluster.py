@@ -1,0 +1,207 @@
+"""A cluster of three servers loses some of them, or is parted: nothing is lost, doubled or different.
+
+How long nothing came is logged (`--log-cli-level=info`), and asserted nowhere: a slow machine takes its time.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import rollbus
+from rollbus.bus.control import retries
+from rollbus.bus.queue.streams import stream_name
+from rollbus.bus.subjects import BUCKET, Subjects
+from rollbus.schemas.errors import RollbusError
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.worker import Worker
+from tests.control.support import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import Observer, check_results, observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.nats_cluster import NatsCluster, nats_cluster
+from tests.support.nats_server import require_binary
+from tests.support.requests import greedy
+from tests.support.waits import until_true
+
+pytestmark = pytest.mark.slow
+logger = logging.getLogger(__name__)
+
+CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
+"""With few slots, so that many requests wait in the queue."""
+LEASE_S = 5.0
+"""Where workers must notice that they are cut off. One that has no core for so long starts anew: no result differs."""
+MODEL = "synthetic"
+DESIRED = f"KV_{BUCKET}"
+
+
+class Running(NamedTuple):
+    """A cluster, who looks at it, and the worker at each of its servers that has one."""
+
+    cluster: NatsCluster
+    observer: Observer
+    workers: dict[int, Worker]
+
+
+@contextlib.asynccontextmanager
+async def running(fleet: str, *places: int, **fields: object) -> AsyncIterator[Running]:
+    """Run a cluster, with a worker at each of `places`; their queue is on all three servers."""
+    require_binary()
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(nats_cluster())
+        observer = await stack.enter_async_context(observing(cluster.urls[places[0]], fleet, num_servers=3))
+        workers = {}
+        for place in places:
+            starting = synthetic_worker(
+                cluster.urls[place],
+                fleet,
+                config=CONFIG,
+                worker_id=f"w{place}",
+                **fields,  # type: ignore[arg-type]
+            )
+            workers[place], _ = await stack.enter_async_context(starting)
+        for worker in workers.values():
+            await until_true(lambda worker=worker: state_of(worker) is WorkerState.SERVING)  # type: ignore[misc]
+        await cluster.replicate()
+        yield Running(cluster, observer, workers)
+
+
+def state_of(worker: Worker) -> WorkerState | None:
+    """What the worker is doing; None: it is not connected yet."""
+    return worker.presence().state if "_control" in worker.__dict__ else None
+
+
+class Gaps:
+    """The longest time in which no result came."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._longest_s = 0.0
+        self.num_results = 0
+
+    def add(self) -> None:
+        """Note a result."""
+        now = time.monotonic()
+        gap_s, self._last = now - self._last, now
+        self.num_results += 1
+        if gap_s > self._longest_s:
+            self._longest_s = gap_s
+            logger.info("cluster.gap seconds=%.1f before_result=%s", gap_s, self.num_results)
+
+
+async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
+    """Client and workers are at different servers, of which one loses the queue: no result differs."""
+    load = await Load.mixed(120, CONFIG)
+    async with running(fleet, 0, 1) as (cluster, observer, _), rollbus.connect(cluster.urls[2], fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers(2)
+
+        async def kill_leader() -> None:
+            leader = await cluster.leader(stream_name(Subjects(fleet), MODEL, "normal"))
+            await cluster.servers[leader].kill()
+
+        await load.run(rb, strikes={10: kill_leader}, on_result=Gaps().add)
+        for server in cluster.servers:
+            if not server.is_running:
+                await server.restart()
+        await cluster.ready()
+        await observer.check_at_rest()
+
+
+async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
+    """As for an upgrade, each once the one before is current: every result is the undisturbed one."""
+    load = await Load.mixed(150, CONFIG)
+    async with running(fleet, 0, 1) as (cluster, observer, _), rollbus.connect(cluster.urls[2], fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers(2)
+        turns = iter(cluster.servers)
+
+        async def restart_next() -> None:
+            await next(turns).restart()
+            await cluster.ready()
+            await cluster.replicate()
+
+        strikes = {10: restart_next, 50: restart_next, 90: restart_next}
+        await load.run(rb, strikes=strikes, on_result=Gaps().add)
+        await observer.check_at_rest()
+
+
+async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is accepted, commands fail and say why, nothing is lost; when they are back, all goes on."""
+    monkeypatch.setattr(retries, "ELECTION_S", 0.0)
+    load = await Load.mixed(80, CONFIG)
+    async with (
+        running(fleet, 0, lease_s=LEASE_S) as (cluster, observer, workers),
+        rollbus.connect(cluster.urls[0], fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        await rb.fleet.flush_cache()
+        await cluster.replicate()
+        gaps = Gaps()
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(load.run(rb, on_result=gaps.add))
+            await until_true(lambda: gaps.num_results >= 10)
+            for server in cluster.servers[1:]:
+                await server.kill()
+            await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
+            num_results = gaps.num_results
+            with pytest.raises(RollbusError, match="no leader now"):
+                await rb.fleet.flush_cache()
+            assert gaps.num_results == num_results < len(load.requests)
+            assert workers[0].presence().last_error is not None
+            for server in cluster.servers[1:]:
+                await server.restart()
+            await cluster.ready()
+            await loading
+        await observer.check_at_rest()
+
+
+async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, tmp_path: Path) -> None:
+    """The side of one server holds a worker, a client and the leader of what is desired; the other updates without it.
+
+    What the client asks for afterwards has the new weights, before the servers are together again or after.
+    """
+    checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(3)]
+    fields = {"lease_s": LEASE_S, "weight_roots": (str(tmp_path),), "model_path": str(checkpoints[0])}
+    long, lost, after = (
+        [greedy(prompt, length, request_id=f"{kind}{prompt}") for prompt in range(4)]
+        for kind, length in (("long", 3000), ("lost", 3000), ("after", 10))
+    )
+    async with (
+        running(fleet, 0, 1, **fields) as (cluster, observer, workers),
+        rollbus.connect(cluster.urls[0], fleet=fleet) as small,
+        rollbus.connect(cluster.urls[1], fleet=fleet) as large,
+    ):
+        for rb in (small, large):
+            await rb.fleet.wait_for_workers(2)
+        await large.fleet.update_weights(checkpoints[1], version=1)
+        await cluster.replicate()
+        await cluster.lead(DESIRED, 0)
+        async with asyncio.TaskGroup() as tasks:
+            before = [
+                tasks.create_task(rb.complete(request))
+                for rb, part in ((small, long), (large, lost))
+                for request in part
+            ]
+            await until_true(lambda: all(worker.presence().in_flight for worker in workers.values()))
+            cluster.isolate(0)
+            await until_true(lambda: [worker.worker for worker in large.fleet.workers] == ["w1"])
+            updated = await large.fleet.update_weights(checkpoints[2], version=2)
+            assert set(updated.applied) == {"w1"}
+            later = [tasks.create_task(small.complete(request)) for request in after]
+            # They reach no worker: that at hand does not know what is desired of it.
+            await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
+            assert workers[0].presence().weight_version == 1
+            await cluster.heal()
+            for rb in (small, large):
+                await rb.fleet.wait_for_workers(2)
+        await observer.check_at_rest()
+
+    results = [task.result() for task in before]
+    check_results(results, [*long, *lost])
+    check_results([task.result() for task in later], after)
+    assert {int(version) for task in later for version in task.result().weight_versions} == {2}
