@@ -71,6 +71,18 @@ class _Revision:
     headers: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How far this program has read."""
+
+    newest: _Revision
+    """That was looked at."""
+    found: Found
+    """What counts since."""
+    created: str
+    """When the bucket was made, as the server says, which no author of states can feign; empty: not asked yet."""
+
+
 class Revisions:
     """Reads the desired states of one fleet. Every method raises `BusBroken` if JetStream does not answer."""
 
@@ -78,8 +90,8 @@ class Revisions:
         self._nats = nats
         self._subjects = subjects
         self._signatures = nats.signatures
-        self._known: dict[str, tuple[_Revision, Found]] = {}
-        """By subject: the newest revision that was looked at, and what counts since. One for each model."""
+        self._known: dict[str, _Known] = {}
+        """By subject; one for each model."""
         self.refused = 0
         """Revisions that do not count."""
 
@@ -100,44 +112,59 @@ class Revisions:
         if not self._signatures.are_demanded:
             return _unsigned(model, newest)
         known = self._known.get(subject)
-        if known is not None and (known[0].sequence, known[0].data) == (newest.sequence, newest.data):
-            return known[1]
-        found = await self._catch_up(subject, model, newest, known)
-        self._known[subject] = newest, found
-        return found
+        if known is not None and (known.newest.sequence, known.newest.data) == (newest.sequence, newest.data):
+            return known.found
+        known = self._known[subject] = await self._catch_up(subject, model, newest, known)
+        return known.found
 
     def remember(self, model: str, over: Found, sequence: int, data: bytes, headers: dict[str, str]) -> None:
         """Count in what this program has stored over `over`, so that it stands even if nobody lets it be read."""
         if self._signatures.are_demanded:
             revision = _Revision(sequence, data, headers)
             subject = self.subject(model)
-            self._known[subject] = revision, self._follow(subject, model, over, revision)
+            created = self._known[subject].created if subject in self._known else ""
+            self._known[subject] = _Known(revision, self._follow(subject, model, over, revision), created)
 
     async def newest(self, model: str) -> Found:
         """Read the newest state, whoever wrote it."""
         newest = await self._get({"last_by_subj": self.subject(model)})
         return Found() if newest is None else _unsigned(model, newest)
 
-    async def _catch_up(
-        self, subject: str, model: str, newest: _Revision, known: tuple[_Revision, Found] | None
-    ) -> Found:
-        """Go through the revisions since the known one; through all where it seems to be of a bucket that was lost."""
-        start, found, before = 1, Found(), known[1] if known else Found()
-        epoch = _epoch_of(newest)
-        goes_on = epoch is None or before.state is None or epoch >= before.state.epoch
-        if known is not None and known[0].sequence < newest.sequence and goes_on:
-            start, found = known[0].sequence + 1, before
-        # Others may write meanwhile.
-        for _ in range(2 * HISTORY):
+    async def _catch_up(self, subject: str, model: str, newest: _Revision, known: _Known | None) -> _Known:
+        """Go through the revisions since the known one; through all of a bucket that was lost and made anew."""
+        if known is None:
+            found = await self._go_through(subject, model, newest, 1, Found())
+            return _Known(newest, found, await self._creation())
+        before, is_later = known.found, known.newest.sequence < newest.sequence
+        if is_later:
+            found = await self._go_through(subject, model, newest, known.newest.sequence + 1, before)
+            if found.state is not before.state:
+                return _Known(newest, found, known.created)
+        created = await self._creation()
+        if is_later and known.created in {"", created}:
+            return _Known(newest, found, created)
+        found = await self._go_through(subject, model, newest, 1, Found())
+        # Where only what does not count is left in the history, what is known stands.
+        return _Known(newest, found if found.state is not None else replace(before, sequence=newest.sequence), created)
+
+    async def _go_through(self, subject: str, model: str, newest: _Revision, start: int, found: Found) -> Found:
+        """Return what counts after the revisions from number `start` to `newest`, where `found` does before them."""
+        for _ in range(2 * HISTORY):  # others may write meanwhile
             revision = await self._get({"seq": start, "next_by_subj": subject})
             if revision is None or revision.sequence > newest.sequence:
                 break
             found = self._follow(subject, model, found, revision)
             start = revision.sequence + 1
-        if found.state is None:
-            # Only what does not count is left in the history.
-            found = before
+            if revision.sequence == newest.sequence:
+                break
         return replace(found, sequence=newest.sequence)
+
+    async def _creation(self) -> str:
+        try:
+            info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
+        except ApiError as error:
+            raise BusBroken(f"the bucket of desired states cannot be looked at: {error}") from error
+        return str(info["created"])
 
     def _follow(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
         """Return `revision` if it counts after `found`; else `found`."""
@@ -212,11 +239,3 @@ def _decode(model: str, data: bytes) -> DesiredState:
     if state.model != model:
         raise RemoteProtocolError(f"it is that of {state.model!r}")
     return state
-
-
-def _epoch_of(revision: _Revision) -> int | None:
-    """The epoch that a revision claims; None: it is no state."""
-    try:
-        return decode_desired(revision.data).epoch
-    except RemoteProtocolError:
-        return None

@@ -274,6 +274,21 @@ async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
         await attack.assert_unmoved()
 
 
+async def test_a_publisher_takes_no_running_worker_back(tmp_path: Path) -> None:
+    """Not even when its states are all that the history has: with an admin's older base, then as of a lost bucket."""
+    async with attacked(tmp_path) as attack:
+        old, signature = await attack.stored(1)
+        base = {BASE: base64.b64encode(old).decode(), BASE_SIGNED: signature[SIGNED]}
+        paused = decode_desired(old)
+        states = [msgspec.structs.replace(paused, epoch=2) for _ in range(70)]
+        states += [paused, msgspec.structs.replace(paused, bucket="another", epoch=0)]
+        for state in states:
+            data = encode_json(state)
+            await put(attack.nats, STATE, data, attack.signed("carol", STATE, data) | base)
+        await attack.put_refused(data, {})
+        await attack.assert_unmoved()
+
+
 async def test_a_publisher_gives_no_other_commands(tmp_path: Path) -> None:
     """Its library says so at once; a worker that hears one all the same says that it may not."""
     heard: list[tuple[str, str]] = []

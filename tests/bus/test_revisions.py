@@ -1,0 +1,133 @@
+"""Which revisions of a signed state count, where the bucket is one that the test makes up."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from nats.aio.msg import Msg
+
+from rollbus.bus.auth.credentials import Role, load_credentials
+from rollbus.bus.auth.signatures import Signatures
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.control.revisions import Revisions
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import NO_MESSAGE
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.messages import encode_json
+
+MODEL = "m"
+SUBJECT = "$KV.rollbus.F.m"
+
+
+class Bucket:
+    """Answers like JetStream's API; a connection, as far as `Revisions` sees."""
+
+    def __init__(self, folder: Path) -> None:
+        boss, worker = ensure_users(folder, [("F", Role.ADMIN, "boss"), ("F", Role.WORKER, "w")])
+        self._author = Signatures(load_credentials(boss.path))
+        self.signatures = Signatures(load_credentials(worker.path))
+        self.created = "monday"
+        self.messages: dict[int, dict[str, Any]] = {}
+        self.num_asked = 0
+
+    def write(self, sequence: int, epoch: int, *, is_signed: bool = True) -> None:
+        """Store a state."""
+        data = encode_json(DesiredState(model=MODEL, epoch=epoch))
+        headers = self._author.headers(SUBJECT, data) if is_signed else {}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.messages[sequence] = {
+            "seq": sequence,
+            "data": base64.b64encode(data).decode(),
+            "hdrs": base64.b64encode(f"NATS/1.0\r\n{lines}\r\n".encode()).decode(),
+        }
+
+    async def request(self, subject: str, payload: bytes, **_: object) -> Msg:
+        """Answer."""
+        self.num_asked += 1
+        answer: dict[str, Any] = {"created": self.created}
+        if ".MSG.GET." in subject:
+            question = json.loads(payload)
+            found = [number for number in self.messages if number >= question.get("seq", 0)]
+            number = max(found, default=None) if "last_by_subj" in question else min(found, default=None)
+            answer = {"error": {"err_code": NO_MESSAGE}} if number is None else {"message": self.messages[number]}
+        return Msg(cast(Connection, self), data=json.dumps(answer).encode())
+
+    async def epochs(self, revisions: Revisions) -> tuple[int | None, int]:
+        """The epoch that is found, and the number over which to write."""
+        found = await revisions.find(MODEL)
+        return None if found.state is None else found.state.epoch, found.sequence
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    """One with the epochs 1 and 2."""
+    bucket = Bucket(tmp_path)
+    bucket.write(10, 1)
+    bucket.write(50, 2)
+    return bucket
+
+
+def reader(bucket: Bucket) -> Revisions:
+    """A program that has not read yet."""
+    return Revisions(cast(Connection, bucket), Subjects("F"))
+
+
+async def test_an_older_epoch_does_not_count_again(bucket: Bucket) -> None:
+    """For who has read the later one, and for who begins with the history."""
+    early = reader(bucket)
+    assert await bucket.epochs(early) == (2, 50)
+    bucket.write(60, 1)
+
+    assert await bucket.epochs(early) == (2, 60)
+    assert await bucket.epochs(reader(bucket)) == (2, 60)
+
+
+async def test_a_bucket_that_was_made_anew_is_believed(bucket: Bucket) -> None:
+    """It has later numbers and older epochs: the server says that it is another one."""
+    early = reader(bucket)
+    assert await bucket.epochs(early) == (2, 50)
+    bucket.messages.clear()
+    bucket.created = "tuesday"
+    bucket.write(60, 1)
+
+    assert await bucket.epochs(early) == (1, 60)
+
+
+async def test_a_server_that_is_behind_is_seen(bucket: Bucket) -> None:
+    """An earlier number is what it has: `ReadOrder` says what to make of that."""
+    early = reader(bucket)
+    assert await bucket.epochs(early) == (2, 50)
+    del bucket.messages[50]
+
+    assert await bucket.epochs(early) == (1, 10)
+
+
+async def test_what_is_known_stands_where_nothing_counts(bucket: Bucket) -> None:
+    """All that was signed has left the history; who begins there finds nothing."""
+    early = reader(bucket)
+    assert await bucket.epochs(early) == (2, 50)
+    bucket.messages.clear()
+    for number in range(51, 60):
+        bucket.write(number, 9, is_signed=False)
+
+    assert await bucket.epochs(early) == (2, 59)
+    assert await bucket.epochs(reader(bucket)) == (None, 59)
+
+
+async def test_who_has_read_asks_little(bucket: Bucket) -> None:
+    """A read of what is known costs one question, of a next revision two, of one that does not count three."""
+    early = reader(bucket)
+
+    async def cost() -> int:
+        before = bucket.num_asked
+        await bucket.epochs(early)
+        return bucket.num_asked - before
+
+    assert [await cost(), await cost()] == [4, 1]
+    bucket.write(60, 3)
+    assert [await cost(), await cost()] == [2, 1]
+    bucket.write(61, 9, is_signed=False)
+    assert [await cost(), await cost()] == [3, 1]
