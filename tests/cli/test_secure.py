@@ -19,8 +19,9 @@ def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
     options = ("--secure", "--auth-dir", str(auth), "--engine", "synthetic", "--workers", "2", "--http", "127.0.0.1:0")
     with running_up(*options, log=log) as (process, told):
         url = told["nats"]
-        creds = {path.stem.partition("-")[0]: str(path) for path in (auth / "default").iterdir()}
-        seeds = [json.loads(path.read_bytes())["seed"] for path in (auth / "default").iterdir()]
+        creds = {path.stem.partition("-")[0]: str(path) for path in (auth / "default").glob("*.creds")}
+        seeds = [json.loads(path.read_bytes())["seed"] for path in (auth / "default").glob("*.creds")]
+        seeds.append((auth / "default" / "root.seed").read_text().strip())
         nobody = rollbus("status", nats=url)
         seen = rollbus("status", "--json", "--creds", creds["viewer"], nats=url)
         output = ("--output", str(tmp_path / "out.jsonl"), "--json", "--creds", creds["trainer"])
@@ -34,7 +35,7 @@ def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
     assert json.loads(generated.stdout)["done"] == 1
     assert (paused.returncode, refused.returncode) == (0, 1)
     assert "trainer trainer of fleet default may not publish on" in refused.stderr
-    assert len(seeds) == 6
+    assert len(seeds) == 7
     for text in (listing, log.read_text(), json.dumps(told)):
         assert [seed for seed in seeds if seed in text] == []
     assert "Violation" not in log.read_text()
