@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
-from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.control.controller import Controller
 from rollbus.bus.control.uploads import Uploads, sources_in
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.objects import list_objects, put_folder
@@ -119,7 +119,7 @@ async def test_an_upload_whose_recording_was_not_confirmed_stays(
         raise BusBroken("cut off")
 
     async with controlled(nats_url, fleet, "a") as control:
-        monkeypatch.setattr(DesiredStore, "change", fail)
+        monkeypatch.setattr(Controller, "_record", fail)
         with pytest.raises(BusBroken):
             await control.rb.fleet.update_weights(_folder(tmp_path / "x", "x"), version=1, upload=True)
         assert await _uploads(control, fleet) == {"m/weights/1"}

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollbus.bus.auth.credentials import Role
@@ -157,6 +158,19 @@ async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path)
     assert unknown.advice.startswith("the server does not know this key of trainer alice of fleet F")
     assert "password in the URL" in password.advice
     assert "hunter2" not in f"{password}"
+
+
+async def test_credentials_of_before_there_were_signatures_are_a_warning(tmp_path: Path) -> None:
+    """They work, and believe what nobody has signed."""
+    async with guarded(tmp_path) as guard:
+        new = (await examined(guard.url, guard.path("alice")))["credentials"]
+        fields = msgspec.json.decode(guard.path("alice").read_bytes())
+        del fields["roots"]
+        guard.path("alice").write_bytes(msgspec.json.encode(fields))
+        old = (await examined(guard.url, guard.path("alice")))["credentials"]
+
+    assert (new.status, old.status) == (Status.OK, Status.WARN)
+    assert "rollbus auth certify --dir DIR" in old.advice
 
 
 async def test_a_small_store_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

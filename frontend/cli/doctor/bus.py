@@ -79,6 +79,12 @@ def _credentials(path: str, credentials: Credentials) -> Finding:
     found = f"{credentials.user}, from {path}"
     if not is_private(path):
         return warn("credentials", f"{found}, which others can read", f"chmod 600 {path}")
+    if not credentials.roots:
+        return warn(
+            "credentials",
+            f"{found}, without a root key: what nobody has signed is believed",
+            f"rollbus auth certify --dir DIR {path}, where DIR is the folder of `rollbus auth init`",
+        )
     return ok("credentials", found)
 
 
