@@ -149,7 +149,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"{api}.STREAM.SNAPSHOT.{stream}", set()
     yield f"{api}.STREAM.RESTORE.{stream}", set()
     yield f"{api}.STREAM.NAMES", set()
-    yield f"{api}.STREAM.LIST", set()
+    yield f"{api}.STREAM.LIST", {A}
     yield f"{api}.STREAM.CREATE.spy", {A}
     yield f"{api}.STREAM.UPDATE.{stream}", {A}
     yield f"{api}.CONSUMER.CREATE.{stream}", set()
