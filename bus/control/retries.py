@@ -24,10 +24,24 @@ class Retries:
 
     def __init__(self) -> None:
         self._ends_at: float | None = None
+        self._refused_at: int | None = None
 
     def __repr__(self) -> str:
         """One line with the end."""
         return f"<Retries ends_at={self._ends_at}>"
+
+    async def note_refusal(self, sequence: int) -> None:
+        """Note that another write was first, where `sequence` was the last one.
+
+        Where that is so again, the other one is not stored yet: a leader without a majority refuses at once, and goes
+        on doing so. Then this waits.
+
+        Raises:
+            Unanswered: it has been waited for long enough.
+        """
+        is_again, self._refused_at = sequence == self._refused_at, sequence
+        if is_again:
+            await self.wait(Unanswered("another write is on its way through the servers of the cluster"))
 
     async def wait(self, error: Unanswered) -> None:
         """Wait before the next try.

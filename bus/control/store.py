@@ -18,7 +18,7 @@ from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import encode_json
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_STREAM, ApiError, Unanswered, ask, create_stream, put
+from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, create_stream, put
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
@@ -38,7 +38,6 @@ MAX_TRIES: Final = 1000
 one, and the others find it recorded."""
 
 _SUBJECTS: Final = f"$KV.{BUCKET}"
-_WRONG_LAST_SEQUENCE: Final = 10071
 
 
 class DesiredStore:
@@ -147,6 +146,7 @@ class DesiredStore:
                 if await self._write(model, after, found):
                     return after
                 unanswered.pop()
+                await retries.note_refusal(found.sequence)
             except Unanswered as error:
                 await retries.wait(error)
         raise _contended(model)
@@ -168,6 +168,7 @@ class DesiredStore:
                 is_sent = True
                 if await self._write(model, desired.cleared(_named(before)), found):
                     return True
+                await retries.note_refusal(found.sequence)
             except Unanswered as error:
                 await retries.wait(error)
         raise _contended(model)
@@ -246,7 +247,7 @@ class DesiredStore:
                 await self.ensure_bucket()
             stored = await put(self._nats, self.subject(model), data, headers, timeout_s=TRY_S)
         except ApiError as error:
-            if error.code == _WRONG_LAST_SEQUENCE:
+            if error.code in WRONG_LAST_SEQUENCE:
                 return False
             if error.code == NO_STREAM:
                 # The bucket was there just now: it was deleted, or has no leader.

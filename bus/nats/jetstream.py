@@ -21,6 +21,7 @@ __all__ = [
     "NO_PEERS",
     "NO_STORAGE",
     "NO_STREAM",
+    "WRONG_LAST_SEQUENCE",
     "ApiError",
     "Unanswered",
     "ask",
@@ -44,8 +45,10 @@ NO_PEERS: Final = 10005
 """Fewer servers of the cluster have room than there are to be replicas."""
 DEFAULT_REPLICAS: Final = 3
 """In a cluster: one of three servers may be gone."""
-_NO_LEADER: Final = frozenset({10008, 10009})
-"""JetStream's errors while a cluster elects a leader."""
+WRONG_LAST_SEQUENCE: Final = frozenset({10071, 10164})
+"""Of a compare-and-set: another write was first. A cluster has two numbers for it."""
+_NOT_NOW: Final = frozenset({10008, 10009, 10163})
+"""JetStream's errors while a cluster elects a leader, or agrees on a write before this one."""
 
 
 class ApiError(Exception):
@@ -141,8 +144,8 @@ async def _request(
     answer: dict[str, Any] = json.loads(message.data)
     if "error" in answer:
         code, description = answer["error"].get("err_code", 0), answer["error"].get("description", "")
-        if code in _NO_LEADER:
-            raise Unanswered(f"JetStream has no leader now: {description} (JetStream error {code})")
+        if code in _NOT_NOW:
+            raise Unanswered(f"JetStream has no leader now, or no majority: {description} (JetStream error {code})")
         raise ApiError(code, description)
     return answer
 

@@ -52,6 +52,9 @@ class Leader:
             await write()
         elif fate == "stored later":
             self._later = write
+        elif fate == "another was first":
+            # As a leader says it that has another write on its way through the cluster.
+            raise ApiError(10164, "wrong last sequence")
         elif not fate:
             return await write()
         raise Unanswered(f"{fate}: for the test")
@@ -74,6 +77,8 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
         ["stored later"],
         ["write lost", "stored later", "answer lost"],
         ["stored later", "stored later"],
+        ["another was first"],
+        ["stored later", "another was first"],
     ],
     ids="+".join,
 )
@@ -139,13 +144,16 @@ async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str,
         assert (state.epoch, state.registers) == (2, {})
 
 
+@pytest.mark.parametrize(
+    ("fate", "problem"), [("write lost", "for the test"), ("another was first", "another write is on its way")]
+)
 async def test_it_is_not_waited_for_without_end(
-    nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch
+    nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch, fate: str, problem: str
 ) -> None:
     """After an election's time the writer hears that nobody answers, and that nothing is known."""
     monkeypatch.setattr(retries, "ELECTION_S", 0.05)
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
-        leader.fates = ["write lost"] * 1000
-        with pytest.raises(BusBroken, match="for the test"):
+        leader.fates = [fate] * 100_000
+        with pytest.raises(BusBroken, match=problem):
             await store.record(MODEL, Pause())

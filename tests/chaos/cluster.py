@@ -1,0 +1,215 @@
+"""`python -m tests.chaos.cluster --seconds 600`: requests and commands over three servers that are killed all the time.
+
+At any time one server is killed, stands still, or is parted from the others, with a word to them or without; now and
+then a second one is killed as well. Each result is compared with the undisturbed one.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+import rollbus
+from rollbus.bus.client.generation import Generation
+from rollbus.schemas.errors import RollbusError
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.chaos.run import FLEET, GRACE_S
+from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from tests.support.invariants import assert_equal, observing
+from tests.support.nats_cluster import NatsCluster, nats_cluster
+from tests.support.worker_process import worker_process
+
+__all__ = ["main"]
+
+ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
+NUM_KINDS = 300
+"""Requests that differ; then they come again under other ids."""
+MAX_IN_FLIGHT = 48
+AWAY_S = 12.0
+"""How long a server is gone at most: longer than an election takes."""
+SECOND = 0.15
+"""How often a second server is gone, too."""
+PAUSE_S = 6.0
+"""Between commands."""
+RETRY_S = 0.25
+"""Before a command that failed is given again."""
+
+
+class _Course:
+    """One run under way."""
+
+    def __init__(self, rb: rollbus.Client, cluster: NatsCluster, seconds: float, seed: int) -> None:
+        self._rb = rb
+        self._cluster = cluster
+        self._rng = random.Random(seed)
+        self._started = time.monotonic()
+        self._ends_at = self._started + seconds
+        self._last = self._started
+        self._is_whole = True
+        self.num_results = 0
+        self.gaps: list[tuple[float, bool]] = []
+        """Seconds above 1 without a result, and whether two servers were gone meanwhile."""
+        self.attempts: Counter[int] = Counter()
+        self.commands: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self._two_gone_at = 0.0
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._ends_at
+
+    async def run(self) -> None:
+        """Serve, command and break until the time is over, and until all results are there."""
+        requests = make_requests(NUM_KINDS, 0)
+        expected = await undisturbed(requests, ENGINE)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._break(), name="chaos.break")
+            tasks.create_task(self._command(), name="chaos.command")
+            await self._complete(requests, expected)
+
+    def _again(self, requests: list[GenerateRequest]) -> Iterator[GenerateRequest]:
+        for number in itertools.count():
+            for request in requests:
+                if self._is_over:
+                    return
+                yield msgspec.structs.replace(request, request_id=f"{number}:{request.request_id}")
+
+    async def _complete(self, requests: list[GenerateRequest], expected: Mapping[str, Generation]) -> None:
+        seen: set[str] = set()
+        async for generation in self._rb.complete_many(self._again(requests), max_in_flight=MAX_IN_FLIGHT):
+            assert generation.error is None, f"{generation.request_id}: {generation.error}"
+            assert generation.request_id not in seen
+            seen.add(generation.request_id)
+            assert_equal(generation, expected[generation.request_id.partition(":")[2]])
+            self.num_results += 1
+            self.attempts[generation.attempts] += 1
+            now = time.monotonic()
+            if now - self._last > 1.0:
+                self.gaps.append((round(now - self._last, 1), self._two_gone_at >= self._last))
+            self._last = now
+
+    async def _break(self) -> None:
+        while not self._is_over:
+            await asyncio.sleep(self._rng.uniform(1, 8))
+            index = self._rng.randrange(3)
+            kind = self._rng.choice(["killed", "killed", "restarted", "stopped", "parted", "parted silently"])
+            away_s = self._rng.choice([0.0, self._rng.uniform(0, AWAY_S)])
+            second = (index + 1) % 3 if self._rng.random() < SECOND else None
+            _say(
+                f"{time.monotonic() - self._started:6.1f} s  n{index} {kind} for {away_s:.1f} s"
+                f"{'' if second is None else f', n{second} killed'}; {self.num_results} results so far"
+            )
+            self.faults[kind if second is None else f"{kind}, and one killed"] += 1
+            await self._strike(index, kind)
+            if second is not None:
+                self._two_gone_at = time.monotonic()
+                await self._cluster.servers[second].kill()
+            await asyncio.sleep(away_s)
+            if second is not None:
+                self._two_gone_at = time.monotonic()
+                await self._cluster.servers[second].restart()
+            await self._mend(index)
+            await self._cluster.ready()
+
+    async def _strike(self, index: int, kind: str) -> None:
+        match kind:
+            case "killed":
+                await self._cluster.servers[index].kill()
+            case "restarted":
+                await self._cluster.servers[index].stop()
+            case "stopped":
+                self._cluster.stop(index)
+            case _:
+                self._cluster.isolate(index, silently=kind == "parted silently")
+
+    async def _mend(self, index: int) -> None:
+        self._cluster.go_on()
+        await self._cluster.heal()
+        if not self._cluster.servers[index].is_running:
+            await self._cluster.servers[index].restart()
+
+    async def _command(self) -> None:
+        """Pause and go on; a fault may cut either short, and then it is said again."""
+        while not self._is_over:
+            await asyncio.sleep(PAUSE_S)
+            await self._give("pause")
+            while not await self._give("resume"):
+                pass
+
+    async def _give(self, name: str) -> bool:
+        try:
+            give = self._rb.fleet.pause if name == "pause" else self._rb.fleet.resume
+            is_complete = (await give(timeout_s=PAUSE_S)).is_complete
+        except RollbusError as error:
+            self.commands[f"{name}: {str(error)[:120]}"] += 1
+            await asyncio.sleep(RETRY_S)
+            return False
+        self.commands[f"{name}d"] += is_complete
+        return is_complete
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"{self.num_results} results, all equal to the undisturbed ones, none twice, none missing",
+            f"faults: {dict(self.faults)}",
+            f"attempts: {dict(sorted(self.attempts.items()))}",
+            f"commands: {dict(self.commands)}",
+            f"gaps with one gone: {sorted((gap for gap, two in self.gaps if not two), reverse=True)[:10]}",
+            f"gaps with two gone: {sorted((gap for gap, two in self.gaps if two), reverse=True)[:10]}",
+        ]
+
+
+async def run(seconds: float, seed: int, *, stderr: int) -> None:
+    """Run to the end, and look that nothing is left."""
+    arguments = msgspec.to_builtins(ENGINE)
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(nats_cluster())
+        observer = await stack.enter_async_context(observing(cluster.urls[0], FLEET, num_servers=3))
+        for index, url in enumerate(cluster.urls):
+            options = ("--worker-id", f"w{index}", "--log-level", "info")
+            process = worker_process(url, FLEET, *options, engine_args=arguments, stderr=stderr)
+            await stack.enter_async_context(process)
+        rb = await stack.enter_async_context(rollbus.connect(cluster.urls, fleet=FLEET, worker_grace_s=GRACE_S))
+        await rb.fleet.wait_for_workers(3)
+        await rb.fleet.resume()
+        await cluster.replicate()
+        course = _Course(rb, cluster, seconds, seed)
+        try:
+            await course.run()
+            await observer.check_at_rest()
+        finally:
+            for line in course.lines():
+                _say(line)
+        await stack.aclose()
+
+
+def main() -> int:
+    """Run it; returns 0 if every result was right."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.cluster", description="Requests over dying servers.")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
+    args = parser.parse_args()
+    with args.log.open("ab") as log:
+        logging.basicConfig(filename=args.log, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        asyncio.run(run(args.seconds, args.seed, stderr=log.fileno()))
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
