@@ -76,6 +76,8 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """Live workers by id; empty when there are none."""
     queues: tuple[QueueDepth, ...] = ()
     """How much waits for them, by model and lane; empty where the server has no queue for their models."""
+    queue_problems: dict[str, str] = {}
+    """Why queues do not answer, by model: one without a leader, for example, whose requests stand still."""
     desired: dict[str, DesiredState] = {}
     """What the workers of each model should be doing; without models for which nothing was ever recorded."""
 
@@ -130,14 +132,14 @@ class Fleet:
         return await self._thread.run(self._state())
 
     async def _state(self) -> FleetState:
-        workers, queues = await self._watcher.workers_and_queues()
+        workers, queues, problems = await self._watcher.workers_and_queues()
         try:
             desired = await self._runtime.controller.store.read_all()
         except BusBroken as exc:
             # What workers say of themselves counts all the same.
             logger.warning("fleet.no_desired_states error=%s", exc)
             desired = {}
-        return FleetState(fleet=self._name, workers=workers, queues=queues, desired=desired)
+        return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
 
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
         """Clear what is desired of the workers of `model`, or of all models of the fleet, also where it is unreadable.

@@ -11,6 +11,8 @@ from ...schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence
 from ..nats.connection import Connection, publish
+from ..nats.jetstream import Unanswered
+from ..nats.reachable import describe_reachable
 from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
 from ..queue.streams import QueueDepth, queue_depths
 from ..subjects import Subjects
@@ -129,21 +131,35 @@ class PresenceWatcher:
         await self._wait(lambda: False, PING_WAIT_S)
         return self.table.workers()
 
-    async def workers_and_queues(self) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...]]:
-        """Return the workers as `ping_workers` does, and how many requests wait for them.
+    async def workers_and_queues(
+        self,
+    ) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...], dict[str, str]]:
+        """Return the workers as `ping_workers` does, how many requests wait for them, and why queues do not answer.
 
         Raises:
             BusBroken: the connection to NATS is gone.
         """
         workers = await self.ping_workers()
+        models = sorted({worker.model for worker in workers if accepts_whole_requests(worker)})
+        async with asyncio.TaskGroup() as tasks:
+            looks = [tasks.create_task(self._depths(model)) for model in models]
+        found = [look.result() for look in looks]
+        depths = tuple(depth for depths in found if not isinstance(depths, str) for depth in depths)
+        problems = {model: one for model, one in zip(models, found, strict=True) if isinstance(one, str)}
+        return workers, depths, problems
+
+    async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
+        """Return how full the queue of `model` is, or why it does not answer."""
         try:
-            models = {worker.model for worker in workers if accepts_whole_requests(worker)}
-            depths = await queue_depths(self._nats, self._subjects, tuple(sorted(models)))
+            return await queue_depths(self._nats, self._subjects, (model,))
+        except Unanswered as exc:
+            if not self._nats.is_in_cluster:
+                return str(exc)
+            return f"has no leader: {await describe_reachable(self._nats)}"
         except BusBroken as exc:
             # Workers of a server without JetStream make no queue; what they say of themselves counts all the same.
             logger.warning("fleet.no_depths error=%s", exc)
-            depths = ()
-        return workers, depths
+            return ()
 
     async def wait_for_workers(self, count: int, model: str | None, timeout_s: float) -> None:
         """Wait until at least `count` workers serve `model`, or any.

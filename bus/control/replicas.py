@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -66,17 +66,19 @@ async def set_replicas(
             )
 
 
-def is_of_fleet(stream: StreamInfo, subjects: Subjects) -> bool:
-    """True if rollbus made a stream for this fleet, or for all fleets."""
+def is_of_fleet(stream: str, subjects: Subjects) -> bool:
+    """True if rollbus made the stream of this name for the fleet, or for all fleets."""
     fleet = subjects.fleet
-    is_queue = (stream.config.get("metadata") or {}).get("fleet") == fleet and stream.name.startswith(f"rb~{fleet}~")
-    return is_queue or stream.name in {f"KV_{BUCKET}", stream_of(f"{BUCKET}-{fleet}")}
+    return stream.startswith(f"rb~{fleet}~") or stream in {f"KV_{BUCKET}", stream_of(f"{BUCKET}-{fleet}")}
 
 
-def describe_stream(name: str, config: dict[str, object]) -> str:
-    """Say what a stream of `is_of_fleet` holds."""
-    metadata = config.get("metadata")
-    model = metadata.get("model", name) if isinstance(metadata, dict) else name
+def describe_stream(name: str, config: dict[str, Any]) -> str:
+    """Say what a stream of `is_of_fleet` holds.
+
+    Args:
+        config: of the stream; empty: it is not known, and a queue is named as its stream.
+    """
+    model = (config.get("metadata") or {}).get("model", name)
     if name == f"KV_{BUCKET}":
         return "desired states"
     if name.startswith("OBJ_"):
@@ -93,7 +95,7 @@ async def _streams(nats: PatchedNatsClient, subjects: Subjects) -> list[StreamIn
         raise BusBroken(f"the streams cannot be listed: {error}") from error
     if missing:
         raise BusBroken(f"{', '.join(missing)} have no leader: start their servers first; nothing was changed")
-    return [stream for stream in streams if is_of_fleet(stream, subjects)]
+    return [stream for stream in streams if is_of_fleet(stream.name, subjects)]
 
 
 async def _change(nats: PatchedNatsClient, stream: StreamInfo, what: str, wanted: int, timeout_s: float) -> StreamInfo:

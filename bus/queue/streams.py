@@ -16,6 +16,7 @@ from ...schemas.errors import BusBroken, PermissionDenied
 from ...schemas.request import Lane
 from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds
 from ..nats.patched_client import PatchedNatsClient
+from ..nats.stream_info import parse_stream
 from ..subjects import LANES, Subjects, encode_token
 from .limits import QueueLimits
 
@@ -53,6 +54,12 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that no worker has been handed."""
     in_hand: int
     """Requests that a worker was handed and has not acked yet."""
+    leader: str = ""
+    """The server of a cluster that hands them out; empty: there is no cluster."""
+    replicas: int = 1
+    """Servers that keep the lane's place, the leader included."""
+    behind: tuple[str, ...] = ()
+    """Of these servers, those that are gone or not current."""
 
 
 class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +170,17 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
                 if error.code in {NO_STREAM, NO_CONSUMER}:
                     continue
                 raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+            cluster = parse_stream(info)
             depths.append(
-                QueueDepth(model=model, lane=lane, waiting=info["num_pending"], in_hand=info["num_ack_pending"])
+                QueueDepth(
+                    model=model,
+                    lane=lane,
+                    waiting=info["num_pending"],
+                    in_hand=info["num_ack_pending"],
+                    leader=cluster.leader,
+                    replicas=cluster.others + 1,
+                    behind=cluster.behind,
+                )
             )
     return tuple(depths)
 

@@ -15,11 +15,13 @@ __all__ = [
     "DESIRED_COLUMNS",
     "ENGINE_COLUMNS",
     "ERROR_COLUMNS",
+    "PROBLEM_COLUMNS",
     "QUEUE_COLUMNS",
     "WORKER_COLUMNS",
     "desired_rows",
     "engine_rows",
     "error_rows",
+    "problem_rows",
     "queue_rows",
     "state_as_json",
     "worker_row",
@@ -30,7 +32,8 @@ WORKER_COLUMNS = (
     *("in flight", "queued", "free slots", "LoRAs", "uptime", "lease age"),
 )
 LANES = ("resume", "high", "normal", "low")
-QUEUE_COLUMNS = ("queue", *LANES, "in hand")
+QUEUE_COLUMNS = ("queue", *LANES, "in hand", "replicas")
+PROBLEM_COLUMNS = ("queue", "problem")
 DESIRED_COLUMNS = ("desired of", "epoch", "version", "weights from", "state", "LoRAs")
 ENGINE_COLUMNS = (
     *("engine", "dtype", "max_model_len", "max_num_seqs", "layers", "top-k", "experts", "ids"),
@@ -70,9 +73,28 @@ def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
     waiting: dict[tuple[str, str], int] = {(depth.model, depth.lane): depth.waiting for depth in depths}
     in_hand = {model: sum(depth.in_hand for depth in depths if depth.model == model) for model, _ in waiting}
     return [
-        [model, *(str(waiting[model, lane]) if (model, lane) in waiting else NONE for lane in LANES), str(count)]
+        [
+            model,
+            *(str(waiting[model, lane]) if (model, lane) in waiting else NONE for lane in LANES),
+            str(count),
+            _replicas([depth for depth in depths if depth.model == model]),
+        ]
         for model, count in in_hand.items()
     ]
+
+
+def problem_rows(problems: Mapping[str, str]) -> list[list[str]]:
+    """Which queues do not answer, and why: the cells of `PROBLEM_COLUMNS`."""
+    return [[model, problem] for model, problem in sorted(problems.items())]
+
+
+def _replicas(lanes: Sequence[QueueDepth]) -> str:
+    """Return the replicas of a model's lanes, and the servers that are behind; of no cluster nothing."""
+    if not any(lane.leader for lane in lanes):
+        return NONE
+    # Lanes lag by different numbers, which --json has.
+    behind = sorted({server.partition(" ")[0] for lane in lanes for server in lane.behind})
+    return str(min(lane.replicas for lane in lanes)) + (f", behind: {', '.join(behind)}" if behind else "")
 
 
 def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
@@ -108,6 +130,7 @@ def state_as_json(state: FleetState) -> dict[str, Any]:
         "fleet": state.fleet,
         "workers": [_without(worker, "v") for worker in state.workers],
         "queues": [msgspec.to_builtins(depth) for depth in state.queues],
+        "queue_problems": dict(state.queue_problems),
         "desired": {
             model: _without(desired, "v", "model", "seen", "bucket") for model, desired in state.desired.items()
         },

@@ -96,7 +96,13 @@ def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tupl
         assert nats in line
         assert line.count("\n") == 1
     if json_option:
-        assert json.loads(status.stdout) == {"fleet": "nobody", "workers": [], "queues": [], "desired": {}}
+        assert json.loads(status.stdout) == {
+            "fleet": "nobody",
+            "workers": [],
+            "queues": [],
+            "queue_problems": {},
+            "desired": {},
+        }
 
 
 def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:

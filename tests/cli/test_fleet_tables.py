@@ -137,9 +137,19 @@ def test_a_queue_has_a_row_for_each_model() -> None:
 
     rows = queue_rows(depths)
 
-    assert rows == [["a", "1", "3", "40", "0", "7"], ["b", "-", "-", "6", "-", "0"]]
+    assert rows == [["a", "1", "3", "40", "0", "7", "-"], ["b", "-", "-", "6", "-", "0", "-"]]
     assert {len(row) for row in rows} == {len(QUEUE_COLUMNS)}
     assert queue_rows([]) == []
+
+
+def test_a_queue_of_a_cluster_says_who_is_behind() -> None:
+    """The fewest replicas of its lanes, and each server once."""
+    lanes = [
+        QueueDepth(model="a", lane="high", waiting=0, in_hand=0, leader="n1", replicas=3, behind=("n0 (lags by 2)",)),
+        QueueDepth(model="a", lane="low", waiting=0, in_hand=0, leader="n2", replicas=3, behind=("n0 (lags by 2)",)),
+    ]
+
+    assert queue_rows(lanes)[0][-1] == "3, behind: n0"
 
 
 def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
@@ -190,13 +200,22 @@ def test_the_names_of_the_state_are_pinned() -> None:
         "capabilities", "held_bytes", "last_error", "model_path", "pause_mode", "queued", "target_version", "epoch",
         "loras", "lease_age_s", "counters",
     ]  # fmt: skip
-    assert sorted(written) == ["desired", "fleet", "queues", "workers"]
+    assert sorted(written) == ["desired", "fleet", "queue_problems", "queues", "workers"]
     [told] = written["workers"]
     assert set(told) >= set(worker)
     assert set(told["capabilities"]) >= set(capabilities)
     assert set(told["capabilities"]["routed_experts"]) >= {"num_layers", "top_k", "num_experts", "dtype"}
     assert told["loras"] == [{"name": "math", "version": 2}, {"name": "code", "version": 1}]
-    assert written["queues"] == [{"model": "m", "lane": "high", "waiting": 3, "in_hand": 0}]
+    [queue] = written["queues"]
+    assert queue == {
+        "model": "m",
+        "lane": "high",
+        "waiting": 3,
+        "in_hand": 0,
+        "leader": "",
+        "replicas": 1,
+        "behind": [],
+    }
     desired = written["desired"]["m"]
     assert sorted(desired) == ["epoch", "registers", "workers"]
     weights = desired["registers"]["weights"]

@@ -49,6 +49,7 @@ def _show(state: "FleetState") -> None:
     print_table(tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers])
     for columns, rows in (
         (tables.QUEUE_COLUMNS, tables.queue_rows(state.queues)),
+        (tables.PROBLEM_COLUMNS, tables.problem_rows(state.queue_problems)),
         (tables.DESIRED_COLUMNS, tables.desired_rows(state.desired)),
         (tables.ENGINE_COLUMNS, tables.engine_rows(state.workers)),
         (tables.ERROR_COLUMNS, tables.error_rows(state.workers)),

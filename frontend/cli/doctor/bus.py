@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ....bus.auth.credentials import CLIENT_ROLES, Credentials, User, load_credentials
+from ....bus.auth.credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
 from ....bus.auth.files import is_private
 from ....bus.auth.permissions import permissions
 from ....bus.auth.tls import Tls
 from ....bus.client.presence_watcher import PresenceWatcher
 from ....bus.nats.connection import Connection, connected, subscribe
-from ....bus.nats.jetstream import ApiError, ask
+from ....bus.nats.jetstream import ApiError, Unanswered, ask
 from ....bus.nats.permitted import check_permitted
+from ....bus.nats.reachable import describe_reachable
 from ....bus.nats.server import Server
 from ....bus.nats.storage import free_storage
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, PermissionDenied
 from .door import enter
 from .findings import Finding, Status, fail, gib, ok, size, warn
+from .streams import NO_LEADER_ADVICE, examine_streams
 
 __all__ = ["DoctorTarget", "examine_bus"]
 
@@ -68,6 +70,9 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
                 yield finding
             async for finding in _permissions(nats, fleet, credentials):
                 yield finding
+            if credentials is None or credentials.role is Role.ADMIN:
+                async for finding in examine_streams(nats, fleet):
+                    yield finding
             if credentials is None or credentials.role in CLIENT_ROLES:
                 async for finding in _fleet(nats, fleet):
                     yield finding
@@ -98,6 +103,10 @@ async def _server(nats: Connection) -> AsyncIterator[Finding]:
         info = await ask(nats, "INFO")
     except PermissionDenied as error:
         yield fail("jetstream", str(error), "the server's permissions are not those of `rollbus auth`")
+        return
+    except Unanswered as error:
+        found = f"{error}: {await describe_reachable(nats)}" if nats.is_in_cluster else str(error)
+        yield fail("jetstream", found, "start the other servers: more than half of a cluster must run")
         return
     except (BusBroken, ApiError) as error:
         yield fail(
@@ -225,7 +234,7 @@ async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     subjects = Subjects(fleet)
     watch = PresenceWatcher(nats, subjects, lambda _gone: None, lambda: None)
     await subscribe(nats, subjects.presences, watch.receive)
-    workers, queues = await watch.workers_and_queues()
+    workers, queues, problems = await watch.workers_and_queues()
     if not workers:
         yield warn(
             "fleet", f"no live workers in {fleet!r}", "start some: `rollbus worker --model DIR`, or `rollbus up`"
@@ -238,5 +247,7 @@ async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     for worker in workers:
         if worker.last_error:
             yield warn(f"worker {worker.worker}", worker.last_error, "docs/operations.md lists what such lines mean")
-    for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues}):
+    for model, problem in sorted(problems.items()):
+        yield fail(f"queue of {model}", problem, NO_LEADER_ADVICE)
+    for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
         yield warn(f"queue of {model}", "is not there", f"an admin makes it: rollbus make-queue {model}")

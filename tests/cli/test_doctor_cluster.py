@@ -1,0 +1,116 @@
+"""What operators see of three servers, whole and with some gone."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rollbus.bus.control.provision import provision
+from rollbus.bus.control.replicas import set_replicas
+from rollbus.bus.nats.connection import connected
+from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.server import Server
+from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
+from rollbus.frontend.cli.doctor.findings import Finding, Status
+from tests.cli.support import run_rollbus
+from tests.support.fleet import synthetic_worker
+from tests.support.nats_cluster import NatsCluster, nats_cluster
+from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
+from tests.support.waits import until
+
+pytestmark = pytest.mark.slow
+
+MODEL = "synthetic"
+
+
+async def findings(urls: str) -> list[Finding]:
+    """All that is not well."""
+    target = DoctorTarget(url=urls, creds=None, fleet="f")
+    return [finding async for finding in examine_bus(target) if finding.status is not Status.OK]
+
+
+def about(found: list[Finding], check: str, status: Status) -> str:
+    """What was found of one thing, and the advice."""
+    return "\n".join(f"{one.found} -> {one.advice}" for one in found if (one.check, one.status) == (check, status))
+
+
+async def streams_without_share(server: Server) -> None:
+    """Make the queue as an earlier release left it."""
+    async with connected(server, name="test") as nats:
+        config = (await ask(nats, f"STREAM.INFO.rb~f~{MODEL}"))["config"]
+        config |= {"max_msgs_per_subject": -1, "discard_new_per_subject": False}
+        await ask(nats, f"STREAM.UPDATE.rb~f~{MODEL}", config)
+
+
+@asynccontextmanager
+async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
+    """Three servers with a worker; its queue has one replica, and no share for each client."""
+    require_binary()
+    async with nats_cluster() as cluster:
+        urls = ",".join(cluster.urls)
+        server = Server(urls, replicas=1)
+        await provision(server, "f", [MODEL])
+        await streams_without_share(server)
+        async with synthetic_worker(urls, "f", worker_id="w0"):
+            yield cluster, urls
+
+
+async def test_doctor_sees_what_is_missing() -> None:
+    """Too few replicas and no share; then a server that is gone; then a majority."""
+    async with served_cluster() as (cluster, urls):
+        found = await findings(urls)
+        few = about(found, "replicas", Status.WARN)
+        assert "fewer than 3 in a cluster of 3 servers" in few
+        assert f"queue of {MODEL}: 1" in few
+        assert "rollbus nats replicas 3" in few
+        assert f"make-queue {MODEL} --max-per-client 1024" in about(found, f"queue of {MODEL}", Status.WARN)
+
+        assert [one async for one in set_replicas(Server(urls), "f", 3, timeout_s=SOON_S)]
+        assert about(await findings(urls), "replicas", Status.WARN) == ""
+
+        await cluster.servers[0].kill()
+        seen: list[Finding] = []
+
+        async def is_behind() -> bool:
+            seen[:] = await findings(urls)
+            return "2 of 3 replicas are current; behind: n0" in about(seen, f"queue of {MODEL}", Status.WARN)
+
+        await until(is_behind, expected=True)
+        # Dead, but two others let us in.
+        assert cluster.urls[0] in about(seen, "server", Status.WARN)
+
+        await cluster.servers[1].kill()
+
+        async def is_without_majority() -> bool:
+            return "1 of 3 known servers are reachable" in about(await findings(urls), "jetstream", Status.FAIL)
+
+        await until(is_without_majority, expected=True)
+        for index in (0, 1):
+            await cluster.servers[index].restart()
+        await cluster.ready()
+
+
+async def test_status_says_that_a_queue_has_no_leader() -> None:
+    """At once, in the table and in JSON, where the one server that holds the queue is gone."""
+    async with served_cluster() as (cluster, urls):
+        whole = await run_rollbus(urls, "f", "status", "--json")
+        [normal] = [queue for queue in json.loads(whole.stdout)["queues"] if queue["lane"] == "normal"]
+        leader = await cluster.leader(f"rb~f~{MODEL}")
+        assert (normal["leader"], normal["replicas"], normal["behind"]) == (f"n{leader}", 1, [])
+
+        await cluster.servers[leader].kill()
+        await cluster.meta_leader()
+
+        async def problem() -> str:
+            status = await run_rollbus(urls, "f", "status", "--json")
+            return str(json.loads(status.stdout)["queue_problems"].get(MODEL))
+
+        await until(problem, "has no leader: 2 of 3 known servers are reachable")
+        status = await run_rollbus(urls, "f", "status")
+        assert "has no leader: 2 of 3 known servers are reachable" in status.stdout
+        found = await findings(urls)
+        assert "2 of 3 known servers are reachable" in about(found, f"queue of {MODEL}", Status.FAIL)
+        await cluster.servers[leader].restart()
+        await cluster.ready()
