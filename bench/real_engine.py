@@ -5,12 +5,14 @@
 Each way has an engine of its own on the same tiny MoE, all are running, and their rounds take turns, in another order
 each time: whatever slows this machine down slows all of them, and none always follows the same other one. What the ways
 are: `bench.real_engine_ways`. A load of 64x64 is 64 requests at once, of 64 tokens each. Rows are what came of the
-routing, of those that the row rule says. CPU is of all processes of a way, its engine's too, per 1,000 tokens.
+routing, of those that the row rule says. CPU is of all processes of a way, its engine's too, per 1,000 tokens; of
+rollbus also that of the client, of nats-server and of the worker without its engine core.
 `times_http` and `times_in_process` are tokens a second by those of `vllm-http` and `vllm-delta` in the same round.
 """
 
 import argparse
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -72,14 +74,18 @@ async def turn(ways: Sequence[Way], load: Load, number: int) -> dict[str, Any]:
         await asyncio.sleep(SETTLE_S)
         cpu_before = cpu_of(way.pid)
         answers[way.name] = await ask(way, load)
-        answers[way.name]["cpu_s"] = cpu_of(way.pid) - cpu_before
+        answers[way.name]["cpu_s"] = {name: spent - cpu_before[name] for name, spent in cpu_of(way.pid).items()}
     return answers
 
 
-def cpu_of(pid: int) -> float:
-    """Seconds of a process and of all that it has started."""
+def cpu_of(pid: int) -> dict[str, float]:
+    """Seconds of a process and of all that it has started, by what they are."""
     process = psutil.Process(pid)
-    return sum(cpu_s(one.pid) for one in (process, *process.children(recursive=True)))
+    found = defaultdict[str, float](float, client=cpu_s(pid))
+    for one in process.children(recursive=True):
+        child = "nats" if one.name().startswith("nats") else "worker" if one.ppid() == pid else "core"
+        found[child] += cpu_s(one.pid)
+    return found
 
 
 def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Value]:
@@ -90,9 +96,12 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Val
         "way": name,
         "load": f"{num_requests}x{num_tokens}",
         "tokens_per_s": Spread.of([rate(one) for one in own]),
-        "cpu_ms": Spread.of([1e6 * one["cpu_s"] / one["tokens"] for one in own]),
+        "cpu_ms": Spread.of([1e6 * sum(one["cpu_s"].values()) / one["tokens"] for one in own]),
         "rows_share": min(one["rows"] for one in own) / (num_requests * (PROMPT_TOKENS + num_tokens - 1)),
     }
+    if name.startswith("rollbus"):
+        for process in ("client", "nats", "worker"):
+            columns[f"{process}_cpu_ms"] = Spread.of([1e6 * one["cpu_s"][process] / one["tokens"] for one in own])
     for column, peer in PEERS.items():
         if peer != name and peer in turns[0]:
             columns[column] = Spread.of([rate(answers[name]) / rate(answers[peer]) for answers in turns])

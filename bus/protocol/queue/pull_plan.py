@@ -142,8 +142,9 @@ class PullPlan:
                     break
                 if state.not_before > now:
                     continue
-                # A pull that finds nothing costs the server as much as one that brings a message.
-                pulls.append(self._pull(lane, state, min(room, free, max(1, state.waiting)), now))
+                # Twice what waited: in a burst more has come since. A pull that finds nothing costs the server as much
+                # as one that brings a message.
+                pulls.append(self._pull(lane, state, min(room, free, max(1, 2 * state.waiting)), now))
                 if not state.is_standing:
                     break
         for state in self._lanes.values():
