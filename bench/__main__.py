@@ -11,7 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("transport", "routing", "real_engine", "latency", "control", "scale", "trainer", "objects", "http_memory")
+BENCHES = (
+    "transport",
+    "routing",
+    "real_engine",
+    "latency",
+    "control",
+    "scale",
+    "trainer",
+    "objects",
+    "http_memory",
+    "accounts",
+    "flood",
+)
 
 
 def main() -> int:

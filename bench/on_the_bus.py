@@ -2,13 +2,23 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import rollbus
+from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.control.provision import provision
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
 
-__all__ = ["START_S", "bus_request", "on_the_bus"]
+__all__ = ["FLEET", "START_S", "WORKER", "SecureBus", "bus_request", "on_the_bus", "secure_bus", "worker_process"]
+
+FLEET = "default"
+WORKER = "worker"
 
 START_S = 180.0
 """For a worker with a real engine to serve."""
@@ -20,18 +30,53 @@ def bus_request(prompt: list[int], max_tokens: int, *, routing: bool | None = No
     return rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, return_routed_experts=routing)
 
 
+@dataclass(frozen=True, slots=True)
+class SecureBus:
+    """A server with users, and the queue of one model."""
+
+    server: EmbeddedServer
+    trainers: Sequence[Credentials]
+    worker: Path
+    """Credentials of the one worker."""
+
+    def worker_server(self) -> Server:
+        """As the worker connects."""
+        return Server(self.server.url, load_credentials(self.worker))
+
+
+@asynccontextmanager
+async def secure_bus(*trainers: str, model: str = "synthetic") -> AsyncIterator[SecureBus]:
+    """A server with an admin, a worker and these trainers, all in accounts by role."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [(FLEET, Role.TRAINER, name) for name in trainers]
+        wanted += [(FLEET, Role.WORKER, WORKER), (FLEET, Role.ADMIN, "admin")]
+        files = ensure_users(Path(folder), wanted)
+        async with EmbeddedServer(users=[one.user for one in files]) as server:
+            await provision(Server(server.url, load_credentials(files[-1].path)), FLEET, [model])
+            yield SecureBus(server, [load_credentials(one.path) for one in files[: len(trainers)]], files[-2].path)
+
+
 @asynccontextmanager
 async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, Mapping[str, int]]]:
     """A server and a worker as users start them, and a client; with the pids of the former."""
-    async with EmbeddedServer() as server:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollbus.workers", "--nats", server.url, "--log-level", "warning", *worker_args),
-            stdout=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            async with rollbus.connect(server.url) as rb:
-                await rb.fleet.wait_for_workers(timeout_s=START_S)
-                yield rb, {"worker": worker.pid, "nats": server.pid}
-        finally:
-            worker.terminate()
-            await worker.wait()
+    async with (
+        EmbeddedServer() as server,
+        worker_process(server.url, *worker_args) as worker,
+        rollbus.connect(server.url) as rb,
+    ):
+        await rb.fleet.wait_for_workers(timeout_s=START_S)
+        yield rb, {"worker": worker.pid, "nats": server.pid}
+
+
+@asynccontextmanager
+async def worker_process(url: str, *worker_args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a worker until the block ends."""
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollbus.workers", "--nats", url, "--log-level", "warning", *worker_args),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        await worker.wait()

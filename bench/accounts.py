@@ -1,0 +1,166 @@
+"""What accounts cost: the same server with users in accounts by role, and without any users.
+
+    python -m bench.accounts [--loads 256x64] [--frames 2000] [--rounds 5] [--json FILE]
+
+Requests: a load of 256x64 is 256 requests at once, of 64 tokens each, from a synthetic engine that makes them as fast
+as it can. Frames: messages of 64 KiB from a worker's user to a trainer, and nothing else. CPU is in microseconds per
+request or frame: of nats-server, the worker, and this program, which is the client. `ratio` is with accounts by without
+them in the same round.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import uvloop
+
+import rollbus
+from bench.cpu import cpu_s
+from bench.loads import Load, parse_loads
+from bench.on_the_bus import FLEET, START_S, WORKER, bus_request, secure_bus, worker_process
+from bench.report import Report, Spread, add_arguments, in_turns
+from rollbus.bus.nats.connection import connected, publish, subscribe
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
+from rollbus.bus.subjects import Subjects
+
+__all__: list[str] = []
+
+FRAME = bytes(64 * 1024)
+FRAMES_AT_ONCE = 64
+"""Under way: less than what either connection may keep."""
+TRAINER = "alice"
+ENGINE = ("--engine", "synthetic", "--engine-args", json.dumps({"max_num_seqs": 1024}), "--worker-id", WORKER)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One server with a worker and a client."""
+
+    rb: rollbus.Client
+    worker: Server
+    trainer: Server
+    pids: Mapping[str, int]
+
+
+@asynccontextmanager
+async def without_users() -> AsyncIterator[Side]:
+    """Everybody may do everything."""
+    async with (
+        EmbeddedServer() as server,
+        worker_process(server.url, *ENGINE) as worker,
+        rollbus.connect(server.url, client=TRAINER) as rb,
+    ):
+        await rb.fleet.wait_for_workers(timeout_s=START_S)
+        anybody = Server(server.url)
+        yield Side(rb, anybody, anybody, {"nats": server.pid, "worker": worker.pid, "client": os.getpid()})
+
+
+@asynccontextmanager
+async def with_accounts() -> AsyncIterator[Side]:
+    """As `rollbus up --secure` has it."""
+    async with (
+        secure_bus(TRAINER) as bus,
+        worker_process(bus.server.url, "--creds", str(bus.worker), *ENGINE) as worker,
+        rollbus.connect(bus.server.url, credentials=bus.trainers[0]) as rb,
+    ):
+        await rb.fleet.wait_for_workers(timeout_s=START_S)
+        pids = {"nats": bus.server.pid, "worker": worker.pid, "client": os.getpid()}
+        yield Side(rb, bus.worker_server(), Server(bus.server.url, bus.trainers[0]), pids)
+
+
+async def run_requests(side: Side, load: Load) -> int:
+    """Have all requests answered; returns how many."""
+    requests = [bus_request([1, 2, 3, i], load[1], routing=False) for i in range(load[0])]
+    async for generation in side.rb.complete_many(requests, max_in_flight=load[0]):
+        if generation.error is not None:
+            raise RuntimeError(f"no result: {generation.error}")
+    return load[0]
+
+
+async def run_frames(side: Side, count: int) -> int:
+    """Publish frames as a worker, and receive them as the trainer; returns how many."""
+    subject = Subjects(FLEET).frame(TRAINER, WORKER)
+    room = asyncio.Semaphore(FRAMES_AT_ONCE)
+    all_came = asyncio.Event()
+    num_received = 0
+
+    async def receive(_: object) -> None:
+        nonlocal num_received
+        num_received += 1
+        room.release()
+        if num_received == count:
+            all_came.set()
+
+    async with connected(side.worker, name="worker") as worker, connected(side.trainer, name="trainer") as trainer:
+        await subscribe(trainer, subject, receive)
+        await trainer.flush()
+        for _ in range(count):
+            await room.acquire()
+            await publish(worker, subject, FRAME)
+        await all_came.wait()
+    return count
+
+
+async def measure(run: Callable[[Side], Awaitable[int]], side: Side, processes: Sequence[str]) -> dict[str, float]:
+    """What a second brings, and what one costs."""
+    before = {name: cpu_s(side.pids[name]) for name in processes}
+    started = time.perf_counter()
+    count = await run(side)
+    seconds = time.perf_counter() - started
+    spent = {f"{name}_cpu_us": 1e6 * (cpu_s(side.pids[name]) - before[name]) / count for name in processes}
+    return {"per_s": count / seconds, **spent, "all_cpu_us": sum(spent.values())}
+
+
+async def compare(
+    report: Report,
+    what: str,
+    sides: Mapping[str, Side],
+    run: Callable[[Side], Awaitable[int]],
+    rounds: int,
+    processes: Sequence[str] = ("nats", "worker", "client"),
+) -> None:
+    """Two rows and their ratio; `processes` are those that have a part in it."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for side in sides.values():
+        await run(side)
+    for name in in_turns(rounds, list(sides)):
+        found[name].append(await measure(run, sides[name], processes))
+    plain, accounts = found.values()
+    found["ratio"] = [{key: b[key] / a[key] for key in a} for a, b in zip(plain, accounts, strict=True)]
+    for name, figures in found.items():
+        report.add(what=what, way=name, **{key: Spread.of([one[key] for one in figures]) for key in figures[0]})
+
+
+async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: int) -> None:
+    """Start both sides, and compare them."""
+    async with AsyncExitStack() as stack:
+        sides = {
+            "no users": await stack.enter_async_context(without_users()),
+            "accounts": await stack.enter_async_context(with_accounts()),
+        }
+        for load in loads:
+            await compare(report, f"{load[0]}x{load[1]}", sides, partial(run_requests, load=load), rounds)
+        await compare(report, "frames", sides, partial(run_frames, count=frames), rounds, ("nats", "client"))
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.accounts", description="What accounts cost.")
+    parser.add_argument("--loads", nargs="+", default=["256x64"], metavar="REQUESTSxTOKENS")
+    parser.add_argument("--frames", type=int, default=2000, help="in a round")
+    add_arguments(parser)
+    args = parser.parse_args()
+    report = Report("accounts")
+    uvloop.run(run_all(report, parse_loads(args.loads), args.frames, args.rounds))
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""How long a trainer waits beside another one that floods the queue.
+
+    python -m bench.flood [--flood 20000] [--samples 50] [--json FILE]
+
+One worker with a synthetic engine: 64 requests at once, a step every 5 ms. Alice asks for one request of 16 tokens
+after the other, and the time of each is taken: first alone, then while Mallory has `--flood` requests of 16 tokens open
+besides. `share` is how many of Mallory's requests the queue takes at most; the others wait in Mallory's own client.
+`waits_behind` is that share by what the engine makes in a second: what Alice waits at most.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+
+import uvloop
+
+import rollbus
+from bench.on_the_bus import START_S, WORKER, bus_request, secure_bus, worker_process
+from bench.report import Report, add_arguments, percentile
+from rollbus.bus.queue.limits import QueueLimits
+
+__all__: list[str] = []
+
+TOKENS = 16
+STEP_S = 0.005
+SLOTS = 64
+SETTLE_S = 3.0
+"""Until the flood has filled what it may fill."""
+
+
+async def times_of(rb: rollbus.Client, samples: int) -> list[float]:
+    """Seconds of single requests, one after the other."""
+    seconds = []
+    for _ in range(samples):
+        started = time.perf_counter()
+        await rb.complete(bus_request([1, 2, 3], TOKENS, routing=False))
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+async def flood(rb: rollbus.Client, count: int) -> None:
+    """Keep so many requests open."""
+    while True:
+        requests = [bus_request([7, 8, i], TOKENS, routing=False) for i in range(count)]
+        async for _ in rb.complete_many(requests, max_in_flight=count):
+            pass
+
+
+async def run(report: Report, num_flood: int, samples: int) -> None:
+    """Alone, then beside the flood."""
+    engine = json.dumps({"max_num_seqs": SLOTS, "step_s": STEP_S})
+    async with (
+        secure_bus("alice", "mallory") as bus,
+        worker_process(
+            *(bus.server.url, "--creds", str(bus.worker), "--worker-id", WORKER),
+            *("--engine", "synthetic", "--engine-args", engine),
+        ),
+        rollbus.connect(bus.server.url, credentials=bus.trainers[0]) as alice,
+        rollbus.connect(bus.server.url, credentials=bus.trainers[1]) as mallory,
+    ):
+        await alice.fleet.wait_for_workers(timeout_s=START_S)
+        add(report, "alone", await times_of(alice, samples))
+        async with asyncio.TaskGroup() as tasks:
+            flooding = tasks.create_task(flood(mallory, num_flood), name="flood")
+            await asyncio.sleep(SETTLE_S)
+            add(report, f"beside {num_flood:,} requests", await times_of(alice, samples))
+            flooding.cancel()
+
+
+def add(report: Report, case: str, seconds: list[float]) -> None:
+    """One row."""
+    share = QueueLimits().max_per_client
+    report.add(
+        alice=case,
+        p50_s=percentile(seconds, 50),
+        p99_s=percentile(seconds, 99),
+        share=share,
+        waits_behind_s=share * (TOKENS * STEP_S) / SLOTS,
+    )
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.flood", description="One trainer beside a flooding one.")
+    parser.add_argument("--flood", type=int, default=20_000, help="requests that the other one has open")
+    parser.add_argument("--samples", type=int, default=30, help="requests whose time is taken")
+    add_arguments(parser, rounds=1)
+    args = parser.parse_args()
+    report = Report("flood")
+    uvloop.run(run(report, args.flood, args.samples))
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
