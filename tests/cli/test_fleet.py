@@ -73,8 +73,8 @@ def test_status_shows_the_workers(nats: str) -> None:
         ["local-1", "synthetic", "both", "serving"],
     ]
     assert [line.split() for line in queues.splitlines()] == [
-        ["queue", "resume", "high", "normal", "low", "in", "hand"],
-        ["synthetic", "0", "0", "0", "0", "0"],
+        ["queue", "resume", "high", "normal", "low", "in", "hand", "replicas"],
+        ["synthetic", "0", "0", "0", "0", "0", "-"],
     ]
     assert engines.splitlines()[1].endswith("local-0, local-1")
     assert len(engines.splitlines()) == 2
