@@ -23,7 +23,7 @@ from ..subjects import PREFIX
 from .credentials import CLIENT_ROLES, Role, User
 from .permissions import INBOX, Rule, any_subjects, permissions, rules, subjects_of
 
-__all__ = ["accounts"]
+__all__ = ["account_of", "accounts"]
 
 _STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
 """Services of JetStream that answer with several messages."""
@@ -45,7 +45,7 @@ def accounts(users: Iterable[User]) -> dict[str, object]:
         # Admins and workers read what all publishers upload.
         reads_all = one.role in {Role.ADMIN, Role.WORKER}
         user = replace(one, models=published[one.fleet]) if reads_all else one
-        name = _account_of(user)
+        name = account_of(user)
         if name not in found:
             found[name] = {"imports": _client_imports(user), "users": []}
         found[name]["users"].append({"nkey": user.public_key, "permissions": permissions(user).as_config()})
@@ -60,7 +60,8 @@ def _workers(fleet: str) -> str:
     return f"{fleet}~workers"
 
 
-def _account_of(user: User) -> str:
+def account_of(user: User) -> str:
+    """The name of a user's account."""
     if user.role is Role.ADMIN:
         return _hub(user.fleet)
     return _workers(user.fleet) if user.role is Role.WORKER else f"{user.fleet}~{user.role}~{user.name}"

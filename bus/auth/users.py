@@ -22,7 +22,7 @@ import msgspec
 
 from ...schemas.errors import BusBroken, InvalidRequest
 from . import nkeys
-from .accounts import accounts
+from .accounts import account_of, accounts
 from .credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
 from .files import replace_file, write_new
 from .roots import Roots, ensure_roots
@@ -36,6 +36,8 @@ __all__ = [
     "certify",
     "credentials_path",
     "ensure_users",
+    "keep_for_leafs",
+    "known_users",
     "remove_user",
     "write_server_config",
 ]
@@ -49,8 +51,10 @@ WantedUser = tuple[str, Role, str]
 """A user by fleet, role and name."""
 
 
-class _Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     users: tuple[User, ...] = ()
+    leafs: tuple[str, ...] = ()
+    """Accounts that servers name for leaf nodes: they would refuse a configuration without one, so these stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ def ensure_users(
     """
     wanted = tuple(dict.fromkeys(wanted))
     with _locked(folder):
-        known = {(user.fleet, user.role, user.name): user for user in _read(folder).users}
+        before = _read(folder)
+        known = {(user.fleet, user.role, user.name): user for user in before.users}
         _check_names([*known, *wanted])
         entries = []
         for one in wanted:
@@ -91,12 +96,37 @@ def ensure_users(
             user = _with_models(user, (models or {}).get(one, user.models))
             entries.append(UserFile(user, path, is_new=one not in known))
             known[one] = user
-        _write(folder, tuple(known[one] for one in sorted(known)))
+        _write(folder, msgspec.structs.replace(before, users=tuple(known[one] for one in sorted(known))))
         for one, user in known.items():
             path = credentials_path(folder, *one)
             if path.exists():
                 _certify(path, user, ensure_roots(path.parent))
     return tuple(entries)
+
+
+def known_users(folder: Path) -> tuple[User, ...]:
+    """Return the users of a folder; none where nobody made any.
+
+    Raises:
+        BusBroken, OSError: as in `ensure_users`.
+    """
+    return _read(folder).users
+
+
+def keep_for_leafs(folder: Path) -> tuple[str, ...]:
+    """Keep the accounts that there are for leaf nodes from here on, with users and without; return all that are kept.
+
+    Admins share the account of JetStream itself, which is none of them.
+
+    Raises:
+        BusBroken, OSError: as in `ensure_users`.
+    """
+    with _locked(folder):
+        before = _read(folder)
+        own = {account_of(user) for user in before.users if user.role is not Role.ADMIN}
+        kept = tuple(sorted(own.union(before.leafs)))
+        _write(folder, msgspec.structs.replace(before, leafs=kept))
+    return kept
 
 
 def certify(folder: Path, path: Path) -> User:
@@ -124,11 +154,11 @@ def remove_user(folder: Path, unwanted: WantedUser) -> bool:
         BusBroken, OSError: as in `ensure_users`.
     """
     with _locked(folder):
-        users = _read(folder).users
-        left = tuple(user for user in users if (user.fleet, user.role, user.name) != unwanted)
-        _write(folder, left)
+        before = _read(folder)
+        left = tuple(user for user in before.users if (user.fleet, user.role, user.name) != unwanted)
+        _write(folder, msgspec.structs.replace(before, users=left))
         credentials_path(folder, *unwanted).unlink(missing_ok=True)
-    return len(left) < len(users)
+    return len(left) < len(before.users)
 
 
 def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
@@ -228,7 +258,8 @@ def _as_file(credentials: Credentials) -> bytes:
     return msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
 
 
-def _write(folder: Path, users: tuple[User, ...]) -> None:
-    config = f"accounts: {json.dumps(accounts(users), indent=2)}\n"
+def _write(folder: Path, known: _Users) -> None:
+    found = {name: {} for name in known.leafs} | accounts(known.users)
+    config = f"accounts: {json.dumps(found, indent=2)}\n"
     replace_file(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
-    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")
+    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(known)) + b"\n")

@@ -1,8 +1,12 @@
-"""A cluster of NATS servers: write its configuration, and change the replicas of what it stores.
+"""Servers of a NATS cluster and its leaf nodes: write their configurations, and change the replicas of what it stores.
 
 `rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three servers or more into DIR, which
 also holds the users (see `rollbus auth`): JetStream, routes with a password of their own, TLS where files are named for
 it. It prints the next steps.
+
+`rollbus nats leaf --dir DIR --hub A,B,C --user trainer-alice --user worker-w0` writes DIR/leaf-NAME.conf for a
+nats-server at another site, through which these users reach the fleet, and DIR/leafs.conf, which each server of the hub
+includes.
 
 `rollbus nats replicas 3`, as an admin, gives the fleet's queues, desired states and objects three replicas: one stream
 at a time, each current before the next. Run again, it goes on.
@@ -12,21 +16,27 @@ import argparse
 import re
 from collections.abc import Coroutine
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import positive_float, positive_int
 from ..exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from ....bus.auth.credentials import Role
 
 __all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "servers of a NATS cluster: configuration and replicas"
 READS_NO_CREDENTIALS = True
+LEAF_PORT = 7422
+"""NATS's own choice."""
 REPLICATED_S = 600.0
 """For each stream: a copy of a full object store of 32 GiB takes minutes on a fast network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("action", choices=("init", "replicas"), help="write configurations; change replicas")
+    parser.add_argument("action", choices=("init", "leaf", "replicas"), help="write configurations; change replicas")
     parser.add_argument("count", metavar="N", nargs="?", type=positive_int, help="replicas, for the action replicas")
     group = parser.add_argument_group("replicas")
     group.add_argument("--objects", metavar="N", type=positive_int, help="of uploaded weights (default: N)")
@@ -64,12 +74,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{what}-key", metavar="FILE", default="", help="its key")
     group.add_argument("--client-ca", metavar="FILE", default="", help="clients must show certificates that it signed")
     group.add_argument("--cluster-ca", metavar="FILE", default="", help="likewise the other servers")
+    group = parser.add_argument_group("leaf", "also --dir; and --cluster-cert, --cluster-key, --cluster-ca of the link")
+    group.add_argument("--hub", metavar="HOST,...", type=_hosts, help="the servers of the hub")
+    group.add_argument(
+        "--leaf-port",
+        metavar="N",
+        type=positive_int,
+        default=LEAF_PORT,
+        help="where they listen for leaf nodes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--user",
+        metavar="ROLE-NAME",
+        type=_user,
+        action="append",
+        default=[],
+        help="may connect to the leaf (repeatable)",
+    )
+    group.add_argument("--leaf", metavar="NAME", type=_name, default="leaf", help="its name (default: %(default)s)")
+    group.add_argument(
+        "--listen", metavar="HOST:PORT", default="0.0.0.0:4222", help="of the leaf, for users (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     """Do it."""
     if args.action == "init":
         return _init(args)
+    if args.action == "leaf":
+        return _leaf(args)
     if args.count is None:
         raise CommandFailed("how many? as in: nats replicas 3", ExitCode.USAGE)
     return _replicas(args)
@@ -133,6 +166,34 @@ def _init(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _leaf(args: argparse.Namespace) -> int:
+    from ....bus.auth.credentials import DEFAULT_FLEET
+    from ....bus.auth.leaf import Link, write_leaf
+    from ....bus.auth.tls import Tls
+    from ..console import print_json, write
+
+    if not args.hub or not args.user:
+        raise CommandFailed("whose leaf? as in --hub a.example --user trainer-alice --user worker-w0", ExitCode.USAGE)
+    fleet = args.fleet or DEFAULT_FLEET
+    link = Link(
+        hosts=args.hub,
+        port=args.leaf_port,
+        tls=Tls(**_tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")),
+    )
+    users = [(fleet, role, name) for role, name in args.user]
+    leaf, at_hub = write_leaf(args.dir, args.leaf, users, link, listen=args.listen)
+    if args.json:
+        print_json({"leaf": str(leaf), "hub": str(at_hub)})
+    else:
+        write(
+            f"""1. To each server of the hub: {at_hub}, beside users.conf; `include {at_hub.name}` in its configuration.
+2. Restart these servers, one after the other: a reload does not take it.
+3. To the site: {leaf}, readable for nats-server alone; it holds the seeds of its users.
+4. There: nats-server -c {leaf.name}"""
+        )
+    return ExitCode.OK
+
+
 def _show(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path) -> None:
     from ..console import print_table, program, write
 
@@ -155,6 +216,21 @@ def _tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> dict[str, s
     return {
         name: str(Path(file).absolute()) if file else "" for name, file in (("cert", cert), ("key", key), ("ca", ca))
     }
+
+
+def _hosts(text: str) -> list[str]:
+    if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[\w.-]+)(,(\[[\da-fA-F:.]+\]|[\w.-]+)){0,63}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of hosts, with commas between them and without ports")
+    return text.split(",")
+
+
+def _user(text: str) -> tuple["Role", str]:
+    from ....bus.auth.credentials import Role
+
+    role, _, name = text.partition("-")
+    if role not in list(Role) or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no ROLE-NAME such as trainer-alice or worker-w0")
+    return Role(role), name
 
 
 def _name(text: str) -> str:

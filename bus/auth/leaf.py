@@ -1,0 +1,112 @@
+"""The configuration of a leaf node: a nats-server at another site, through which named users reach the fleet.
+
+    DIR/leaf-<name>.conf   the leaf server; it holds the seeds of its users
+    DIR/leafs.conf         what the servers of the hub include, beside `users.conf`
+
+The leaf server connects once for each of its users, as this user, so that the hub enforces what each may do. At the
+leaf each user has an account of its own, which shares nothing: two users there meet at the hub alone. JetStream is at
+the hub. NATS keeps JetStream's subjects off a leaf connection unless both sides name its account in
+`default_js_domain`.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...schemas.errors import InvalidRequest
+from .credentials import Role, User, load_credentials
+from .files import replace_file
+from .permissions import permissions
+from .tls import Tls
+from .users import WantedUser, credentials_path, keep_for_leafs, known_users
+
+__all__ = ["Link", "write_leaf"]
+
+MAX_PAYLOAD_BYTES: Final = 8 * 1024**2
+"""As at the hub."""
+HUB_FILE: Final = "leafs.conf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Between the leaf server and its hub."""
+
+    hosts: Sequence[str]
+    """Of the servers of the hub; the leaf connects to any."""
+    port: int
+    """Where they listen for leaf nodes."""
+    tls: Tls
+    """Certificate and key on each machine of the hub, `ca` on that of the leaf. Empty: no TLS."""
+
+
+def write_leaf(folder: Path, name: str, users: Iterable[WantedUser], link: Link, *, listen: str) -> tuple[Path, Path]:
+    """Write the configuration of a leaf server anew, and the part of the hub's; nobody but the owner can read them.
+
+    Args:
+        users: who may connect there.
+        listen: where they connect.
+
+    Returns:
+        The files of the leaf and of the hub.
+
+    Raises:
+        InvalidRequest: `user`: one is not in the folder, or is an admin.
+        BusBroken: the folder is none of users, or the credentials of one do not lie there.
+        OSError: a file cannot be read or written.
+    """
+    known = known_users(folder)
+    found = [_known(known, *one) for one in dict.fromkeys(users)]
+    if not found:
+        raise InvalidRequest(field="user", problem="names nobody", allowed="users of this folder")
+    seeds = {user: load_credentials(credentials_path(folder, user.fleet, user.role, user.name)).seed for user in found}
+    leaf, at_hub = folder / f"leaf-{name}.conf", folder / HUB_FILE
+    accounts = {
+        _local(user): {"users": [{"nkey": user.public_key, "permissions": permissions(user).as_config()}]}
+        for user in found
+    }
+    tls = link.tls
+    trusted = {"tls": {"ca_file": tls.ca} if tls.ca else {}} if tls.cert else {}
+    urls = [f"{'tls' if tls.cert else 'nats-leaf'}://{host}:{link.port}" for host in link.hosts]
+    remotes = [{"urls": urls, "account": _local(user), "nkey": seeds[user]} | trusted for user in found]
+    replace_file(
+        leaf,
+        _text(
+            "Written by `rollbus nats leaf`, with the seeds of its users: only nats-server may read it.",
+            server_name=name,
+            listen=listen,
+            max_payload=MAX_PAYLOAD_BYTES,
+            default_js_domain=dict.fromkeys(accounts, ""),
+            accounts=accounts,
+            leafnodes={"remotes": remotes},
+        ),
+    )
+    own = {"tls": {"cert_file": tls.cert, "key_file": tls.key}} if tls.cert else {}
+    replace_file(
+        at_hub,
+        _text(
+            "Written by `rollbus nats leaf`; a server reads it when it starts, and not on a reload.",
+            leafnodes={"listen": f"0.0.0.0:{link.port}"} | own,
+            default_js_domain=dict.fromkeys(keep_for_leafs(folder), ""),
+        ),
+    )
+    return leaf, at_hub
+
+
+def _known(users: Iterable[User], fleet: str, role: Role, name: str) -> User:
+    for user in users:
+        if (user.fleet, user.role, user.name) == (fleet, role, name) and role is not Role.ADMIN:
+            return user
+    problem = f"names the {role} {name} of fleet {fleet}"
+    raise InvalidRequest(field="user", problem=problem, allowed="users of this folder; admins connect to the hub")
+
+
+def _local(user: User) -> str:
+    return f"{user.fleet}~{user.role}~{user.name}"
+
+
+def _text(comment: str, **settings: object) -> bytes:
+    # The language knows no \u escapes.
+    lines = [f"{name}: {json.dumps(value, indent=2, ensure_ascii=False)}" for name, value in settings.items()]
+    return "\n".join([f"# {comment}", *lines, ""]).encode()
