@@ -87,7 +87,8 @@ def write_leaf(folder: Path, name: str, users: Iterable[WantedUser], link: Link,
         at_hub,
         _text(
             "Written by `rollbus nats leaf`; a server reads it when it starts, and not on a reload.",
-            leafnodes={"listen": f"0.0.0.0:{link.port}"} | own,
+            # The leaf knows the hosts: addresses it would be told may not be reachable, or not in the certificate.
+            leafnodes={"listen": f"0.0.0.0:{link.port}", "no_advertise": True} | own,
             default_js_domain=dict.fromkeys(keep_for_leafs(folder), ""),
         ),
     )
