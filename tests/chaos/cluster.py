@@ -15,11 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
 import rollbus
 from rollbus.bus.client.generation import Generation
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.server import Server
+from rollbus.frontend.cli.local_users import local_users
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic import SyntheticConfig
@@ -39,6 +43,7 @@ AWAY_S = 12.0
 """How long a server is gone at most: longer than an election takes."""
 SECOND = 0.15
 """How often a second server is gone, too."""
+MODEL = "synthetic"
 PAUSE_S = 6.0
 """Between commands."""
 RETRY_S = 0.25
@@ -169,24 +174,37 @@ class _Course:
         ]
 
 
-async def run(seconds: float, seed: int, *, stderr: int) -> None:
+async def run(seconds: float, seed: int, *, stderr: int, is_secure: bool) -> None:
     """Run to the end, and look that nothing is left."""
     arguments = msgspec.to_builtins(ENGINE)
+    workers = [f"w{index}" for index in range(3)]
     async with contextlib.AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(nats_cluster())
-        observer = await stack.enter_async_context(observing(cluster.urls[0], FLEET, num_servers=3))
-        for index, url in enumerate(cluster.urls):
-            options = ("--worker-id", f"w{index}", "--log-level", "info")
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollbus-chaos-")))
+        users = local_users(folder, FLEET, workers) if is_secure else None
+        cluster = await stack.enter_async_context(nats_cluster(users=None if users is None else users.everybody))
+        observer = None
+        if users is None:
+            observer = await stack.enter_async_context(observing(cluster.urls[0], FLEET, num_servers=3))
+        else:
+            await provision(Server(",".join(cluster.urls), users.admin), FLEET, [MODEL])
+        for worker, url in zip(workers, cluster.urls, strict=True):
+            options = ["--worker-id", worker, "--log-level", "info"]
+            options += [] if users is None else ["--creds", str(users.workers[worker])]
             process = worker_process(url, FLEET, *options, engine_args=arguments, stderr=stderr)
             await stack.enter_async_context(process)
-        rb = await stack.enter_async_context(rollbus.connect(cluster.urls, fleet=FLEET, worker_grace_s=GRACE_S))
+        credentials = None if users is None else users.frontend
+        rb = await stack.enter_async_context(
+            rollbus.connect(cluster.urls, fleet=FLEET, credentials=credentials, worker_grace_s=GRACE_S)
+        )
         await rb.fleet.wait_for_workers(3)
         await rb.fleet.resume()
-        await cluster.replicate()
+        if users is None:
+            await cluster.replicate()
         course = _Course(rb, cluster, seconds, seed)
         try:
             await course.run()
-            await observer.check_at_rest()
+            if observer is not None:
+                await observer.check_at_rest()
         finally:
             for line in course.lines():
                 _say(line)
@@ -198,11 +216,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.cluster", description="Requests over dying servers.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--secure", action="store_true", help="with users, in accounts by role")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
     args = parser.parse_args()
     with args.log.open("ab") as log:
         logging.basicConfig(filename=args.log, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        asyncio.run(run(args.seconds, args.seed, stderr=log.fileno()))
+        asyncio.run(run(args.seconds, args.seed, stderr=log.fileno(), is_secure=args.secure))
     return 0
 
 
