@@ -11,6 +11,7 @@ from rollbus import GenerateRequest, Generation, SamplingParams
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.support.fleet import StartServed
 from tests.support.invariants import observing
+from tests.support.patience import patient
 from tests.support.streams import all_of
 
 WISHES: dict[str, dict[str, Any]] = {
@@ -69,7 +70,7 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
 
 async def test_a_pause_lets_go_of_what_was_gathered(one_worker: StartServed) -> None:
     """Nothing that was sampled before a pause waits for its end: the engine stands still with all of it delivered."""
-    async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, worker, _):
+    async with one_worker(config=SyntheticConfig(step_s=patient(0.01))) as (rb, worker, _):
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(rb.complete(request_of("long")))
             stream = rb.generate(request_of("plain"))
