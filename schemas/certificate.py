@@ -1,4 +1,4 @@
-"""What a fleet's root key says of a user who may change something: the certificate that stands beside signatures."""
+"""The certificate that stands beside signatures: the fleet's root key says what a user may change."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who signs with a key, and what that user may change. JSON, signed by the fleet's root key."""
+    """The user that signs with a key, and what that user may change. JSON, signed by the fleet's root key."""
 
     fleet: str
     """Nothing of another fleet."""

@@ -156,7 +156,7 @@ class ControlCode(enum.StrEnum):
     NOT_SERVING = "not_serving"
     """The worker's own state forbids it: it starts, is fenced, or is poisoned."""
     NOT_ALLOWED = "not_allowed"
-    """Who signed it may not give this command, or not for this model; or it was signed too long ago."""
+    """The author of the command may not give it, or not for this model; or it was signed too long ago."""
     UNKNOWN = "unknown"
     """Never sent: how this side reads a code that a newer worker appended."""
 

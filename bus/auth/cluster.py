@@ -104,7 +104,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 
 def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) -> tuple[Path, ...]:
-    """Write the configuration of each server; nobody but the owner can read them.
+    """Write the configuration of each server; only the owner of the files can read them.
 
     Raises:
         InvalidRequest: `dir`: one of the files is there.

@@ -1,4 +1,4 @@
-"""Who a program is to NATS: its role, its name and the key that proves them, in a file of its own.
+"""The identity of a program on NATS: its role, its name and the key that proves both, in a file of its own.
 
 The key never leaves this module but as a signature, and stands in no log, error, `repr` or process argument.
 """
@@ -54,7 +54,7 @@ CLIENT_ROLES: Final = frozenset(Role) - {Role.WORKER}
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Somebody whom a server knows. Raises `InvalidRequest` for a name that cannot stand in a subject."""
+    """A user of a NATS server. Raises `InvalidRequest` for a name that cannot stand in a subject."""
 
     fleet: str
     role: Role
@@ -77,7 +77,7 @@ class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
     @property
     def inbox_prefix(self) -> str:
-        """What the subjects of all answers to this user begin with; nobody else may listen there."""
+        """The start of the subjects of all answers to this user; no other user may subscribe there."""
         return f"_INBOX_{self.role}.{self.name}"
 
 
@@ -109,7 +109,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return User(fleet=self.fleet, role=self.role, name=self.name, public_key=nkeys.public_key(self.seed))
 
     def sign(self, nonce: str) -> bytes:
-        """Prove to a server who this is."""
+        """Sign a server's challenge, to prove this identity."""
         return nkeys.sign(self.seed, nonce)
 
 
@@ -131,10 +131,10 @@ def load_credentials(path: str | os.PathLike[str]) -> Credentials:
 
 
 def client_identity(credentials: Credentials | None, *, fleet: str | None, client: str | None) -> tuple[str, str]:
-    """The fleet and the name of a client that was told these, and else is whom its credentials name.
+    """Return the fleet and the name of a client: those that were given, else those of its credentials.
 
     Raises:
-        InvalidRequest: a name cannot stand in a subject, or the credentials are somebody else's.
+        InvalidRequest: a name cannot stand in a subject, or the credentials are those of another user.
     """
     fleet, name = _identity(credentials, CLIENT_ROLES, fleet, "client", client)
     return fleet, check_subject_token("client", name or f"c-{uuid.uuid4().hex[:12]}")

@@ -23,7 +23,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that who reads it sees the old one or the new one; it keeps its owner."""
+    """Replace a file in one step: a reader sees the old content or the new one. The file keeps its owner."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     write_new(partial, data)

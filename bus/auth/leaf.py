@@ -42,10 +42,10 @@ class Link:
 
 
 def write_leaf(folder: Path, name: str, users: Iterable[WantedUser], link: Link, *, listen: str) -> tuple[Path, Path]:
-    """Write the configuration of a leaf server anew, and the part of the hub's; nobody but the owner can read them.
+    """Write the configuration of a leaf server anew, and the hub's part; only the owner of the files can read them.
 
     Args:
-        users: who may connect there.
+        users: those that may connect there.
         listen: where they connect.
 
     Returns:

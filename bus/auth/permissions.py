@@ -51,7 +51,7 @@ INBOX: Final = "<inbox>."
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may use one kind of subject."""
+    """The roles that may use one kind of subject."""
 
     subject: str
     """As docs/protocol.md writes it: below `rb.v1.<fleet>.` in `SUBJECT_RULES`, whole in `JETSTREAM_RULES`."""

@@ -1,15 +1,15 @@
 """Signatures of what changes a fleet: stored states, commands, and what describes uploads. Pure.
 
-A subject alone proves little: an answer of JetStream may be steered to it, and whoever holds the server writes
-anything. So what changes a fleet is signed by its author, in a header of the NATS message beside the payload:
+A subject alone proves little: an answer of JetStream may be steered to it, and an intruder on the server can write
+anything. So the author signs each message that changes a fleet, in a header of the NATS message beside the payload:
 
     Rollbus-Signed: <certificate>.<root's signature>.<milliseconds since 1970>.<signature>
 
 each in base64url. The signature is Ed25519 over `rollbus message 1`, the subject, the milliseconds and the payload, as
 it was sent; that of the root over `rollbus certificate 1` and the certificate. Lines end the parts but the last.
 
-The key is derived from the user's seed and is not the seed's own: with that one a program signs whatever a server asks
-it to when it connects, also what could be a command.
+The signing key is derived from the user's seed and differs from the seed's own key. With the seed's own key a program
+signs the challenge of each server that it connects to, and a hostile server could choose a command as the challenge.
 """
 
 import base64
@@ -55,7 +55,7 @@ _MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
 
 
 class BadSignature(RemoteProtocolError):
-    """Something is not signed, or by nobody who may change this."""
+    """A message is not signed, or its author may not change this."""
 
 
 class Signed(msgspec.Struct, frozen=True):
@@ -112,12 +112,12 @@ class Signatures:
         return {SIGNED: f"{self._certificate}.{at_ms}.{_encode(key.sign(_message(subject, at_ms, data)))}"}
 
     def check(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Signed | None:
-        """Return by whom `data` on `subject` is signed; None where signatures are not demanded.
+        """Return the author of `data` on `subject`; None where signatures are not demanded.
 
         What the signer may change, it is for the caller to compare with the content.
 
         Raises:
-            BadSignature: by nobody whom the fleet's root key certifies.
+            BadSignature: the fleet's root key certifies no author of it.
         """
         if not self._roots:
             return None

@@ -1,10 +1,10 @@
 """The folder in which the users of a NATS server are kept: `rollbus auth init` makes it and adds to it.
 
-    DIR/users.json                  who there is, with public keys; the source of the next file
+    DIR/users.json                  all users, with public keys; the source of the next file
     DIR/users.conf                  the same and what each may do, as a part of a server's configuration
     DIR/nats-server.conf            a whole configuration that includes it; made once, then its operator's
     DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to where that user runs
-    DIR/<fleet>/root.seed           the secret of the fleet's root key, which certifies who may change something
+    DIR/<fleet>/root.seed           the secret of the fleet's root key, which certifies commanders and publishers
 
 A key is written once and never replaced. Each fleet has accounts of its own.
 """
@@ -105,7 +105,7 @@ def ensure_users(
 
 
 def known_users(folder: Path) -> tuple[User, ...]:
-    """Return the users of a folder; none where nobody made any.
+    """Return the users of a folder; an empty tuple if it has none.
 
     Raises:
         BusBroken, OSError: as in `ensure_users`.

@@ -31,7 +31,7 @@ async def provision(
         upload_bytes: make the buckets for what publishers of the models upload too, of this size.
 
     Raises:
-        BusBroken: JetStream does not answer or refuses; `PermissionDenied` stands behind it for who is no admin.
+        BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` for a user that is no admin.
         ControlError: a bucket for uploads cannot be made.
         InvalidRequest: the fleet's name cannot stand in a subject, or a queue holds more than a limit allows.
     """

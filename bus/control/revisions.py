@@ -1,7 +1,7 @@
 """The revisions of a stored desired state, and which of them count.
 
-Where the fleet has root keys, a revision counts if who signed it may change what it changes. What does not count is as
-if it had never been written: the last one that counts stands, from the bucket's history or from memory.
+Where the fleet has root keys, a revision counts if its author may change what it changes. Readers ignore one that does
+not count: the last one that counts is the state, from the bucket's history or from memory.
 """
 
 import base64
@@ -28,14 +28,14 @@ HISTORY: Final = 64
 """Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
 STREAM: Final = f"KV_{BUCKET}"
 BASE: Final = "Rollbus-Base"
-"""Header of a state whose author may not write it whole: the last one of somebody who may, in base64."""
+"""Header of a state by a publisher: the last state by an admin or a frontend, in base64."""
 BASE_SIGNED: Final = "Rollbus-Base-Signed"
 """Header with the signature of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The last state of somebody who may write it whole, as it was stored."""
+    """The last state by an author that may write all of it, as it was stored."""
 
     data: bytes
     signed: str
@@ -56,7 +56,7 @@ class Found:
     """Why the newest cannot be used, where nothing is signed and so nothing stands in for it."""
 
     def base_headers(self) -> dict[str, str]:
-        """What an author who may not write the state whole puts beside the next one."""
+        """Return the headers that a publisher adds to the next state."""
         if self.base is None:
             return {}
         return {BASE: base64.b64encode(self.base.data).decode(), BASE_SIGNED: self.base.signed}
@@ -118,7 +118,7 @@ class Revisions:
         return known.found
 
     def remember(self, model: str, over: Found, sequence: int, data: bytes, headers: dict[str, str]) -> None:
-        """Count in what this program has stored over `over`, so that it stands even if nobody lets it be read."""
+        """Remember what this program has stored over `over`, so that it counts even if it cannot be read back."""
         if self._signatures.are_demanded:
             revision = _Revision(sequence, data, headers)
             subject = self.subject(model)
@@ -126,7 +126,7 @@ class Revisions:
             self._known[subject] = _Known(revision, self._follow(subject, model, over, revision), created)
 
     async def newest(self, model: str) -> Found:
-        """Read the newest state, whoever wrote it."""
+        """Read the newest state, by any author."""
         newest = await self._get({"last_by_subj": self.subject(model)})
         return Found() if newest is None else _unsigned(model, newest)
 

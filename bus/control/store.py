@@ -69,7 +69,7 @@ class DesiredStore:
 
     @property
     def refused(self) -> int:
-        """Stored states that did not count, as nobody had signed them who may."""
+        """Number of stored states that did not count, because no author that may write them had signed them."""
         return self._revisions.refused
 
     async def read(self, model: str) -> DesiredState | None:
@@ -182,7 +182,7 @@ class DesiredStore:
         raise _contended(model)
 
     async def sign(self, model: str) -> DesiredState | None:
-        """Sign the desired state of `model` as it stands, whoever wrote it; None: nothing is recorded.
+        """Sign the desired state of `model` as it stands, by any author; None: nothing is recorded.
 
         For states of before the fleet had its root key, or of before that was replaced.
 
@@ -268,7 +268,7 @@ class DesiredStore:
         """Make the bucket where it is missing.
 
         Before the first write, not after its failure: workers listen where it is written to, so that to a server
-        without the bucket it is delivered, and nobody answers.
+        without the bucket the write is delivered to them, and no answer comes.
         """
         try:
             await ask(self._nats, f"STREAM.INFO.{STREAM}")

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class FailedServers:
-    """Why servers that were named by URL let nobody in; one of them that does is enough.
+    """Why the servers that were named by URL refused the connection; one that accepts it is enough.
 
     Args:
         name: the connection's, for messages.

@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 
 class Unanswered(BusBroken):
-    """Nobody says whether it was carried out: the server does not answer, or has no leader just now. Ask what holds."""
+    """It is unknown whether the call took effect: the server does not answer, or has no leader now. Read the state."""
 
 
 class _ConnectionLost(Unanswered):

@@ -1,4 +1,4 @@
-"""What a NATS cluster says of its streams: who leads each, and how far its replicas are."""
+"""What a NATS cluster reports of its streams: the leader of each, and how far its replicas are behind."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Signatures of stored folders: each object's description is signed, and names what the whole folder holds.
 
-So no file can be changed, added or left out, but by who may sign. See `rollbus.bus.auth.signatures`.
+So only a user that may sign can change, add or leave out a file. See `rollbus.bus.auth.signatures`.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
 
 
 async def sign_folder(nats: Connection, objects: str) -> int:
-    """Sign a folder as it is stored, whoever put it; return how many objects it has.
+    """Sign a folder as it is stored, by any author; return how many objects it has.
 
     Raises:
         ControlError: `bad_source`: nothing is there; `not_allowed`; `storage`.

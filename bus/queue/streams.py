@@ -37,7 +37,7 @@ MAX_WAITING: Final = 65_536
 REMADE_MARGIN_S: Final = 5.0
 """A stream takes requests some milliseconds before its consumers are made, and servers of a cluster differ in time."""
 LOOK_S: Final = 2.0
-"""For the server to say that a queue is there; while a cluster elects a leader nobody does, and workers ask again."""
+"""For the server to confirm that a queue exists. While a cluster elects a leader none does, and workers ask again."""
 MAX_NAME_CHARS: Final = 240
 """The server allows 255, file systems 255 bytes."""
 

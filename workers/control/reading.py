@@ -83,7 +83,7 @@ class DesiredReader:
 
     @property
     def refused(self) -> int:
-        """Stored states that did not count, as nobody had signed them who may."""
+        """Number of stored states that did not count, because no author that may write them had signed them."""
         return self._store.refused
 
     def request_read(self) -> int:

@@ -96,7 +96,7 @@ class Reconciler:
         self._is_due.set()
 
     def check_read(self) -> None:
-        """Accept no requests while nobody says what is desired. Call this every second while connected.
+        """Accept no requests while the desired state is unknown. Call this every second while connected.
 
         Others have gone on without this worker, if they do not hear it either: as where servers are parted.
         """

@@ -1,8 +1,8 @@
 """What a signed command or desired state may change, by the certificate of its author. Pure.
 
 An admin and a frontend may change everything. A publisher may give some commands for some models. It writes the whole
-desired state as everybody does; so it carries the last state of somebody who may write it whole (its base) along with
-its own, and must differ from that in its own registers alone.
+desired state, as all authors do. So it sends its base along: the last state by an author that may write all of it. Its
+own state may differ from the base in its own registers alone.
 """
 
 from typing import Final, get_args
@@ -42,7 +42,7 @@ def check_authority(by: Certificate, command: Command, model: str) -> None:
 
 
 def check_unlimited(own: Certificate | None) -> None:
-    """Refuse to sign what others wrote to who may not write all of it.
+    """Raise if this user may not sign states that others wrote.
 
     Raises:
         ControlError: `not_allowed`.
@@ -55,7 +55,7 @@ def check_unlimited(own: Certificate | None) -> None:
 
 
 def check_age(age_s: float) -> None:
-    """Refuse a command that was signed too long ago: somebody may have kept it, and publish it once more.
+    """Refuse a command that was signed too long ago: it may be a copy that is published once more.
 
     Raises:
         ControlError: `not_allowed`.

@@ -1,7 +1,7 @@
 """Sign what is stored of before the fleet had its root key, or of before that was replaced.
 
-Programs whose credentials have a root key take no notice of what nobody has signed. This signs the desired states as
-they stand and the uploads that they name, whoever wrote them: look at `rollbus status` first. It takes the credentials
+Programs whose credentials have a root key ignore what is not signed. This signs the desired states as they stand and
+the uploads that they name, by any author: look at `rollbus status` first. It takes the credentials
 of an admin.
 """
 

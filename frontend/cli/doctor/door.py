@@ -21,7 +21,7 @@ ENDS_SOON_S: Final = 14 * 24 * 3600.0
 
 
 async def enter(server: Server) -> list[Finding]:
-    """Connect to the server of each URL by itself. One that lets nobody in is a warning where another does."""
+    """Connect to the server of each URL by itself. If one refuses and another accepts, the first is a warning."""
     try:
         urls = server.urls
     except BusBroken as error:

@@ -1,4 +1,4 @@
-"""The streams of a fleet, as admins see them: who leads them, how many replicas are current, shares of clients."""
+"""The streams of a fleet, as admins see them: their leaders, current replicas and shares of clients."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
