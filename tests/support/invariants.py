@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
 from rollbus.bus.client.generation import Generation
@@ -32,11 +33,13 @@ from rollbus.schemas.rows import expected_rows
 from tests.support.connections import opened
 from tests.support.control_history import ControlHistory
 from tests.support.fleet import check_generation
-from tests.support.patience import SOON_S
+from tests.support.patience import SOON_S, patient
 from tests.support.waits import until
 
 __all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing"]
 
+ANSWER_S = patient(6.0)
+"""For one answer of JetStream: a cluster's list of consumers takes 4 s where one has no leader."""
 SOON_AFTER_S = 0.25
 """For the answers of other servers of a cluster on the same machine."""
 ARRAYS = (
@@ -301,7 +304,12 @@ class Observer:
 
     async def _ask(self, subject: str, question: object = None) -> dict[str, Any]:
         payload = b"" if question is None else json.dumps(question).encode()
-        answer = await self._nats.request(subject, payload, timeout=SOON_S)
+        async with asyncio.timeout(SOON_S):
+            while True:
+                # A cluster leaves unanswered what comes while it elects a leader.
+                with contextlib.suppress(nats_errors.TimeoutError):
+                    answer = await self._nats.request(subject, payload, timeout=ANSWER_S)
+                    break
         found: dict[str, Any] = json.loads(answer.data)
         assert "error" not in found, found["error"]
         return found
