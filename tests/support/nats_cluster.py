@@ -27,10 +27,10 @@ from rollbus.bus.auth.credentials import User
 from rollbus.bus.nats import embedded
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer, server_config
-from rollbus.bus.nats.jetstream import ApiError, ask
+from rollbus.bus.nats.jetstream import ApiError, Unanswered, ask
 from rollbus.schemas.errors import BusBroken
 from tests.support.connections import opened
-from tests.support.patience import SOON_S, patient
+from tests.support.patience import patient
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.waits import until, until_true
 
@@ -251,27 +251,32 @@ class NatsCluster:
 
 async def replicate(connection: Connection) -> None:
     """Give every stream of the connection's account three current replicas."""
-    names = (await ask(connection, "STREAM.NAMES"))["streams"] or []
-    for name in names:
-        config = (await ask(connection, f"STREAM.INFO.{name}"))["config"]
-        if config["num_replicas"] < len(NAMES):
-            await ask(connection, f"STREAM.UPDATE.{name}", {**config, "num_replicas": len(NAMES)})
 
     async def lagging() -> list[str]:
-        infos = [await ask(connection, f"STREAM.INFO.{name}") for name in names]
-        for name in names:
-            # A stream's consumers follow it, each a little later.
-            consumers = (await ask(connection, f"CONSUMER.NAMES.{name}"))["consumers"] or []
-            infos += [await ask(connection, f"CONSUMER.INFO.{name}.{consumer}") for consumer in consumers]
-        return [
-            info.get("name") or info["config"]["name"]
-            for info in infos
-            if not info["cluster"].get("leader")
-            or sum(replica["current"] for replica in info["cluster"].get("replicas") or ()) < len(NAMES) - 1
-        ]
+        try:
+            return await _replicate(connection)
+        except Unanswered as error:  # as while a leader is elected
+            return [str(error)]
 
-    async with asyncio.timeout(SOON_S):
-        await until(lagging, [])
+    await until(lagging, [])
+
+
+async def _replicate(connection: Connection) -> list[str]:
+    """Ask for three replicas of all streams; return the names of those that have fewer current ones."""
+    infos = []
+    for name in (await ask(connection, "STREAM.NAMES"))["streams"] or []:
+        info = await ask(connection, f"STREAM.INFO.{name}")
+        if info["config"]["num_replicas"] < len(NAMES):
+            await ask(connection, f"STREAM.UPDATE.{name}", {**info["config"], "num_replicas": len(NAMES)})
+        # A stream's consumers follow it, each a little later.
+        consumers = (await ask(connection, f"CONSUMER.NAMES.{name}"))["consumers"] or []
+        infos += [info, *[await ask(connection, f"CONSUMER.INFO.{name}.{consumer}") for consumer in consumers]]
+    return [
+        info.get("name") or info["config"]["name"]
+        for info in infos
+        if not info["cluster"].get("leader")
+        or sum(replica["current"] for replica in info["cluster"].get("replicas") or ()) < len(NAMES) - 1
+    ]
 
 
 @contextlib.asynccontextmanager
