@@ -132,7 +132,6 @@ async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
 
 async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is accepted, commands fail and say why, nothing is lost; when they are back, all goes on."""
-    monkeypatch.setattr(retries, "ELECTION_S", 0.0)
     load = await Load.mixed(80, CONFIG)
     async with (
         running(fleet, 0, lease_s=LEASE_S) as (cluster, observer, workers),
@@ -149,6 +148,7 @@ async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch
                 await server.kill()
             await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
             num_results = gaps.num_results
+            monkeypatch.setattr(retries, "ELECTION_S", 0.0)
             with pytest.raises(RollbusError, match="no leader now"):
                 await rb.fleet.flush_cache()
             assert gaps.num_results == num_results < len(load.requests)
