@@ -168,8 +168,9 @@ async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, t
     checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(3)]
     fields = {"lease_s": LEASE_S, "weight_roots": (str(tmp_path),), "model_path": str(checkpoints[0])}
     long, lost, after = (
-        [greedy(prompt, length, request_id=f"{kind}{prompt}") for prompt in range(4)]
-        for kind, length in (("long", 3000), ("lost", 3000), ("after", 10))
+        [greedy(prompt, length, request_id=f"{kind}{prompt}") for prompt in range(count)]
+        # More than one worker has slots for, so that both have some.
+        for kind, length, count in (("long", 3000, 9), ("lost", 3000, 9), ("after", 10, 4))
     )
     async with (
         running(fleet, 0, 1, **fields) as (cluster, observer, workers),
