@@ -97,6 +97,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Why the engine returns no routing although its model has experts; None: it returns it, or there is none."""
     max_lora_rank: Positive | None = None
     """Largest rank of an adapter; None: not known, or it takes none."""
+    world_size: Positive | None = None
+    """Processes that hold the model's weights, those of all replicas inside the engine; None: not announced."""
 
 
 class WorkerState(enum.StrEnum):

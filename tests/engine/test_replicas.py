@@ -76,6 +76,7 @@ def test_replicas_serve_pause_update_and_die_as_one(models: dict[str, Path]) -> 
         running = engines.get("replicas")
         engine = running.engine
         assert (engine.capabilities.data_parallel_size, engine.capabilities.max_num_seqs) == (2, 8)
+        assert engine.capabilities.world_size == 2
         alone = [running.generate(stream(n, "alone"))[0].token_ids for n in range(4)]
         together = running.generate(*(stream(n, "together") for n in range(4)))
         assert [result.token_ids for result in together] == alone

@@ -71,6 +71,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Adapters at once."""
     max_lora_rank: int | None = None
     """Largest rank of an adapter; None: any."""
+    world_size: int | None = 1
+    """Processes that it claims to have; None: it does not say, as earlier releases."""
     reports_recomputed_kv: bool = True
     """It says when it has computed KV anew."""
     prefix_cache: bool = False
@@ -128,4 +130,5 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             role=self.role,
             kv_connector=None if self.role == "both" else "synthetic",
             max_lora_rank=self.max_lora_rank,
+            world_size=self.world_size,
         )

@@ -62,6 +62,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         role=role,
         kv_connector=describe_connector(config),
         max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
+        world_size=config.parallel_config.world_size_across_dp,
     )
 
 

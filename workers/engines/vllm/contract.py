@@ -83,7 +83,7 @@ CONTRACT: tuple[Need, ...] = (
     Need(
         "vllm.config:ParallelConfig",
         has="data_parallel_size distributed_executor_backend pipeline_parallel_size tensor_parallel_size "
-        "worker_extension_cls world_size",
+        "worker_extension_cls world_size world_size_across_dp",
     ),
     Need("vllm.config:SchedulerConfig", has="max_num_seqs policy"),
     Need("vllm.config:CacheConfig", has="block_size cache_dtype"),
