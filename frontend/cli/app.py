@@ -22,8 +22,9 @@ from ...schemas.errors import RollbusError
 from . import commands
 from .console import log_notes, note
 from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
+from .parser import CliParser, as_section, option_names
 
-__all__ = ["CliCommand", "build_parser", "main", "run_async", "until_signalled"]
+__all__ = ["EXAMPLES", "CliCommand", "build_parser", "main", "run_async", "until_signalled"]
 
 logger = logging.getLogger("rollbus")
 
@@ -38,6 +39,12 @@ LOGIN_OPTIONS = (
 )
 """Options that name the login, each with its environment variable, which child processes read, its help and default."""
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
+EXAMPLES = (
+    "rollbus demo                 # the tour: no GPU, model or server needed",
+    "rollbus up --workers 2       # a fleet on this machine, until Ctrl-C",
+    "rollbus status               # in a second terminal",
+    "rollbus help generate        # a command's help; the same as rollbus generate --help",
+)
 
 
 class CliCommand(Protocol):
@@ -45,6 +52,8 @@ class CliCommand(Protocol):
 
     HELP: str
     """One line for `rollbus --help`."""
+    EXAMPLES: Sequence[str]
+    """Two to four command lines with which its help ends; they work as they stand."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the subcommand's own options. With `READS_NO_CREDENTIALS` it sees to `--creds` and `--fleet` itself."""
@@ -55,7 +64,10 @@ class CliCommand(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rollbus` with `argv`, or the process's own arguments, and return the exit code."""
-    args = build_parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
+    args = build_parser().parse_args(given)
     _set_up_logs(args)
     if not args.verbose:
         sys.excepthook = _report_bug
@@ -138,29 +150,35 @@ def until_signalled() -> Iterator[None]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `rollbus` with all subcommands; `args.command` is the module of the chosen one."""
-    parser = argparse.ArgumentParser(
+    common = _common_options()
+    parser = CliParser(
         prog="rollbus",
         description="The message bus between RL trainers and a fleet of vLLM workers.",
-        epilog=EXIT_CODES,
+        epilog="\n".join([common.format_help(), EXIT_CODES, "", as_section("examples", EXAMPLES)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rollbus {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND [options]")
+    named = as_section("options of every command, in full in rollbus --help", [" ".join(option_names(common))])
+    for action in common._actions:
+        action.help = argparse.SUPPRESS
     for module in pkgutil.iter_modules(commands.__path__):
         command = cast(CliCommand, importlib.import_module(f"{commands.__name__}.{module.name}"))
         subparser = subcommands.add_parser(
             module.name.replace("_", "-"),
             help=command.HELP,
             description=sys.modules[f"{commands.__name__}.{module.name}"].__doc__,
-            epilog=EXIT_CODES,
+            epilog=f"{named}\n\n{as_section('examples', command.EXAMPLES)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[common],
         )
         command.add_arguments(subparser)
-        _add_common_options(subparser)
         subparser.set_defaults(command=command)
     return parser
 
 
-def _add_common_options(parser: argparse.ArgumentParser) -> None:
+def _common_options() -> CliParser:
+    parser = CliParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("options of every command")
     group.add_argument(
         "--nats",
@@ -184,6 +202,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         "--log-format", choices=("text", "json"), default="text", help="of what is on stderr; json: one object a line"
     )
     group.add_argument("-v", "--verbose", action="store_true", help="log more, and show the traceback of an error")
+    return parser
 
 
 def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse.Namespace) -> ExitCode:

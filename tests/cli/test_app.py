@@ -1,3 +1,5 @@
+import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -41,8 +43,55 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
     out = capsys.readouterr().out
     assert caught.value.code == 0
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("    ")] == list(COMMANDS)
+    assert re.findall(r"^    (\S+)", out, re.MULTILINE) == list(COMMANDS)
     assert "5 no workers" in out
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_every_help_ends_with_examples(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two to four command lines that parse; one of them at least is of the command itself."""
+    with pytest.raises(SystemExit):
+        main([*filter(None, [command]), "--help"])
+
+    lines = capsys.readouterr().out.rpartition("\nexamples:\n")[2].splitlines()
+    shown = [words_of_rollbus(line) for line in lines]
+    assert 2 <= len(lines) <= 4
+    for words in filter(None, shown):
+        build_parser().parse_args(words if words[0] != "help" else [*words[1:], *NEEDED[words[1]]])
+    assert command is None or any(words[0] == command for words in shown if words)
+
+
+def words_of_rollbus(line: str) -> list[str]:
+    """The arguments of `rollbus` in a line for a shell; none if it runs another program."""
+    words = [word for word in shlex.split(line, comments=True) if "=" not in word or word.startswith("-")]
+    assert words[0] in {"rollbus", "echo", "curl"}
+    return words[1:] if words[0] == "rollbus" else []
+
+
+def test_a_help_names_the_common_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """They stand in full in `rollbus --help`, and a command's help has room for its own."""
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    short = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    full = capsys.readouterr().out
+
+    assert "\n  --nats --fleet --creds --tls-ca --tls-cert --tls-key --replicas --json --log-format -v\n" in short
+    assert "ROLLBUS_NATS" in full
+    assert "ROLLBUS_NATS" not in short
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """`rollbus help pause` prints what `rollbus pause --help` prints."""
+    outs = []
+    for argv in (["help", "pause"], ["pause", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 0
+        outs.append(capsys.readouterr().out)
+
+    assert outs[0] == outs[1]
 
 
 @pytest.mark.slow
@@ -103,14 +152,65 @@ def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.Monk
     ],
 )
 def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, usage and one line on stderr, nothing on stdout."""
+    """Exit code 2, one line on stderr, nothing on stdout."""
     with pytest.raises(SystemExit) as caught:
         main(argv)
 
     captured = capsys.readouterr()
     assert caught.value.code == ExitCode.USAGE
-    assert captured.err.splitlines()[-1].startswith("rollbus")
+    assert captured.err.startswith("rollbus")
+    assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["stauts"], 'rollbus: no command "stauts"; did you mean "status"?'),
+        (["update_weights"], 'rollbus: no command "update_weights"; did you mean "update-weights"?'),
+        (["stop"], 'rollbus: no command "stop"; rollbus --help lists them'),
+        (["pause", "--modle", "m"], 'rollbus pause: no option "--modle"; did you mean "--model"?'),
+        (["pause", "--modle=m"], 'rollbus pause: no option "--modle"; did you mean "--model"?'),
+        (["pause", "--xyz"], 'rollbus pause: no option "--xyz"; rollbus pause --help lists them'),
+        (["pause", "-x"], 'rollbus pause: no option "-x"'),
+        (
+            ["generate", "--inptu", "a", "--output", "b"],
+            'rollbus generate: no option "--inptu"; did you mean "--input"?',
+        ),
+        (["--nats", "nats://h", "status"], 'rollbus: no option "--nats"; options follow the command'),
+        (["--versoin"], 'rollbus: no option "--versoin"; did you mean "--version"?'),
+        (
+            ["pause", "--mode", "kepe"],
+            'rollbus pause: --mode: no "kepe"; did you mean "keep"? (allowed: abort, wait, keep)',
+        ),
+        (["sleep", "--level", "3"], 'rollbus sleep: --level: no "3"; allowed: 1, 2'),
+        (
+            ["auth", "inti", "--dir", "d"],
+            'rollbus auth: action: no "inti"; did you mean "init"? (allowed: init, remove, certify)',
+        ),
+        (["status", "more"], 'rollbus status: one argument too many: "more"'),
+        (
+            ["generate", "--output", "b"],
+            "rollbus generate: the following arguments are required: --input; rollbus generate --help has examples",
+        ),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_name(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a command, an option and a value; where nothing is near, with where to look."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+
+    assert caught.value.code == ExitCode.USAGE
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
+    """What argparse accepts is not taken for a typo: beginnings of options, negative numbers, all that follows `--`."""
+    args = build_parser().parse_args(["generate", "--inp", "a", "--output=--b", "--temperature", "-1"])
+    assert (args.input, args.output, args.temperature) == (Path("a"), Path("--b"), -1)
+    assert build_parser().parse_args(["abort", "--", "--id"]).request_ids == ["--id"]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "end requests in flight"
+EXAMPLES = (
+    "rollbus abort req-1",
+    "rollbus abort req-1 req-2 --worker w0",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,9 +23,14 @@ from ..exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from ....bus.auth.users import UserFile, WantedUser
 
-__all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "users of a NATS server: keys and permissions"
+EXAMPLES = (
+    "rollbus auth init --dir auth --trainer alice --worker w0",
+    "rollbus auth init --dir auth --publisher bob:my-model",
+    "rollbus auth remove --dir auth --trainer alice",
+)
 READS_NO_CREDENTIALS = True
 
 SINGLE = ("admin", "frontend", "viewer")

@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from .... import bus
     from ..bench import BenchOptions
 
-__all__ = ["HELP", "add_arguments", "names_nobody", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "names_nobody", "run"]
 
 HELP = "measure how fast the fleet is"
+EXAMPLES = (
+    "rollbus bench --synthetic --concurrency 16 --rounds 1",
+    "rollbus bench --stream --routing",
+    "rollbus bench --input-tokens 1024 --output-tokens 256 --json",
+)
 
 CONNECT_S = 1.0
 """To see whether anybody listens at an address of this machine."""

@@ -13,14 +13,19 @@ from pathlib import Path
 
 from ..arguments import positive_int
 from ..exits import CommandFailed, ExitCode
-from ..package import EXAMPLES
+from ..package import EXAMPLES_DIR
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "the tour: real questions through a real engine"
+EXAMPLES = (
+    "rollbus demo",
+    "rollbus demo --max-tokens 16",
+    "rollbus demo --rl",
+)
 
-QUESTIONS = EXAMPLES / "questions.jsonl"
-RL_LOOP = EXAMPLES / "rl_loop.py"
+QUESTIONS = EXAMPLES_DIR / "questions.jsonl"
+RL_LOOP = EXAMPLES_DIR / "rl_loop.py"
 """A program of its own, and run as one."""
 RL_LOOP_NEEDS = ("matplotlib", "torch", "transformers")
 

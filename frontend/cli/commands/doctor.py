@@ -12,9 +12,13 @@ from ..exits import ExitCode
 if TYPE_CHECKING:
     from ..doctor.findings import Finding
 
-__all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "say what is wrong here, and what to do"
+EXAMPLES = (
+    "rollbus doctor",
+    "rollbus doctor --nats nats://127.0.0.1:4222 --json",
+)
 READS_NO_CREDENTIALS = True
 """That they cannot be read is one of its findings."""
 

@@ -11,9 +11,14 @@ from ..control import add_send_options, command
 if TYPE_CHECKING:
     from ....bus.client.fleet import DrainOptions
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "take workers out of service"
+EXAMPLES = (
+    "rollbus drain w0",
+    "rollbus drain w0 w1 --timeout-s 120",
+    "rollbus resume --worker w0    # take it back into service",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

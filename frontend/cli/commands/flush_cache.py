@@ -10,9 +10,13 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "forget prefix caches"
+EXAMPLES = (
+    "rollbus flush-cache",
+    "rollbus flush-cache --preempt --worker w0",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,9 +22,15 @@ from ..http_service import (
     settings_from_environment,
 )
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "serve the fleet over HTTP"
+EXAMPLES = (
+    "rollbus frontend",
+    "rollbus frontend --http 127.0.0.1:8000",
+    "ROLLBUS_HTTP_TOKEN=secret rollbus frontend --http 0.0.0.0:8080 --allowed-host fleet.example.com",
+    "curl -s http://127.0.0.1:8080/v1/models    # in a second terminal",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

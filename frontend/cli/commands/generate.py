@@ -18,9 +18,14 @@ from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ..arguments import add_tokenizer, non_negative_int, positive_float, positive_int
 from ..exits import CommandFailed, ExitCode
 
-__all__ = ["HELP", "add_arguments", "describe", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
 
 HELP = "generate for the prompts of a JSONL file"
+EXAMPLES = (
+    "echo '{\"prompt_token_ids\": [1, 2, 3]}' > prompts.jsonl",
+    "rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32",
+    "rollbus generate --input prompts.jsonl --output four.jsonl -n 4 --temperature 0.8 --routed-experts npz",
+)
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n")
 

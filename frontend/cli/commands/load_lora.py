@@ -13,9 +13,13 @@ from msgspec.structs import astuple
 from ..arguments import non_negative_int
 from ..control import add_send_options, add_source_options, command, source_of
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "load or replace a LoRA adapter"
+EXAMPLES = (
+    "rollbus load-lora sql loras/sql --upload",
+    "rollbus load-lora sql /models/loras/sql --version 7",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

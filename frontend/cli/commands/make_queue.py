@@ -9,9 +9,13 @@ import argparse
 from ..arguments import positive_int
 from ..exits import ExitCode
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "make a model's queue, or set its limits"
+EXAMPLES = (
+    "rollbus make-queue my-model",
+    "rollbus make-queue my-model --max-requests 100000 --upload-bytes 34359738368",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,9 +24,14 @@ from ..exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from ....bus.auth.credentials import Role
 
-__all__ = ["HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "servers of a NATS cluster: configuration and replicas"
+EXAMPLES = (
+    "rollbus nats init --nodes a.example,b.example,c.example --dir nats",
+    "rollbus nats leaf --dir nats --hub a.example --user trainer-alice --user worker-w0",
+    "rollbus nats replicas 3 --creds nats/default/admin.creds",
+)
 READS_NO_CREDENTIALS = True
 LEAF_PORT = 7422
 """NATS's own choice."""

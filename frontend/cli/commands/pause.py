@@ -13,9 +13,14 @@ from typing import get_args
 from ....schemas.control import PauseMode
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "take no more requests; they wait in the queue"
+EXAMPLES = (
+    "rollbus pause",
+    "rollbus pause --mode wait --timeout-s 600",
+    "rollbus pause --worker w0 --clear-cache",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

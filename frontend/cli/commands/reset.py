@@ -8,9 +8,13 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "forget what workers were told to do"
+EXAMPLES = (
+    "rollbus reset",
+    "rollbus reset --model my-model",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

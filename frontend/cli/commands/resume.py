@@ -5,9 +5,13 @@ A worker whose weights could not be updated stays as it is; see `rollbus status`
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "undo pause and drain"
+EXAMPLES = (
+    "rollbus resume",
+    "rollbus resume --worker w0",
+)
 
 add_arguments = add_send_options
 run = command(lambda args, fleet, options: fleet.resume(**options))

@@ -9,9 +9,13 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "sign what was stored before there was a root key"
+EXAMPLES = (
+    "rollbus sign --creds auth/default/admin.creds",
+    "rollbus sign --model my-model --objects BUCKET/PREFIX",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,13 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "give up the engines' memory"
+EXAMPLES = (
+    "rollbus sleep",
+    "rollbus sleep --level 2 --worker w0",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

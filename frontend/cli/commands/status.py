@@ -12,9 +12,13 @@ from ..exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from ....bus import FleetState
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "show the workers of the fleet and their queues"
+EXAMPLES = (
+    "rollbus status",
+    "rollbus status --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,13 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "unload a LoRA adapter"
+EXAMPLES = (
+    "rollbus unload-lora sql",
+    "rollbus unload-lora sql --worker w0",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,9 +40,15 @@ from ..worker_options import add_worker_options, worker_flags
 if TYPE_CHECKING:
     from ..local_fleet import LocalFleet
 
-__all__ = ["HELP", "add_arguments", "nats_port", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "nats_port", "run"]
 
 HELP = "run NATS, workers and the HTTP service on this machine"
+EXAMPLES = (
+    "rollbus up",
+    "rollbus up --engine synthetic --workers 4",
+    "rollbus up --model /models/qwen3 --workers 2 --engine-args '{\"max_model_len\": 8192}'",
+    "rollbus up --secure --auth-dir auth",
+)
 
 DEFAULT_PORT = 4222
 LOOPBACK = ("127.0.0.1", "localhost")

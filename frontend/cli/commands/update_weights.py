@@ -26,9 +26,14 @@ from ..exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from ....schemas.control import Canary
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "replace the weights"
+EXAMPLES = (
+    "rollbus update-weights /models/step-7 --version 7 --check",
+    "rollbus update-weights /models/step-7 --version 7",
+    "rollbus update-weights out/step-7 --version 7 --upload --mode wait",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

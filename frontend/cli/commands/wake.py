@@ -2,9 +2,13 @@
 
 from ..control import add_send_options, command
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "undo sleep"
+EXAMPLES = (
+    "rollbus wake",
+    "rollbus wake --worker w0",
+)
 
 add_arguments = add_send_options
 run = command(lambda args, fleet, options: fleet.wake(**options))

@@ -10,9 +10,13 @@ from typing import get_args
 from ....schemas.presence import Role
 from ..worker_options import add_worker_options, flags_of, python_env, python_module, worker_flags
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "run one worker"
+EXAMPLES = (
+    "rollbus worker --engine synthetic --served-model-name my-model",
+    "rollbus worker --model /models/qwen3 --weight-root /models --worker-id w0",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,89 @@
+"""The parser of the command line, with errors of one line, and the parts of a help text."""
+
+import argparse
+import difflib
+import itertools
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NoReturn
+
+from .console import note
+from .exits import ExitCode
+
+__all__ = ["CliParser", "as_section", "did_you_mean", "option_names"]
+
+MISSING = "the following arguments are required"
+"""How argparse begins that error."""
+
+
+class CliParser(argparse.ArgumentParser):
+    """An `argparse` parser whose errors are one line, which names the nearest command, option or value."""
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other kinds of namespaces
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments; one that is not known is an error, and is reported before one that is missing."""
+        given = list(sys.argv[1:] if args is None else args)
+        self._check_options(given)
+        parsed, rest = super().parse_known_args(given, namespace)
+        if rest:
+            self.error(f'no option "{rest[0]}"' if rest[0].startswith("-") else f'one argument too many: "{rest[0]}"')
+        return parsed, []
+
+    def error(self, message: str) -> NoReturn:
+        """Write the error, and exit."""
+        text = message.removeprefix("argument ")
+        if text.startswith(MISSING):
+            text += f"; {self.prog} --help has examples"
+        note(f"{self.prog}: {text}")
+        sys.exit(ExitCode.USAGE)
+
+    def _check_options(self, given: list[str]) -> None:
+        """Refuse a long option that is none of this parser's and begins none of them."""
+        known = self._option_string_actions
+        for name in self._long_options(given):
+            if not any(option.startswith(name) for option in known):
+                # Parsers with commands have hardly any options, and those of a command follow it.
+                place = f"{self.prog} --help lists them" if self._subparsers is None else "options follow the command"
+                self.error(f'no option "{name}"; {did_you_mean(name, known) or place}')
+
+    def _long_options(self, given: list[str]) -> Iterator[str]:
+        """What argparse would take for a long option of this parser, without its value."""
+        if self._subparsers is not None:
+            given = list(itertools.takewhile(lambda text: text.startswith("-"), given))
+        for text in itertools.takewhile(lambda text: text != "--", given):
+            if text.startswith("--") and " " not in text.partition("=")[0]:
+                yield text.partition("=")[0]
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        allowed = list(map(str, action.choices))
+        if isinstance(action, argparse._SubParsersAction):
+            problem = f'no command "{value}"'
+            advice = did_you_mean(str(value), allowed) or f"{self.prog} --help lists them"
+        else:
+            problem = f'{"/".join(action.option_strings) or action.metavar or action.dest}: no "{value}"'
+            near = did_you_mean(str(value), allowed)
+            advice = f"{near} (allowed: {', '.join(allowed)})" if near else f"allowed: {', '.join(allowed)}"
+        raise argparse.ArgumentError(None, f"{problem}; {advice}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Ask for the one of `known` that is nearest to `word`; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=3)
+    if not near:
+        return ""
+    # --modle: two letters that changed places are likelier than one too many, which would be --mode.
+    best = max(near, key=lambda name: sorted(name) == sorted(word))
+    return f'did you mean "{best}"?'
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a parser, the short name of each where it has one."""
+    return [action.option_strings[0] for action in parser._actions if action.option_strings]
+
+
+def as_section(title: str, lines: Collection[str]) -> str:
+    """A part of a help text, as argparse lays them out."""
+    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
