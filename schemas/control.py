@@ -58,6 +58,7 @@ LORA_REGISTER = "lora:"
 """Begins the name of an adapter's register; the others are pause, weights, flush, sleep."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -182,6 +183,8 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     expected_canary: Canary | None = None
     """What the trainer's own copy of the weights gives."""
     timeout_s: float = LOAD_TIMEOUT_S
+    label: Label | None = None
+    """What the trainer calls this version, for example `step-42`; kept with the desired state."""
 
 
 class _LoraCommand(Command, frozen=True, kw_only=True):
@@ -268,6 +271,8 @@ class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
     allow_rollback: bool = False
     """The version may be older than the present one, or the same as that of a checkpoint."""
     timeout_s: float = LOAD_TIMEOUT_S
+    label: Label | None = None
+    """As in `update_weights`."""
 
 
 AnyCommand = (

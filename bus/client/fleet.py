@@ -66,6 +66,8 @@ class UpdateOptions(SourceOptions, total=False):
     """The version may be older than the present one, or the same with another source. Default: False."""
     expected_canary: Canary | None
     """What the trainer's own copy of the weights makes of `rollbus.canary_request`; workers compare theirs with it."""
+    label: str | None
+    """What the trainer calls this version, for example `step-42`; kept with the desired state."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,15 +301,21 @@ class Fleet:
         return await self._send(control.UpdateWeightChunk, options, info=info)
 
     async def finish_weight_update(
-        self, version: int, *, allow_rollback: bool = False, **options: Unpack[SendOptions]
+        self,
+        version: int,
+        *,
+        allow_rollback: bool = False,
+        label: str | None = None,
+        **options: Unpack[SendOptions],
     ) -> CommandResult:
         """End an update by the transfer engine: verified, compared and stamped as after `update_weights`.
 
         A worker that starts later cannot get these weights, and serves nothing until the next update. Where the version
-        is refused, as by `update_weights`, the transfer stays open, to be ended with another.
+        is refused, as by `update_weights`, the transfer stays open, to be ended with another. `label` is what the
+        trainer calls the version, for example `step-42`.
         """
         fields, on_ack = _split(options)
-        command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, **fields)
+        command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, label=label, **fields)
         return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
 
     async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:

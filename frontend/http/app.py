@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import bus
 from ...schemas.errors import RollbusError
-from . import control, generate, openapi, status, tokenize
+from . import about, control, generate, openapi, reference_page, status, tokenize
 from .access import check_access
 from .calls import Admission
 from .errors import HttpError, error_response, http_error
@@ -28,9 +28,16 @@ __all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES}
+OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES}
 """For everybody: whether the service lives, and what it serves."""
-DATA: RouteTable = {**status.ROUTES, **generate.ROUTES, **tokenize.ROUTES, **openai.ROUTES, **control.ROUTES}
+DATA: RouteTable = {
+    **status.ROUTES,
+    **about.ROUTES,
+    **generate.ROUTES,
+    **tokenize.ROUTES,
+    **openai.ROUTES,
+    **control.ROUTES,
+}
 """With the data token, or that of admins."""
 ADMIN: RouteTable = control.ADMIN_ROUTES
 """With the admin token: they change the fleet."""
@@ -58,7 +65,9 @@ def make_app(rb: bus.Client, settings: Settings) -> Starlette:
         middleware=[Middleware(_OriginCheck, service)] if is_open else [],
     )
     app.state.service = service
-    app.state.openapi = msgspec.json.encode(openapi.document(OPEN, DATA, ADMIN, settings))
+    described = openapi.document(OPEN, DATA, ADMIN, settings)
+    app.state.openapi = msgspec.json.encode(described)
+    app.state.reference_page = reference_page.page(described)
     return app
 
 

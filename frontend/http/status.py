@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
+from ...schemas.errors import ErrorCode
 from ...schemas.presence import WorkerPresence, WorkerState
+from .errors import HttpError
 from .service import HttpRoute, RouteTable, Service
 
 __all__ = ["OPEN_ROUTES", "ROUTES", "json_response"]
@@ -66,6 +68,20 @@ async def health(_service: Service, _request: Request) -> Response:
 
 async def models(service: Service, _request: Request) -> Response:
     """The models that live workers serve, and their adapters, in OpenAI's shape with vLLM's `max_model_len`."""
+    return json_response(ModelList(data=tuple(_models(service).values())))
+
+
+async def model(service: Service, request: Request) -> Response:
+    """One model that live workers serve, or one of their adapters; its name may have slashes."""
+    name = request.path_params["id"]
+    found = _models(service)
+    if name not in found:
+        allowed = ", ".join(found) or "none is served"
+        raise HttpError(404, f"model {name[:64]!r} is unknown; allowed: {allowed}", code=ErrorCode.UNKNOWN_MODEL)
+    return json_response(found[name])
+
+
+def _models(service: Service) -> dict[str, Model]:
     found: dict[str, Model] = {}
     for worker in service.rb.fleet.workers:
         if worker.capabilities is None:
@@ -73,7 +89,7 @@ async def models(service: Service, _request: Request) -> Response:
         found.setdefault(worker.model, _model(worker.model, worker, worker.model_path or worker.model, None))
         for lora in worker.loras:
             found.setdefault(lora.name, _model(lora.name, worker, lora.name, worker.model))
-    return json_response(ModelList(data=tuple(found.values())))
+    return found
 
 
 def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> Model:
@@ -110,13 +126,17 @@ async def metrics(service: Service, _request: Request) -> Response:
 
 
 _READY = HttpRoute(ready, answer={200: Ready, 503: Ready})
+_HEALTH = HttpRoute(health, answer=None)
 OPEN_ROUTES: RouteTable = {
-    ("GET", "/health"): HttpRoute(health, answer=None),
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
     ("GET", "/ready"): _READY,
     ("GET", "/v1/rl/ready"): _READY,
 }
 ROUTES: RouteTable = {
     ("GET", "/v1/models"): HttpRoute(models, answer=ModelList),
+    ("GET", "/v1/models/{id:path}"): HttpRoute(model, answer=Model),
     ("GET", "/v1/rl/state"): HttpRoute(state, answer=FleetAnswer),
     ("GET", "/metrics"): HttpRoute(metrics, answer="text/plain"),
 }

@@ -23,6 +23,7 @@ __all__ = [
     "record",
     "set_back",
     "target_version",
+    "version_label",
 ]
 
 WEIGHTS = "weights"
@@ -98,6 +99,14 @@ def target_version(state: DesiredState | None, worker: str) -> int | None:
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
     return recorded.command.version
+
+
+def version_label(state: DesiredState | None, worker: str, version: int) -> str | None:
+    """What a trainer called a version that a worker has; None: it did not say, or it is not the recorded one."""
+    recorded = None if state is None else effective(state, worker).get(WEIGHTS)
+    if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
+        return None
+    return recorded.command.label if recorded.command.version == version else None
 
 
 def desired_loras(state: DesiredState | None) -> frozenset[str]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..service import HttpRoute, RouteTable, Service
-from . import bodies, commands, not_served, operations, reads
+from . import bodies, commands, loras, not_served, operations, ranks, reads
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
 from .commands import Call
 from .reading import read_fields
@@ -27,6 +27,7 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/v1/rl/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, RL),
     "/v1/rl/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, RL),
     "/v1/rl/abort": (commands.abort, bodies.AbortBody, RL),
+    "/v1/rl/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
     "/pause": (commands.pause, bodies.PauseBody, VLLM),
     "/resume": (commands.resume, bodies.ResumeBody, VLLM),
     "/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
@@ -38,6 +39,7 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, VLLM),
     "/v1/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LOAD_LORA_OF_VLLM),
     "/v1/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, UNLOAD_LORA_OF_VLLM),
+    "/v1/loras": (loras.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
     "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
     "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
     "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
@@ -62,8 +64,10 @@ def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) 
     return HttpRoute(handle, body, answer, body)
 
 
+_WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
     **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
+    ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
     **not_served.ROUTES,
 }
 """They change the fleet, or would."""
@@ -73,7 +77,10 @@ ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/weight_version"): HttpRoute(reads.weight_version, query=reads.FleetQuery),
     ("GET", "/is_paused"): HttpRoute(reads.is_paused, query=reads.FleetQuery),
     ("GET", "/is_sleeping"): HttpRoute(reads.is_sleeping, query=reads.FleetQuery),
-    ("GET", "/weight_info"): HttpRoute(reads.weight_info, query=reads.FleetQuery),
+    ("GET", "/weight_info"): _WEIGHT_INFO,
+    ("GET", "/v1/rl/weight_info"): _WEIGHT_INFO,
+    ("GET", "/get_world_size"): HttpRoute(ranks.get_world_size, query=ranks.WorldQuery),
+    ("GET", "/v1/loras"): HttpRoute(loras.list_loras, query=reads.FleetQuery),
     ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
 }
 """They only look."""

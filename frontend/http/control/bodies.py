@@ -15,6 +15,7 @@ from ....schemas.weights import Canary
 
 __all__ = [
     "AbortBody",
+    "AddLoraBody",
     "FinishTransferBody",
     "FlushBody",
     "InitTransferBody",
@@ -32,6 +33,7 @@ __all__ = [
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=limits.MAX_TIMEOUT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 Workers = Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_WORKER_OVERRIDES)]
 
@@ -88,6 +90,8 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """vLLM's: a part of the weights, as the engines' transfer backend takes it."""
     version: Version | None = None
     """Of the new weights; None: one more than the newest applied."""
+    weight_version: Label | None = None
+    """Dynamo's and vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
     mode: PauseMode = "keep"
     """What becomes of requests in flight meanwhile."""
     clear_cache: bool | None = None
@@ -119,6 +123,24 @@ class LoadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """vLLM's: whether one of that name may be there already. None: it may; on vLLM's own route `/v1/...`, not."""
     is_3d_lora_weight: bool = False
     """vLLM's; only false is allowed."""
+
+
+class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an adapter is."""
+
+    uri: Path
+    """`file:///FOLDER` or `/FOLDER` on the workers' machines, or `objects:<bucket>/<prefix>` in NATS's object store."""
+
+
+class AddLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Dynamo's: load a LoRA adapter, or replace the one of the same name."""
+
+    lora_name: Name
+    """What requests call it."""
+    source: LoraSource
+    """Where it is."""
+    load_inplace: bool = True
+    """Whether one of that name may be there already."""
 
 
 class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,7 +181,8 @@ class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_field
     """Set up the engines' own transfer of weights, as vLLM's route does."""
 
     init_info: dict[str, Any]
-    """As the engines' transfer backend takes it."""
+    """As the engines' transfer backend takes it. Without `workers`, each worker gets its own `rank_offset`: that
+    which is given here, plus what `/get_world_size` says of the worker."""
 
 
 class StartTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +190,8 @@ class StartTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fiel
 
     mode: PauseMode = "keep"
     """What becomes of requests in flight meanwhile."""
+    is_checkpoint_format: bool = True
+    """Of earlier releases of vLLM; only true is allowed: the tensors are named and shaped as in a checkpoint."""
 
 
 class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,7 +199,7 @@ class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     version: Version | None = None
     """Of the new weights; None: one more than the newest applied."""
-    weight_version: str | None = None
-    """vLLM's name of `version`, which is a string there; only numbers are allowed."""
+    weight_version: Label | None = None
+    """vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
     allow_rollback: bool = False
     """The version may be older than the present one."""

@@ -12,16 +12,16 @@ from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from ....schemas.errors import ControlError, ErrorCode, InvalidRequest, LocalProtocolError
-from ....schemas.limits import MAX_WEIGHT_VERSION
 from ...ledger import ledger_as_json
-from ..errors import HttpError, http_error, invalid
+from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from ..status import json_response
 from . import bodies
 from .answers import NAMES, ResponseStyle, ledger_response, status_of
 from .operations import begin_pause, wants_async
+from .ranks import begin_transfer
 from .reading import either
-from .versions import with_version
+from .versions import version_and_label, with_version
 
 __all__ = [
     "Call",
@@ -29,6 +29,7 @@ __all__ = [
     "finish_weight_update",
     "flush_cache",
     "init_weight_transfer",
+    "is_loaded",
     "load_lora",
     "pause",
     "resume",
@@ -41,6 +42,11 @@ __all__ = [
 
 CHUNK_FIELDS: Final = frozenset({"update_info", "model", "workers", "timeout_s"})
 """What may stand beside a part of the weights."""
+CHECKPOINT_FORMAT: Final = "is_checkpoint_format"
+"""In `update_info` of clients of earlier releases of vLLM; later ones do not know it."""
+
+LOADED: Final = {"status": "ok"}
+"""What stands in the answer of the routes for adapters beside the ledger."""
 
 Fields = TypeVar("Fields", bound=bodies.SendBody)
 
@@ -146,15 +152,20 @@ async def update_weights(call: Call[bodies.UpdateBody]) -> Response:
     fields = call.fields
     if fields.update_info is not None:
         _check_chunk(fields)
-        chunk = call.fleet.update_weight_chunk(fields.update_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
+        info = dict(fields.update_info)
+        _check_format("update_info.is_checkpoint_format", info.pop(CHECKPOINT_FORMAT, True))
+        chunk = call.fleet.update_weight_chunk(info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
         return await call.answer(chunk, "update_weight_chunk", _is_updated)
     path = either("path", fields.path, "weight_dir", fields.weight_dir)
     _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
+
+    given, label = version_and_label(fields.version, fields.weight_version)
 
     async def update(version: int) -> bus.CommandResult:
         return await call.fleet.update_weights(
             path,
             version=version,
+            label=label,
             objects=fields.objects,
             mode=fields.mode,
             clear_cache=fields.clear_cache,
@@ -163,7 +174,7 @@ async def update_weights(call: Call[bodies.UpdateBody]) -> Response:
             **call.options,
         )
 
-    work = with_version(call.service, update, fields.version, fields.model)
+    work = with_version(call.service, update, given, fields.model)
     return await call.answer(work, "update_weights", _is_updated)
 
 
@@ -172,6 +183,12 @@ def _check_chunk(fields: bodies.UpdateBody) -> None:
     for name in fields.__struct_fields__:
         if name not in CHUNK_FIELDS and getattr(fields, name) != getattr(bodies.UpdateBody(), name):
             raise invalid(name, "is given beside update_info", f"only {', '.join(sorted(CHUNK_FIELDS))}")
+
+
+def _check_format(field: str, is_checkpoint_format: object) -> None:
+    """Refuse weights that an engine would have to copy as they are: vLLM 0.30 to 0.33 load all as a checkpoint's."""
+    if is_checkpoint_format is not True:
+        raise unsupported(field, "engines load tensors as a checkpoint has them", allowed="true")
 
 
 def _is_updated(ledger: bus.CommandResult) -> dict[str, object]:
@@ -191,7 +208,9 @@ def _check_source(name: str, path: str | None, objects: str | None) -> None:
             raise HttpError(400, f"objects: {error.message}", code=error.code, param="objects") from None
 
 
-async def load_lora(call: Call[bodies.LoadLoraBody]) -> Response:
+async def load_lora(
+    call: Call[bodies.LoadLoraBody], *, extra: Mapping[str, object] = LOADED, names: Mapping[str, str] | None = None
+) -> Response:
     """Load a LoRA adapter into all workers of a model, or replace the one of the same name where that is allowed."""
     fields = call.fields
     name = _lora_name(fields)
@@ -201,15 +220,15 @@ async def load_lora(call: Call[bodies.LoadLoraBody]) -> Response:
     if fields.is_3d_lora_weight:
         raise invalid("is_3d_lora_weight", "is true", "false")
     may_replace = call.style.may_replace if fields.load_inplace is None else fields.load_inplace
-    if not may_replace and await _is_loaded(call.fleet, name, fields.model):
+    if not may_replace and await is_loaded(call.fleet, name, fields.model):
         raise invalid("lora_name", f"is {name!r}, which is loaded", "another name, or load_inplace: true")
     work = call.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **call.options)
-    names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
-    return await call.answer(work, "load_lora", {"status": "ok"}, names)
+    own_names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
+    return await call.answer(work, "load_lora", extra, {**own_names, **(names or {})})
 
 
-async def _is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
-    """Some worker has the adapter, or should have it."""
+async def is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
+    """Return True if some worker has the adapter, or should have it."""
     state = await fleet.state()
     has_it = any(
         lora.name == name for worker in state.workers if model in (None, worker.model) for lora in worker.loras
@@ -217,12 +236,12 @@ async def _is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
     return has_it or any(name in desired_loras(each) for each in state.desired.values() if model in (None, each.model))
 
 
-async def unload_lora(call: Call[bodies.UnloadLoraBody]) -> Response:
+async def unload_lora(call: Call[bodies.UnloadLoraBody], *, extra: Mapping[str, object] = LOADED) -> Response:
     """Unload a LoRA adapter; one that is not there is fine."""
     fields = call.fields
     work = call.fleet.unload_lora(_lora_name(fields), **call.options)
     names = {"name": "name" if fields.lora_name is None else "lora_name"}
-    return await call.answer(work, "unload_lora", {"status": "ok"}, names)
+    return await call.answer(work, "unload_lora", extra, names)
 
 
 def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
@@ -271,13 +290,14 @@ async def wake(call: Call[bodies.WakeBody]) -> Response:
 
 async def init_weight_transfer(call: Call[bodies.InitTransferBody]) -> Response:
     """Set up vLLM's own transfer of weights in the engines of all workers of a model."""
-    work = call.fleet.init_weight_transfer(call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
+    work = begin_transfer(call.service, call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
     extra = {"message": "Weight transfer initialized"}
     return await call.answer(work, "init_weight_transfer", extra, {"info": "init_info"})
 
 
 async def start_weight_update(call: Call[bodies.StartTransferBody]) -> Response:
     """Hold the requests in flight, and begin to take weights."""
+    _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
     return await call.answer(work, "start_weight_update", {"message": "Weight update started"})
 
@@ -285,19 +305,12 @@ async def start_weight_update(call: Call[bodies.StartTransferBody]) -> Response:
 async def finish_weight_update(call: Call[bodies.FinishTransferBody]) -> Response:
     """Use the weights that came, under a version: the client's, or the next."""
     fields = call.fields
-    version = either("version", fields.version, "weight_version", _version(fields.weight_version))
+    given, label = version_and_label(fields.version, fields.weight_version)
 
     async def finish(version: int) -> bus.CommandResult:
-        return await call.fleet.finish_weight_update(version, allow_rollback=fields.allow_rollback, **call.options)
+        return await call.fleet.finish_weight_update(
+            version, allow_rollback=fields.allow_rollback, label=label, **call.options
+        )
 
-    work = with_version(call.service, finish, version, fields.model)
+    work = with_version(call.service, finish, given, fields.model)
     return await call.answer(work, "finish_weight_update", {"message": "Weight update finished"})
-
-
-def _version(text: str | None) -> int | None:
-    """The number in vLLM's string, which may be any there."""
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= MAX_WEIGHT_VERSION):
-        raise invalid("weight_version", "is no number", f"an integer from 0 to {MAX_WEIGHT_VERSION}")
-    return int(text)

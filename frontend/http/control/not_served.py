@@ -14,10 +14,6 @@ from ..service import Handler, HttpRoute, RouteTable, Service
 __all__ = ["ROUTES"]
 
 INSTEAD: Final = {
-    ("GET", "/get_world_size"): (
-        "workers do not say how many GPUs they have; use the trainer's own configuration, and where there are several"
-        " workers /init_weight_transfer_engine once for each, with `workers`"
-    ),
     ("POST", "/init_broadcaster"): (
         "prime-rl's own broadcast needs its extension inside the engines; use its weight broadcast by filesystem"
         " (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
@@ -33,7 +29,6 @@ INSTEAD: Final = {
     ),
     ("POST", "/reset_mm_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
     ("POST", "/reset_encoder_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
-    ("GET", "/server_info"): "use /v1/rl/state, which has what workers say of themselves",
 }
 """By method and path."""
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
-from ....bus.protocol.fleet.desired import target_version
+from ....bus.protocol.fleet.desired import target_version, version_label
 from ....schemas.errors import ErrorCode
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..errors import HttpError, invalid
@@ -16,7 +16,17 @@ from ..service import Service
 from ..status import json_response
 from .reading import read_query
 
-__all__ = ["FleetQuery", "is_paused", "is_sleeping", "liveness", "rl_health", "weight_info", "weight_version"]
+__all__ = [
+    "DEAD",
+    "FleetQuery",
+    "fleet_state",
+    "is_paused",
+    "is_sleeping",
+    "liveness",
+    "rl_health",
+    "weight_info",
+    "weight_version",
+]
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
 """A command has said that they take no requests."""
@@ -36,9 +46,17 @@ async def _state(service: Service, request: Request) -> bus.FleetState:
     """The fleet, asked now; only the workers of `?model=`, if that is given.
 
     Raises:
-        HttpError: 400, there is no such parameter or model; 503, no workers are there.
+        HttpError: 400, there is no such parameter; and as `fleet_state`.
     """
-    model = read_query(request, FleetQuery).model
+    return await fleet_state(service, read_query(request, FleetQuery).model)
+
+
+async def fleet_state(service: Service, model: str | None) -> bus.FleetState:
+    """The fleet, asked now; only the workers of a model, if that is given.
+
+    Raises:
+        HttpError: 400, there is no such model; 503, no workers are there.
+    """
     state = await service.rb.fleet.state()
     if not state.workers:
         raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
@@ -86,7 +104,7 @@ async def weight_version(service: Service, request: Request) -> Response:
     state = await _state(service, request)
     versions = {worker.worker: worker.weight_version for worker in state.workers}
     desired = {worker.worker: _target(state, worker) for worker in state.workers}
-    able = _able(state)
+    able = [worker.weight_version for worker in _able(state)]
     return json_response(
         {
             "weight_version": min(able),
@@ -103,12 +121,15 @@ def _target(state: bus.FleetState, worker: WorkerPresence) -> int | None:
     return worker.target_version if recorded is None else recorded
 
 
-def _able(state: bus.FleetState) -> list[int]:
-    """The versions of workers that may serve; of all, where none may."""
-    able = [worker.weight_version for worker in state.workers if worker.state in PAUSED | TAKING]
-    return able or [worker.weight_version for worker in state.workers]
+def _able(state: bus.FleetState) -> list[WorkerPresence]:
+    """Workers that may serve; all, where none may."""
+    return [worker for worker in state.workers if worker.state in PAUSED | TAKING] or list(state.workers)
 
 
 async def weight_info(service: Service, request: Request) -> Response:
-    """vLLM's: the version as a string, the oldest of those that may serve."""
-    return json_response({"weight_version": str(min(_able(await _state(service, request))))})
+    """vLLM's: the version as it was given, and its number; the oldest of those that may serve."""
+    state = await _state(service, request)
+    worker = min(_able(state), key=lambda worker: worker.weight_version)
+    number = worker.weight_version
+    text = version_label(state.desired.get(worker.model), worker.worker, number)
+    return json_response({"weight_version": text or str(number), "version": number})

@@ -1,4 +1,4 @@
-"""The version of new weights where a client gives none: one more than the newest applied."""
+"""The version of new weights: the client's number, or one more than the newest applied; and the text it came as."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -6,16 +6,34 @@ from typing import Final
 from .... import bus
 from ....bus.protocol.fleet.desired import target_version
 from ....schemas.errors import ControlCode, ControlError, ErrorCode
+from ....schemas.limits import MAX_WEIGHT_VERSION
 from ..errors import HttpError, invalid
 from ..service import Service
+from .reading import either
 
-__all__ = ["with_version"]
+__all__ = ["version_and_label", "with_version"]
 
+MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
+"""A longer number is a text like any other."""
 MAX_TRIES: Final = 8
 """Of clients that give weights without versions at the same time, each must come after another."""
 
 Update = Callable[[int], Awaitable[bus.CommandResult]]
 """Gives the weights to the fleet under a version."""
+
+
+def version_and_label(version: int | None, text: str | None) -> tuple[int | None, str | None]:
+    """Return the number that a client gives new weights, and the text that its number would not give back.
+
+    Raises:
+        HttpError: 400, both are numbers.
+    """
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    number = int(text or 0) if is_number else None
+    if number is not None and number > MAX_WEIGHT_VERSION:
+        number = None
+    given = either("version", version, "weight_version", number)
+    return given, None if text is None or text == str(number) else text
 
 
 async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.CommandResult:

@@ -1,0 +1,89 @@
+"""`/v1/loras`: adapters by the routes of Dynamo's workers."""
+
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....schemas.errors import ControlCode
+from ..errors import HttpError, invalid
+from ..service import Service
+from ..status import json_response
+from . import bodies
+from .answers import LORA_OF_PRIME
+from .commands import Call, is_loaded, load_lora, unload_lora
+from .reading import read_query
+from .reads import FleetQuery, fleet_state
+
+__all__ = ["add_lora", "list_loras", "remove_lora"]
+
+FILE: Final = "file://"
+OBJECTS: Final = "objects:"
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that is loaded."""
+
+    name: str
+    """What requests call it."""
+    model: str
+    """Whose adapter it is."""
+    workers: dict[str, int]
+    """By worker: the version that it has."""
+
+
+async def list_loras(service: Service, request: Request) -> Response:
+    """Dynamo's: the adapters that live workers have loaded, with their newest version, and who has which."""
+    model = read_query(request, FleetQuery).model
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for worker in (await fleet_state(service, model)).workers:
+        for lora in worker.loras:
+            found.setdefault((lora.name, worker.model), {})[worker.worker] = lora.version
+    adapters = [Adapter(name=name, model=model, workers=workers) for (name, model), workers in sorted(found.items())]
+    answer: dict[str, Any] = {
+        "status": "success",
+        "loras": {adapter.name: max(adapter.workers.values()) for adapter in adapters},
+        "count": len(adapters),
+        "adapters": adapters,
+    }
+    return json_response(answer)
+
+
+async def add_lora(call: Call[bodies.AddLoraBody]) -> Response:
+    """Dynamo's: load a LoRA adapter into all workers of a model, or replace the one of the same name."""
+    fields = call.fields
+    path, objects = _place(fields.source.uri)
+    same = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
+    given = bodies.LoadLoraBody(
+        name=fields.lora_name, path=path, objects=objects, load_inplace=fields.load_inplace, **same
+    )
+    extra = {"status": "success", "message": f"adapter {fields.lora_name} is loaded", "lora_name": fields.lora_name}
+    names = {"source": "source.uri", "name": "lora_name"}
+    asked = Call(call.service, call.request, given, call.style)
+    return await load_lora(asked, extra=extra, names=names)
+
+
+def _place(uri: str) -> tuple[str | None, str | None]:
+    """The folder, or the place in the object store.
+
+    Raises:
+        HttpError: 400, it is somewhere else.
+    """
+    if uri.startswith(OBJECTS):
+        return None, uri.removeprefix(OBJECTS)
+    path = uri.removeprefix(FILE)
+    if path.startswith("/"):
+        return path, None
+    raise invalid("source.uri", f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, objects:BUCKET/PREFIX")
+
+
+async def remove_lora(service: Service, request: Request) -> Response:
+    """Dynamo's: unload a LoRA adapter; 404 if no worker has it, or should have it."""
+    name = request.path_params["name"]
+    sent = read_query(request, bodies.SendBody)
+    if not await is_loaded(service.rb.fleet, name, sent.model):
+        raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
+    same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
+    call = Call(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
+    return await unload_lora(call, extra={"status": "success", "message": f"adapter {name} is gone", "lora_name": name})

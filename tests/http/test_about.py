@@ -1,0 +1,71 @@
+"""What a service says of itself and its engines, to vLLM's and OpenAI's clients and to a browser."""
+
+import platform
+import re
+from pathlib import Path
+
+import openai
+import pytest
+
+import rollbus
+from rollbus.frontend.http.reference_page import STYLE
+from rollbus.frontend.http.settings import Settings
+from tests.http.control_support import control_http
+from tests.http.openai_support import client_of
+from tests.http.support import http_before, http_service
+
+
+async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
+    """The engines' release under vLLM's name, what workers announce, and nothing of their environment."""
+    async with http_service(nats_url, fleet) as http:
+        client = http.client
+        version = (await client.get("/version")).json()
+        load = (await client.get("/load")).json()
+        text = (await client.get("/server_info")).json()
+        as_json = (await client.get("/server_info", params={"config_format": "json"})).json()
+        wrong = await client.get("/server_info", params={"config_format": "yaml"})
+        pings = [await client.get("/ping"), await client.post("/ping")]
+        [worker] = (await http.rb.fleet.state()).workers
+    assert version == {"version": "1", "engines": ["synthetic 1"], "rollbus": rollbus.__version__}
+    assert load == {"server_load": 0}
+    assert text["vllm_config"].startswith(f"{worker.worker}: model='synthetic'")
+    assert as_json["vllm_config"][worker.worker]["world_size"] == 1
+    assert (text["vllm_env"], text["system_env"]["python"]) == ({}, platform.python_version())
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "config_format")
+    assert [(ping.status_code, ping.content) for ping in pings] == [(200, b""), (200, b"")]
+
+
+async def test_a_fleet_without_workers_has_no_release(nats_url: str, fleet: str) -> None:
+    """`version` is that of the engines: without one it is 503, while the service lives."""
+    async with http_before(nats_url, fleet) as http:
+        assert (await http.client.get("/version")).status_code == 503
+        assert (await http.client.get("/ping")).status_code == 200
+        assert (await http.client.get("/server_info")).json()["vllm_config"] == ""
+
+
+async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """`models.retrieve` of the openai client, also of a name with slashes; an unknown one is its `NotFoundError`."""
+    async with (
+        control_http(nats_url, fleet, tmp_path, models=("org/model-1.5",)) as c,
+        client_of(c.http) as client,
+    ):
+        found = await client.models.retrieve("org/model-1.5")
+        [listed] = (await client.models.list()).data
+        with pytest.raises(openai.NotFoundError, match=r"'org/other' is unknown; allowed: org/model-1\.5"):
+            await client.models.retrieve("org/other")
+    assert found.model_dump(exclude={"created"}) == listed.model_dump(exclude={"created"})
+
+
+async def test_the_reference_is_a_page_without_scripts(nats_url: str, fleet: str) -> None:
+    """Every route stands on it, it loads nothing, and the browser is told to run nothing; no token is needed."""
+    async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+        answer = await http.client.get("/docs")
+        paths = (await http.client.get("/openapi.json")).json()["paths"]
+    page = answer.text
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert re.match(r"default-src 'none'; style-src 'sha256-[\w+/]{43}='; ", answer.headers["Content-Security-Policy"])
+    assert f"<style>{STYLE}</style>" in page
+    shown = set(re.findall(r"<h2 id=\w+>([A-Z]+ /[^<]*)</h2>", page))
+    assert shown == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert "<script" not in page
+    assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page)
