@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +54,8 @@ class LocalFleet:
     """How a worker is started again that ends by itself, once all have served; None: it is not."""
     users: LocalUsers | None = None
     """Who may connect; None: everybody, and may do everything."""
+    worker_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """More variables of each worker by its name, such as its GPUs; the same ones whenever it is started again."""
     worker_ids: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class LocalFleet:
         # One list is for one process; an engine that spreads over several shares out its cores itself.
         if cores and not any("parallel_size" in flag for flag in self.worker_flags):
             env.setdefault(CORES_VARIABLE, cores)
+        env |= self.worker_env.get(worker_id, {})
         program = python_module("rollbus.workers")
         command = [*program, *names, *timeout, *model, *self._role(worker_id), *self.worker_flags]
         return ProcessSpec(worker_id, command, env)

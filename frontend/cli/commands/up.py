@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import socket
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or as --kv-transfer-config says (default: 0)",
     )
     parser.add_argument(
+        "--gpus-per-worker",
+        metavar="K",
+        type=non_negative_int,
+        help="GPUs of its own that each worker gets (default: as many as its engine uses; 0: all workers see all GPUs)",
+    )
+    parser.add_argument(
         "--http",
         metavar="HOST:PORT",
         help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
@@ -92,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until told to stop."""
     from ..app import run_async
-    from ..local_fleet import check_vllm
+    from ..gpus import divide_gpus
+    from ..local_fleet import check_vllm, worker_names
 
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
@@ -102,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     port = nats_port(args.nats)
     if args.engine == "vllm":
         check_vllm()
+    worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
     # Taken before anything is started: who cannot have the address hears so at once.
     with ExitStack() as stack:
         if args.prefill_workers and args.engine == "vllm" and args.kv_transfer_config is None:
@@ -109,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         listening = _http_socket(at)
         if listening is not None:
             stack.enter_context(closing(listening))
-        return run_async(_up(args, port, listening))
+        return run_async(_up(args, port, listening, worker_env))
 
 
 def through_folder(folder: str) -> str:
@@ -138,14 +147,19 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
         return bind_address(host, 0)
 
 
-async def _up(args: argparse.Namespace, port: int, listening: socket.socket | None) -> int:
+async def _up(
+    args: argparse.Namespace,
+    port: int,
+    listening: socket.socket | None,
+    worker_env: Mapping[str, Mapping[str, str]],
+) -> int:
     from ..app import until_signalled
     from ..console import note
     from ..local_fleet import run_fleet
 
     # The second signal cancels the orderly stop, too: then everything is killed.
     with until_signalled():
-        fleet = await _prepare(args, port)
+        fleet = replace(await _prepare(args, port), worker_env=worker_env)
         note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
         async with run_fleet(fleet, _write_line) as server, AsyncExitStack() as stack:
             http = None

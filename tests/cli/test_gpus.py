@@ -1,0 +1,222 @@
+"""Workers get GPUs of their own. Stand-ins say which GPUs there are: none of these tests has seen one."""
+
+import argparse
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from rollbus.frontend.cli import gpus
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.gpus import Gpus, divide_gpus, find_gpus, gpu_shares, gpus_per_engine
+from tests.cli.support import processes_with, rollbus, running_up
+from tests.support.processes import becomes_true
+
+FOUR = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000{i}-a1b2)\n" for i in range(4))
+WITH_MIG = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)
+  MIG 3g.20gb     Device  0: (UUID: MIG-7a4b)
+  MIG 3g.20gb     Device  1: (UUID: MIG-8c2d)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-6e9c)
+"""
+
+
+def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a stand-in for nvidia-smi on the PATH of this process and of those that it starts."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def lists(listing: str) -> str:
+    """Return a script that prints `listing` if it is asked for a list."""
+    return f"[ \"$*\" = -L ] || exit 9\ncat <<'END'\n{listing}END"
+
+
+def options(engine: str = "vllm", engine_args: str | None = None, each: int | None = None) -> argparse.Namespace:
+    """Options of `up`."""
+    return argparse.Namespace(engine=engine, engine_args=engine_args, gpus_per_worker=each)
+
+
+@pytest.mark.parametrize(
+    ("value", "devices"),
+    [
+        ("0", ("0",)),
+        ("3,1", ("3", "1")),
+        (" 0 , GPU-5d5ba0d6-11aa,MIG-7a4b", ("0", "GPU-5d5ba0d6-11aa", "MIG-7a4b")),
+        ("MIG-GPU-5d5b/1/0", ("MIG-GPU-5d5b/1/0",)),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_the_variable_lists_gpus(value: str, devices: tuple[str, ...]) -> None:
+    """Indices and UUIDs are taken in their order; an empty value means none."""
+    assert Gpus.from_variable(value).devices == devices
+
+
+@pytest.mark.parametrize(("value", "part"), [("0;1", "'0;1'"), ("0,,1", "''"), ("0,x", "'x'"), ("1,0,1", "'1' twice")])
+def test_a_wrong_list_is_refused(value: str, part: str) -> None:
+    """What CUDA would cut off silently, or would take for one GPU of two workers, is an error that shows it."""
+    with pytest.raises(CommandFailed, match="CUDA_VISIBLE_DEVICES") as caught:
+        Gpus.from_variable(value)
+    assert (part in str(caught.value), caught.value.exit_code) == (True, ExitCode.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("listing", "devices"),
+    [(FOUR, ("0", "1", "2", "3")), (WITH_MIG, ("MIG-7a4b", "MIG-8c2d", "1")), ("No devices were found\n", ())],
+)
+def test_the_driver_lists_gpus(listing: str, devices: tuple[str, ...]) -> None:
+    """Its MIG devices stand for the GPU that is divided into them."""
+    assert Gpus.from_driver(listing).devices == devices
+
+
+def test_the_variable_comes_before_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked only where the variable is not set; without it there are none."""
+    driver(tmp_path, monkeypatch, lists(FOUR))
+
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "7"}).devices == ("7",)
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}).devices == ()
+    assert find_gpus({}).devices == ("0", "1", "2", "3")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert find_gpus({}).devices == ()
+
+
+def test_a_driver_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a broken driver does not pass for one without GPUs."""
+    driver(tmp_path, monkeypatch, 'echo "NVIDIA-SMI has failed because it could not communicate"; exit 9')
+
+    with pytest.raises(CommandFailed, match=r"could not communicate; set \$CUDA_VISIBLE_DEVICES"):
+        find_gpus({})
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "number"),
+    [
+        (None, 1),
+        ('{"max_model_len": 8}', 1),
+        ('{"tensor_parallel_size": 2, "pipeline_parallel_size": 3}', 6),
+        ('{"tensor_parallel_size": 2, "data_parallel_size": 4}', 8),
+        ('{"data_parallel_size": 4, "data_parallel_size_local": 2}', 2),
+    ],
+)
+def test_an_engine_uses_as_many_as_its_sizes_say(engine_args: str | None, number: int) -> None:
+    """The number is the product of all sizes that are on this machine."""
+    assert gpus_per_engine(engine_args) == number
+
+
+@pytest.mark.parametrize("size", ["0", "true", '"two"'])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    """The error names the engine argument."""
+    with pytest.raises(CommandFailed, match="--engine-args: tensor_parallel_size is"):
+        gpus_per_engine(f'{{"tensor_parallel_size": {size}}}')
+
+
+def test_no_gpu_is_given_twice() -> None:
+    """Each worker gets the next ones of the list."""
+    four = Gpus(("GPU-a", "GPU-b", "2", "3", "4"), "here")
+
+    assert gpu_shares(four, ("w0", "w1"), 2) == {"w0": ("GPU-a", "GPU-b"), "w1": ("2", "3")}
+    with pytest.raises(CommandFailed, match=r"3 workers with 2 GPUs each need 6 GPUs, and here lists 5 .* at most 2 "):
+        gpu_shares(four, ("w0", "w1", "w2"), 2)
+
+
+@pytest.fixture
+def engines_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed vLLM passes for one that computes on GPUs."""
+    monkeypatch.setattr(gpus, "computes_on_cpu", lambda: False)
+
+
+@pytest.mark.usefixtures("engines_use_gpus")
+def test_engines_get_what_they_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the option too. The driver's indices go with the driver's order; the user's list stays in its own."""
+    driver(tmp_path, monkeypatch, lists(FOUR))
+    pair = '{"tensor_parallel_size": 2}'
+
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert divide_gpus(options(), ("a", "b")) == {
+        "a": {"CUDA_VISIBLE_DEVICES": "0", **order},
+        "b": {"CUDA_VISIBLE_DEVICES": "1", **order},
+    }
+    assert capsys.readouterr().err == "GPUs of nvidia-smi: a has 0; b has 1; unused: 2, 3\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-x,GPU-y")
+    assert divide_gpus(options(engine_args=pair, each=2), ("a",)) == {"a": {"CUDA_VISIBLE_DEVICES": "GPU-x,GPU-y"}}
+    with pytest.raises(CommandFailed, match=r"--gpus-per-worker 1, and an engine with these --engine-args uses 2"):
+        divide_gpus(options(engine_args=pair, each=1), ("a",))
+    with pytest.raises(CommandFailed, match=r"2 workers with 2 GPUs each need 4 GPUs"):
+        divide_gpus(options(engine_args=pair), ("a", "b"))
+
+
+@pytest.mark.usefixtures("engines_use_gpus")
+def test_nothing_is_divided_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPUs: engines start as they did. Zero GPUs for each worker: all see all."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert divide_gpus(options(), ("a", "b")) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert divide_gpus(options(each=0), ("a", "b")) == {}
+    assert divide_gpus(options("synthetic"), ("a", "b")) == {}
+
+
+def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM of these tests is one: more workers than GPUs start, and the option is refused."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    assert divide_gpus(options(), ("a", "b")) == {}
+    with pytest.raises(CommandFailed, match="--gpus-per-worker 1: the installed vLLM computes on the CPU alone"):
+        divide_gpus(options(each=1), ("a",))
+
+
+def test_the_option_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command says so before it starts anything."""
+    driver(tmp_path, monkeypatch, lists("No devices were found\n"))
+    with pytest.raises(CommandFailed, match="--gpus-per-worker 2: no GPU here, says nvidia-smi") as caught:
+        divide_gpus(options("synthetic", each=2), ("a",))
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def visible(worker: str, nats: str) -> tuple[int, str]:
+    """The process of a worker, and the GPUs that its environment lists."""
+    (pid,) = processes_with(f"--worker-id {worker}", nats)
+    variables = dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return pid, variables.get("CUDA_VISIBLE_DEVICES", "all")
+
+
+def is_back(worker: str, old: int, nats: str) -> bool:
+    """Another process is this worker."""
+    return processes_with(f"--worker-id {worker}", nats) not in ([], [old])
+
+
+@pytest.mark.slow
+def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill workers too; a worker that is started again gets the same ones; the log says who has what."""
+    driver(tmp_path, monkeypatch, lists(FOUR))
+    monkeypatch.setattr("tests.cli.support.ENV", {**os.environ, "PYTHONPATH": "src"})
+    log = tmp_path / "log"
+    workers = ("--workers", "1", "--prefill-workers", "1", "--gpus-per-worker", "2")
+    with running_up("--engine", "synthetic", *workers, log=log) as (_, info):
+        nats = info["nats"]
+        assert info.keys() == {"nats", "http", "workers"}
+        old, first = visible("local-0", nats)
+        assert (first, visible("local-1", nats)[1]) == ("0,1", "2,3")
+        assert "GPUs of nvidia-smi: local-0 has 0, 1; local-1 has 2, 3\n" in log.read_text()
+        os.kill(old, signal.SIGKILL)
+        assert becomes_true(lambda: is_back("local-0", old, nats))
+        assert becomes_true(lambda: visible("local-0", nats)[1] == "0,1")
+
+
+@pytest.mark.slow
+def test_up_refuses_more_workers_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started; the numbers are in the one line."""
+    monkeypatch.setattr("tests.cli.support.ENV", {**os.environ, "PYTHONPATH": "src", "CUDA_VISIBLE_DEVICES": "0,1"})
+
+    done = rollbus("up", "--engine", "synthetic", "--workers", "3", "--gpus-per-worker", "1")
+
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "3 workers with 1 GPU each need 3 GPUs, and $CUDA_VISIBLE_DEVICES lists 2 (0, 1)" in done.stderr
