@@ -24,7 +24,8 @@ class Chat:
     """What a chat's prompt is made of; the names and defaults are vLLM's."""
 
     messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """None: unless the final message is to be continued."""
     continue_final_message: bool = False
     add_special_tokens: bool = False
     """Besides those that the template writes."""
@@ -53,9 +54,10 @@ async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    adds = chat.add_generation_prompt
     text = tokenizer.apply_chat_template(
         [_message(f"messages[{index}]", message) for index, message in enumerate(chat.messages)],
-        add_generation_prompt=chat.add_generation_prompt,
+        add_generation_prompt=not chat.continue_final_message if adds is None else adds,
         continue_final_message=chat.continue_final_message,
         tools=chat.tools,
         chat_template_kwargs=chat.chat_template_kwargs,

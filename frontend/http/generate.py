@@ -1,6 +1,6 @@
 """`POST /inference/v1/generate`: tokens in, tokens out, as vLLM 0.30 serves it."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -11,16 +11,16 @@ from ... import bus
 from ..tokenization import Tokenizer
 from .answer_types import GenerateAnswer, Usage
 from .answers import Choice, collect_answers, updates, usage_of
-from .bad_words import bad_words_ids
 from .body import decode_body, read_body
 from .calls import JsonPieces
 from .errors import HttpError, unsupported
 from .generate_answer import answer_json, event_json
 from .generate_body import (
-    NAMES,
+    PREFIX,
     GenerateBody,
     SamplingBody,
     StreamOptions,
+    body_names,
     check_supported,
     request_fields,
 )
@@ -38,23 +38,20 @@ async def generate(service: Service, request: Request) -> Response:
     check_supported(body)
     target = find_target(service, body.model)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
-    sampling, fields = request_fields(body)
-    if tokenizer is not None and body.sampling_params.bad_words:
-        name = "sampling_params.bad_words"
-        sampling["bad_words_token_ids"] = bad_words_ids(body.sampling_params.bad_words, tokenizer, name)
-    built = build_request(service, request, target, sampling=sampling, fields=fields, names=NAMES)
+    sampling, fields = request_fields(body, tokenizer)
+    names = body_names(body)
+    built = build_request(service, request, target, sampling=sampling, fields=fields, names=names)
     choices = [
         Choice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
         for child in range(built.sampling.n)
     ]
-    with_prompt = bool(body.return_token_ids)
     if body.stream:
-        options = body.stream_options or StreamOptions()
-        events = _events(service, service.user_of(request), built, choices, options, with_prompt=with_prompt)
+        events = _events(service, service.user_of(request), body, built, choices, names)
         return await service.stream(request, events, id_headers(built))
-    with named_errors(NAMES, built):
+    with named_errors(names, built):
         await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
-        return JsonPieces(answer_json(built, target, choices, with_prompt=with_prompt), id_headers(built))
+        pieces = answer_json(built, target, choices, with_prompt=bool(body.return_token_ids))
+        return JsonPieces(pieces, id_headers(built))
 
 
 async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBody) -> Tokenizer | None:
@@ -69,7 +66,7 @@ async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBo
     try:
         return await service.tokenizer(target.worker)
     except HttpError as error:
-        raise unsupported(f"sampling_params.{name}", error.message) from error
+        raise unsupported(f"{PREFIX}{name}", error.message) from error
 
 
 def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
@@ -80,23 +77,23 @@ def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokeniz
         request,
         tokenizer,
         stop_strings(params.stop),
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
+        include_stop=params.include_stop_str_in_output is True,
+        skip_special_tokens=params.skip_special_tokens is not False,
     )
 
 
 async def _events(
     service: Service,
     user: str,
+    body: GenerateBody,
     request: bus.GenerateRequest,
     choices: Sequence[Choice],
-    options: StreamOptions,
-    *,
-    with_prompt: bool,
+    names: Mapping[str, str],
 ) -> AsyncGenerator[bytes, None]:
     """One event for each chunk, with its routing, and at last the usage if it is asked for."""
-    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
-    with named_errors(NAMES, request):
+    options = body.stream_options or StreamOptions()
+    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if body.return_token_ids else None
+    with named_errors(names, request):
         async with aclosing(updates(service, user, [request], choices)) as found:
             async for choice, update in found:
                 usage: Usage | None = None

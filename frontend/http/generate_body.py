@@ -5,22 +5,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from .bad_words import BadWords
+from ..tokenization import Tokenizer
 from .errors import unsupported
-from .stops import StopStrings
+from .sampling import SamplingFields, bus_sampling, check_sampling, sampling_names
 
-__all__ = ["NAMES", "GenerateBody", "SamplingBody", "StreamOptions", "check_supported", "request_fields"]
-
-NAMES: Final = {
-    "prompt_token_ids": "token_ids",
-    "sampling": "sampling_params",
-    "sampling.extra": "sampling_params",
-    "sampling.bad_words_token_ids": "sampling_params.bad_words",
-    "routed_experts_prompt_start": "sampling_params.routed_experts_prompt_start",
-    "return_routed_experts": "sampling_params.routed_experts_prompt_start",
-    "lora": "model",
-}
-"""What this route calls the fields of `rollbus.GenerateRequest`."""
+__all__ = ["PREFIX", "GenerateBody", "SamplingBody", "StreamOptions", "body_names", "check_supported", "request_fields"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -32,56 +21,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     """With `include_usage`: the usage so far in every event."""
 
 
-class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """How to sample: vLLM's names, meanings and defaults; without `max_tokens`, the rest of the model's context."""
+class SamplingBody(SamplingFields, kw_only=True, frozen=True):
+    """How to sample; without `max_tokens`, the rest of the model's context."""
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = None
-    min_tokens: int = 0
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    stop: StopStrings = None
-    """Looked for in the text, which is not in the answer: the token that completes one of them is the last."""
-    bad_words: BadWords = None
-    """Never sampled; the tokenizer says which tokens they are."""
-    skip_special_tokens: bool = True
-    """They have no text in which to look."""
-    include_stop_str_in_output: bool = False
-    """Without effect on tokens."""
-    routed_experts_prompt_start: int = 0
-    """Leading prompt positions whose routing is not wanted."""
-
-    # The engine's own, which it may refuse.
-    structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
-    watermarking: bool | None = None
-    skip_reading_prefix_cache: bool | None = None
-    trace_decode_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
-
-    # Of text, which this route does not make, and of the form in which an engine hands over results: without effect.
-    detokenize: bool = True
-    spaces_between_special_tokens: bool = True
-    output_kind: int = 0
-    flat_logprobs: bool = False
-    skip_clone: bool = False
-    stream_interval: int | None = None
-
-    # Refused, as something else would come out without it.
-    logprob_token_ids: list[int] | None = None
+    """0: the log probability of each sampled token. k: those of the k most likely ones too. Null: none."""
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -105,6 +49,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Prefix-cache entries are shared only between requests of the same salt."""
     priority: int = 0
     """Lower is more urgent."""
+    kv_hints: dict[str, Any] | None = None
+    """For the engine's KV connector; refused unless the engine has it."""
 
     # What vLLM's own renderer adds, which changes nothing here.
     assistant_tokens_mask: list[int] | None = None
@@ -117,27 +63,14 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     ec_transfer_params: dict[str, Any] | None = None
 
 
-SAME_NAME: Final = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias"),
-    "allowed_token_ids",
-)
-"""Fields of `rollbus.SamplingParams` with vLLM's names and meanings."""
-EXTRA: Final = (
-    *("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking"),
-    *("skip_reading_prefix_cache", "trace_decode_token_ids", "extra_args"),
-)
-"""What goes into `rollbus.SamplingParams.extra`."""
 NOT_SERVED: Final = {
     "features": "this service takes tokens only, no images, audio or video",
     "content_parts": "this service takes tokens only, no images, audio or video",
     "kv_transfer_params": "caches are not handed from engine to engine by clients",
     "ec_transfer_params": "caches are not handed from engine to engine by clients",
 }
-NOT_SAMPLED: Final = {
-    "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
-}
 """Fields that are known and not served, and why."""
+PREFIX: Final = "sampling_params."
 
 
 def check_supported(body: GenerateBody) -> None:
@@ -146,27 +79,42 @@ def check_supported(body: GenerateBody) -> None:
     Raises:
         HttpError: 400, naming the field.
     """
-    for owner, prefix, reasons in ((body, "", NOT_SERVED), (body.sampling_params, "sampling_params.", NOT_SAMPLED)):
-        for name, reason in reasons.items():
-            if getattr(owner, name) not in (None, []):
-                raise unsupported(f"{prefix}{name}", reason)
-    if body.sampling_params.stop and not body.sampling_params.detokenize:
-        raise unsupported("sampling_params.detokenize", "stop is looked for in text", allowed="true")
-    if body.stream and body.sampling_params.prompt_logprobs is not None:
-        raise unsupported("sampling_params.prompt_logprobs", "streams do not carry them")
+    for name, reason in NOT_SERVED.items():
+        if getattr(body, name) not in (None, []):
+            raise unsupported(name, reason)
+    check_sampling(body.sampling_params, stream=bool(body.stream), prefix=PREFIX)
 
 
-def request_fields(body: GenerateBody) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there."""
+def request_fields(body: GenerateBody, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there.
+
+    Args:
+        tokenizer: needed for `bad_words` only.
+
+    Raises:
+        HttpError: 400, a bad word has no tokens.
+    """
     params = body.sampling_params
-    sampling = {name: getattr(params, name) for name in SAME_NAME}
-    sampling["stop_token_ids"] = params.stop_token_ids or ()
-    sampling["extra"] = {name: value for name in EXTRA if (value := getattr(params, name)) is not None} or None
+    sampling = bus_sampling(params, tokenizer, PREFIX)
+    if body.kv_hints is not None:
+        sampling["extra"] = {**(sampling["extra"] or {}), "kv_hints": body.kv_hints}
     others = {
         "prompt_token_ids": body.token_ids,
         "request_id": body.request_id,
-        "routed_experts_prompt_start": params.routed_experts_prompt_start,
+        "routed_experts_prompt_start": params.routed_experts_prompt_start or 0,
         "cache_salt": body.cache_salt,
         "priority": body.priority,
     }
-    return sampling, others
+    return {**sampling, "logprobs": params.logprobs, "max_tokens": params.max_tokens}, others
+
+
+def body_names(body: GenerateBody) -> dict[str, str]:
+    """What this route calls the bus's fields, for `named_errors`."""
+    return {
+        **sampling_names(body.sampling_params, PREFIX),
+        "prompt_token_ids": "token_ids",
+        "sampling.extra.kv_hints": "kv_hints",
+        "routed_experts_prompt_start": "sampling_params.routed_experts_prompt_start",
+        "return_routed_experts": "sampling_params.routed_experts_prompt_start",
+        "lora": "model",
+    }

@@ -30,7 +30,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Null: true for a text; false for a chat, whose template writes them."""
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = None
-    """Null: true."""
+    """Null: true, unless the final message is to be continued."""
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ def _chat(body: TokenizeBody) -> Chat | None:
         raise InvalidRequest(field="prompt", problem="is given with messages", allowed="one of the two")
     return Chat(
         messages=body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens is True,
         tools=body.tools,

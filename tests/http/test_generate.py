@@ -1,8 +1,6 @@
 """`POST /inference/v1/generate` on a synthetic engine: what is answered, refused and aborted."""
 
-import ast
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from renderers.client import parse_generate_response  # type: ignore[import-unty
 
 import rollbus
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
-from rollbus.frontend.http.generate_body import SamplingBody
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.messages import KvTransfer
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
@@ -361,16 +358,3 @@ async def test_an_engines_failure_is_502(nats_url: str, fleet: str) -> None:
     assert json.loads(first.removeprefix("data: "))["choices"][0]["token_ids"]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == ("engine_error", "server_error")
-
-
-def test_every_parameter_of_vllm_is_known() -> None:
-    """All of vLLM 0.30's sampling parameters but those that it computes itself have a place in the body."""
-    installed = importlib.util.find_spec("vllm")
-    if installed is None or installed.origin is None:
-        pytest.skip("vLLM is not installed")
-    # Read, not imported, which takes half a minute.
-    source = ast.parse((Path(installed.origin).parent / "sampling_params.py").read_text())
-    (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
-    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    public = {name for name in names if not name.startswith("_")}
-    assert public - {"output_text_buffer_length"} == set(SamplingBody.__struct_fields__)

@@ -56,7 +56,7 @@ OF_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"tools": [TOOL]}, "tool_choice"),

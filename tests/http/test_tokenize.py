@@ -78,7 +78,8 @@ async def test_chats(nats_url: str, fleet: str, tmp_path: Path) -> None:
     async with serving(nats_url, fleet, tmp_path) as client:
         assert await tokenized() == "<user>the<|end|><assistant>"
         assert await tokenized(add_generation_prompt=False) == "<user>the<|end|>"
-        assert await tokenized(add_generation_prompt=False, continue_final_message=True) == "<user>the"
+        for flags in ({}, {"add_generation_prompt": False}):
+            assert await tokenized(continue_final_message=True, **flags) == "<user>the"
         assert await tokenized(add_special_tokens=True) == "<|end|><user>the<|end|><assistant>"
         assert await tokenized(chat_template_kwargs={"opening": "e"}) == "<user>the<|end|><assistant>e"
         tool = {"type": "function", "function": {"name": "search"}}
@@ -98,7 +99,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tokenize", {"messages": [USER, {"content": "a"}]}, "messages[1].role"),
     ("tokenize", {"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
     ("tokenize", {"messages": [USER], "chat_template": "a"}, "chat_template"),
-    ("tokenize", {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
     (
         "tokenize",
         {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},

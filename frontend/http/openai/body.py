@@ -6,14 +6,11 @@ import msgspec
 from msgspec import Meta
 
 from ....schemas import limits
-from ..bad_words import BadWords
 from ..errors import unsupported
-from ..stops import StopStrings
+from ..sampling import SamplingFields, TokenIds, check_sampling
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
 
-
-TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 
 
@@ -60,49 +57,27 @@ class NvExt(msgspec.Struct, kw_only=True, frozen=True):
     """Greedy, whatever the temperature."""
 
 
-class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class CommonBody(SamplingFields, kw_only=True, frozen=True):
     """What both routes take; null is the same as leaving a field out."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: StopStrings = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
 
     # vLLM's.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords = None
     priority: Priority | None = None
     """Lower is more urgent."""
     cache_salt: str | None = None
     session_id: str | None = None
     request_id: str | None = None
-    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
-    """Of the prompt's tokens, with so many alternatives of each; not in streams."""
     vllm_xargs: dict[str, Any] | None = None
+    """The same as `extra_args`."""
+    kv_hints: dict[str, Any] | None = None
+    """For the engine's KV connector; refused unless the engine has it."""
 
     # Dynamo's.
     nvext: NvExt | None = None
@@ -117,13 +92,9 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    spaces_between_special_tokens: bool | None = None
-    stream_interval: int | None = None
     length_penalty: float | None = None
-    watermarking: bool | None = None
 
     # Known and not served; `check_served` says why.
-    logprob_token_ids: list[int] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
@@ -143,8 +114,10 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     """Null: true, unless the last message is to be continued."""
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_args: dict[str, Any] | None = None
+    """Dynamo's name of `chat_template_kwargs`."""
     reasoning_effort: str | None = None
     """A variable of the chat template."""
     tools: list[dict[str, Any]] | None = None
@@ -178,7 +151,6 @@ class CompletionBody(CommonBody, kw_only=True, frozen=True):
 
 
 NOT_SERVED: Final = {
-    "logprob_token_ids": "logprobs are of the sampled and of the most likely tokens",
     "use_beam_search": "answers are sampled",
     "truncate_prompt_tokens": "prompts are used as they are",
     "truncation_side": "prompts are used as they are",
@@ -209,3 +181,4 @@ def check_served(body: CommonBody) -> None:
         value = getattr(body, name, None)
         if value is not None and value is not False and value not in NOTHING:
             raise unsupported(name, reason)
+    check_sampling(body, stream=bool(body.stream))

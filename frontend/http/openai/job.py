@@ -20,7 +20,7 @@ from ..calls import JsonPieces
 from ..logprobs_json import prompt_logprobs_json
 from ..request_target import RequestTarget, id_headers, named_errors
 from ..service import Service
-from ..stops import text_of
+from ..stops import AnswerText, text_of
 from ..tokens import Scores, Tokens, prompt_scores
 from .nvext import Clock, nvext_json
 from .options import Options
@@ -69,23 +69,28 @@ class CompletionHandler:
 
     def _choices(self, *, keep: bool) -> list[Choice]:
         """By prompt and then by child."""
-        options = self.options
         return [
             Choice(
                 at * request.sampling.n + child,
                 request,
-                text_of(
-                    request,
-                    self.tokenizer,
-                    options.stops,
-                    include_stop=options.include_stop,
-                    skip_special_tokens=options.skip_special_tokens,
-                ),
+                self._text(request),
                 keep=keep,
             )
             for at, request in enumerate(self.requests)
             for child in range(request.sampling.n)
         ]
+
+    def _text(self, request: bus.GenerateRequest) -> AnswerText | None:
+        """The text of an answer that has not begun; None if no text is asked for."""
+        if not self.options.text:
+            return None
+        return text_of(
+            request,
+            self.tokenizer,
+            self.options.stops,
+            include_stop=self.options.include_stop,
+            skip_special_tokens=self.options.skip_special_tokens,
+        )
 
     def _answer_json(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """The answer in pieces; what can be wrong with it is found before the first of them."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...tokenization import Tokenizer
-from ..bad_words import bad_words_ids
 from ..errors import invalid
 from ..request_target import RequestTarget
+from ..sampling import bus_sampling, sampling_names
 from ..stops import stop_strings
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
 from .prompts import one_of
@@ -26,14 +26,6 @@ EXTRA_FIELDS: Final = frozenset(
     }
 )
 """What an answer's `nvext` may hold."""
-SAME_NAME: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("n", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logit_bias", "allowed_token_ids"),
-    "prompt_logprobs",
-)
-"""Fields of `rollbus.SamplingParams` with the same names, meanings and defaults."""
-EXTRA: Final = ("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking")
-"""What the engine may know, by its own names."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's and vLLM's, of /v1/completions."""
 
@@ -42,6 +34,8 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 class Options:
     """What an answer shall hold."""
 
+    text: bool
+    """Of the tokens; without it there are neither stop strings nor need of a tokenizer."""
     stops: Sequence[str]
     include_stop: bool
     skip_special_tokens: bool
@@ -78,15 +72,14 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Opti
         top_logprobs = body.logprobs
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
-    if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs", "is given with stream", "null, as streams do not carry them")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
     stream = body.stream_options
     return Options(
+        text=body.detokenize is not False,
         stops=stop_strings(body.stop),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens,
+        include_stop=body.include_stop_str_in_output is True,
+        skip_special_tokens=body.skip_special_tokens is not False,
         top_logprobs=top_logprobs,
         token_ids=bool(body.return_token_ids),
         as_token_ids=bool(body.return_tokens_as_token_ids),
@@ -112,27 +105,27 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     Raises:
         HttpError: 400.
     """
-    fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **bus_sampling(body, tokenizer)}
     if isinstance(body, ChatBody):
         fields["max_tokens"] = one_of(max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens)
-    else:
-        fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.nvext is not None and body.nvext.greed_sampling:
         fields["temperature"] = 0.0
     # Of the sampled token alone they cost little, and engine_data always has them.
     fields["logprobs"] = 0 if options.top_logprobs is None and "engine_data" in options.extra else options.top_logprobs
-    if body.bad_words:
-        fields["bad_words_token_ids"] = bad_words_ids(body.bad_words, tokenizer, "bad_words")
-    extra = {name: value for name in EXTRA if (value := getattr(body, name)) is not None}
+    return {**fields, "extra": {**(fields["extra"] or {}), **_more_extra(body)} or None}
+
+
+def _more_extra(body: CommonBody) -> dict[str, Any]:
+    """What goes to the engine by other names than the engine's."""
     structure = _structure(body.response_format)
-    if structure is not None:
-        if body.structured_outputs:
-            raise invalid("structured_outputs", "is given with response_format", "one of the two")
-        extra["structured_outputs"] = structure
-    if body.vllm_xargs:
-        extra["extra_args"] = body.vllm_xargs
-    fields["extra"] = extra or None
-    return fields
+    if structure is not None and body.structured_outputs:
+        raise invalid("structured_outputs", "is given with response_format", "one of the two")
+    extra = {
+        "structured_outputs": structure,
+        "extra_args": one_of(vllm_xargs=body.vllm_xargs, extra_args=body.extra_args),
+        "kv_hints": body.kv_hints,
+    }
+    return {name: value for name, value in extra.items() if value is not None}
 
 
 def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -180,12 +173,11 @@ def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, s
     nvext = body.nvext or NvExt()
     names = {
         "prompt_token_ids": prompt_field,
-        "sampling": "",
-        "sampling.extra": "",
-        "sampling.extra.extra_args": "vllm_xargs",
-        "sampling.bad_words_token_ids": "bad_words",
+        **sampling_names(body),
         "lora": "model",
     }
+    if body.vllm_xargs is not None:
+        names["sampling.extra.extra_args"] = "vllm_xargs"
     if body.response_format is not None:
         names["sampling.extra.structured_outputs"] = "response_format"
     if isinstance(body, ChatBody):

@@ -61,7 +61,9 @@ async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> BodyPrompt:
         raise invalid("tool_choice", "is not supported: what a model calls is left to clients", "none")
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise invalid("tool_choice", "is given without tools", "none or auto")
-    variables = dict(body.chat_template_kwargs or {})
+    variables = dict(
+        one_of(chat_template_kwargs=body.chat_template_kwargs, chat_template_args=body.chat_template_args) or {}
+    )
     if body.reasoning_effort is not None:
         # As vLLM does.
         variables = {
@@ -71,8 +73,8 @@ async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> BodyPrompt:
         }
     chat = Chat(
         messages=body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
         tools=body.tools or None,
         chat_template_kwargs=variables,

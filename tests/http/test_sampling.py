@@ -1,0 +1,216 @@
+"""The fields that say how to sample: the same ones with the same meanings on all routes for tokens."""
+
+import ast
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+import rollbus
+from rollbus.frontend.http.generate_body import SamplingBody
+from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
+from rollbus.frontend.http.sampling import SamplingFields
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import Http, http_before, noted_requests
+from tests.support.gated_engine import running
+
+PROMPT = [5, 6, 7, 8]
+USER = {"role": "user", "content": "the"}
+ON_THE_BUS: dict[str, Any] = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "seed": 3,
+    "max_tokens": 3,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "stop_token_ids": [9],
+    "logit_bias": {"9": 1.0},
+    "allowed_token_ids": [9, 10],
+    "prompt_logprobs": 1,
+    "bad_words": ["x"],
+    "bad_words_token_ids": [[9, 10]],
+}
+"""They change what the bus is asked for; a value of each."""
+EXTRA: dict[str, Any] = {
+    "structured_outputs": {"regex": "a"},
+    "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 3},
+    "watermarking": False,
+    "skip_reading_prefix_cache": True,
+    "trace_decode_token_ids": [9],
+    "extra_args": {"a": 1},
+    "prompt_logprob_token_ids": [[1, 2]],
+    "prompt_logprob_start": 1,
+}
+"""They go to engines that have them."""
+NOT_FOR_THE_ENGINE: dict[str, Any] = {
+    "routed_experts_prompt_start": 2,
+    "detokenize": False,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "spaces_between_special_tokens": False,
+    "output_kind": 2,
+    "flat_logprobs": True,
+    "skip_clone": True,
+    "stream_interval": 5,
+}
+"""They change no token."""
+WITH_TEXT: dict[str, Any] = {"stop": ["x"]}
+REFUSED: dict[str, Any] = {"logprob_token_ids": [1]}
+
+
+def test_there_is_one_set_of_fields() -> None:
+    """All three bodies have it, no one changes a field of it, and this file tries each of them."""
+    shared = {field.name: field for field in msgspec.structs.fields(SamplingFields)}
+    tried = [ON_THE_BUS, EXTRA, NOT_FOR_THE_ENGINE, WITH_TEXT, REFUSED]
+    assert sorted(name for table in tried for name in table) == sorted(shared)
+    for body in (SamplingBody, ChatBody, CompletionBody):
+        own = {field.name: field for field in msgspec.structs.fields(body)}
+        for name, field in shared.items():
+            assert (own[name].type, own[name].default) == (field.type, field.default)
+    assert all(field.default is None for field in shared.values())
+    # Of the sampled tokens' logprobs, each route has its own notion.
+    assert set(SamplingBody.__struct_fields__) - set(shared) == {"logprobs"}
+
+
+def test_every_parameter_of_vllm_is_known() -> None:
+    """All sampling parameters of the installed vLLM have a place in the set, but those that it computes itself."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is None or installed.origin is None:
+        pytest.skip("vLLM is not installed")
+    # Read, not imported, which takes half a minute.
+    source = ast.parse((Path(installed.origin).parent / "sampling_params.py").read_text())
+    (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
+    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    public = {name for name in names if not name.startswith("_")}
+    assert public - {"output_text_buffer_length"} <= set(SamplingBody.__struct_fields__)
+
+
+class Routes:
+    """The three routes of one service, asked the same."""
+
+    def __init__(self, http: Http, asked: list[rollbus.GenerateRequest]) -> None:
+        self._http = http
+        self._asked = asked
+
+    async def each(self, fields: dict[str, Any], **more: Any) -> list[tuple[int, str | None, Any]]:
+        """Of each route: the status, the wrong field without the route's prefix, and what the bus was asked for."""
+        sampling = {"max_tokens": 2, **fields}
+        tokens = {"tokens": PROMPT, **sampling, **more}
+        found: list[tuple[int, str | None, Any]] = []
+        for path, body in (
+            ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling, **more}),
+            ("/v1/chat/completions", tokens),
+            ("/v1/completions", tokens),
+        ):
+            answer = await self._http.client.post(path, json=body)
+            wrong = answer.json()["error"]["param"] if answer.status_code >= 400 else None
+            if wrong is not None:
+                assert ("sampling_params." in wrong) == ("sampling_params" in body and wrong.split(".")[-1] not in more)
+                found.append((answer.status_code, wrong.removeprefix("sampling_params."), None))
+            else:
+                asked = self._asked.pop()
+                found.append((200, None, (asked.sampling, asked.routed_experts_prompt_start)))
+            assert not self._asked
+        return found
+
+
+@asynccontextmanager
+async def routes_of(
+    nats_url: str, fleet: str, folder: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...] = ()
+) -> AsyncIterator[Routes]:
+    """Serve a synthetic model, whose engine has these parameters of its own."""
+    engine = SyntheticEngine(SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64))
+    engine.capabilities = replace(engine.capabilities, extra=extra)
+    settings = Settings(tokenizer=save(make_byte_level(), folder))
+    asked = noted_requests(monkeypatch)
+    async with running(nats_url, fleet, engine), http_before(nats_url, fleet, settings) as http:
+        await http.own.fleet.wait_for_workers()
+        yield Routes(http, asked)
+
+
+async def test_every_route_asks_the_bus_for_the_same(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field makes the same request on all routes: another one than without it if it is the bus's, else the same.
+
+    Null is the same as leaving it out.
+    """
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
+        (first, *others) = plain = await routes.each({})
+        assert [first, first] == others
+        for name, value in {**ON_THE_BUS, **NOT_FOR_THE_ENGINE}.items():
+            first, *others = await routes.each({name: value})
+            assert (first[0], [first, first]) == (200, others), name
+            assert (first[2] == plain[0][2]) == (name in NOT_FOR_THE_ENGINE.keys() - {"routed_experts_prompt_start"})
+        assert await routes.each(dict.fromkeys(set(SamplingFields.__struct_fields__) - {"max_tokens"})) == plain
+
+
+async def test_every_route_refuses_the_same(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine does not have, and what cannot be honoured, with the field's name."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
+        for name, value in {**EXTRA, **REFUSED}.items():
+            assert await routes.each({name: value}) == [(400, name, None)] * 3
+        assert await routes.each({}, kv_hints={"actions": []}) == [(400, "kv_hints", None)] * 3
+        assert await routes.each({"stop": ["x"], "detokenize": False}) == [(400, "detokenize", None)] * 3
+        assert await routes.each({"prompt_logprobs": 1}, stream=True) == [(400, "prompt_logprobs", None)] * 3
+        wrong = [("bad_words_token_ids", [[264]], "bad_words_token_ids[0]"), ("bad_words", [" "], "bad_words")]
+        for name, value, param in [*wrong, ("temperature", 3, "temperature"), ("seed", -1, "seed")]:
+            assert await routes.each({name: value}) == [(400, param, None)] * 3
+
+
+async def test_what_the_engine_has_reaches_it(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's names, from all routes."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch, (*EXTRA, "kv_hints")) as routes:
+        for name, value in EXTRA.items():
+            found = await routes.each({name: value})
+            assert [(status, asked[0].extra) for status, _, asked in found] == [(200, {name: value})] * 3
+        hints: dict[str, Any] = {"actions": []}
+        found = await routes.each({"extra_args": {"a": 1}}, kv_hints=hints)
+        assert [asked[0].extra for _, _, asked in found] == [{"extra_args": {"a": 1}, "kv_hints": hints}] * 3
+
+
+async def test_other_names_of_the_same(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm_xargs` and `chat_template_args`: given twice they must agree; a final message is continued at one word."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch, ("extra_args",)) as routes:
+        post, asked = routes._http.client.post, routes._asked
+        chat = {"messages": [USER, {"role": "assistant", "content": "a"}], "max_tokens": 2, "return_token_ids": True}
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"vllm_xargs": {"a": 1}, "extra_args": {"a": 2}}, "extra_args"),
+            ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 2}}, "chat_template_args"),
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ]
+        for body, param in wrong:
+            answer = await post("/v1/chat/completions", json={**chat, **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        prompts = []
+        same: list[dict[str, Any]] = [
+            {"continue_final_message": True},
+            {"continue_final_message": True, "add_generation_prompt": False, "vllm_xargs": {"a": 1}},
+            {"chat_template_args": {"a": 1}, "chat_template_kwargs": {"a": 1}, "extra_args": {"a": 1}},
+        ]
+        for body in same:
+            answer = await post("/v1/chat/completions", json={**chat, **body})
+            assert answer.status_code == 200, answer.text
+            prompts.append(answer.json()["prompt_token_ids"])
+        assert prompts[0] == prompts[1] != prompts[2]
+        assert [each.sampling.extra for each in asked] == [None, *[{"extra_args": {"a": 1}}] * 2]
