@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 import msgspec
@@ -142,6 +143,18 @@ class Fleet:
             logger.warning("fleet.no_desired_states error=%s", exc)
             desired = {}
         return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
+
+    async def recorded_at(self, model: str, epoch: int) -> datetime | None:
+        """Return when the command of this epoch was recorded for `model`, by the clock of the NATS server.
+
+        None if it is not known any more: NATS keeps the last 64 states of each model.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        model, epoch = check_name("model", model), check_int("epoch", epoch, 0, 2**53)
+        return await self._thread.run(self._runtime.controller.store.recorded_at(model, epoch))
 
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
         """Clear what is desired of the workers of `model`, or of all models of the fleet, also where it is unreadable.

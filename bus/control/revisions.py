@@ -8,6 +8,7 @@ import base64
 import binascii
 import logging
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Final
 
 from ...schemas.desired import DesiredState
@@ -69,6 +70,8 @@ class _Revision:
     sequence: int
     data: bytes
     headers: dict[str, str]
+    stored_at: str = ""
+    """When the server stored it, by its clock; empty: this program wrote it and has not read it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,26 @@ class Revisions:
         """Read the newest state, by any author."""
         newest = await self._get({"last_by_subj": self.subject(model)})
         return Found() if newest is None else _unsigned(model, newest)
+
+    async def recorded_at(self, model: str, epoch: int) -> datetime | None:
+        """Return when the server stored the command of `epoch`; None if the history does not reach back to it.
+
+        For people: revisions by any author are looked at.
+        """
+        subject, start = self.subject(model), 1
+        for _ in range(2 * HISTORY):  # others may write meanwhile
+            revision = await self._get({"seq": start, "next_by_subj": subject})
+            if revision is None:
+                return None
+            start = revision.sequence + 1
+            try:
+                found = _decode(model, revision.data).epoch
+            except RemoteProtocolError:
+                continue
+            if found >= epoch:
+                # The first one that is kept may be of a later command.
+                return datetime.fromisoformat(revision.stored_at) if found == epoch else None
+        return None
 
     async def _catch_up(self, subject: str, model: str, newest: _Revision, known: _Known | None) -> _Known:
         """Go through the revisions since the known one; through all of a bucket that was lost and made anew."""
@@ -222,7 +245,9 @@ class Revisions:
                 return None
             raise BusBroken(f"the desired states cannot be read: {error}") from error
         message = answer["message"]
-        return _Revision(message["seq"], base64.b64decode(message.get("data", "")), headers_of(message))
+        return _Revision(
+            message["seq"], base64.b64decode(message.get("data", "")), headers_of(message), message["time"]
+        )
 
 
 def _unsigned(model: str, newest: _Revision) -> Found:

@@ -10,6 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from datetime import datetime
 from typing import Final
 
 from msgspec.structs import replace
@@ -89,6 +90,10 @@ class DesiredStore:
             RemoteProtocolError: what stands there is no desired state; `reset` clears it.
         """
         return await self.change(model, lambda state: state)
+
+    async def recorded_at(self, model: str, epoch: int) -> datetime | None:
+        """Return when the command of `epoch` was recorded; None if the bucket's history does not reach back to it."""
+        return await self._revisions.recorded_at(model, epoch)
 
     async def confirmed_s(self) -> float:
         """Seconds since a majority of the servers that hold the states confirmed the one that answers as their leader.

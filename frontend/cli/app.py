@@ -177,16 +177,32 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _NamedServer(argparse.Action):
+    """Stores --nats, and that the user gave it: `up` may take another port than the default one, and no other."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Store it."""
+        namespace.nats, namespace.is_nats_named = values, True
+
+
 def _common_options() -> CliParser:
     parser = CliParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("options of every command")
     group.add_argument(
         "--nats",
         metavar="URL",
+        action=_NamedServer,
         default=os.environ.get("ROLLBUS_NATS") or DEFAULT_NATS,
         help="address of the NATS server; several of one cluster, with commas between them (default: $ROLLBUS_NATS or "
         f"{DEFAULT_NATS})",
     )
+    parser.set_defaults(is_nats_named=bool(os.environ.get("ROLLBUS_NATS")))
     group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
     for option, variable, what, default in LOGIN_OPTIONS:
         group.add_argument(f"--{option}", metavar="FILE", help=f"{what} (default: ${variable}, or {default})")

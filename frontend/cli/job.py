@@ -14,7 +14,7 @@ from .console import progress
 from .exits import CommandFailed, ExitCode
 from .prompts import Defaults, InputSummary, PromptLine, read_prompts
 from .results import ResultsFile, error_line, first_error, result_line
-from .serving import serving_workers
+from .serving import warn_of_wait
 
 __all__ = ["Counts", "GenerateRun"]
 
@@ -58,9 +58,9 @@ class GenerateRun:
             CommandFailed: no worker serves, or the last one went away; what is finished is in the output.
         """
         async with bus.connect(nats_url, fleet=fleet) as rb:
-            workers = (await rb.fleet.state()).workers
-            serving_workers(workers, nats_url=nats_url, fleet=fleet)
-            folder = await asyncio.to_thread(self._find_tokenizer, workers)
+            state = await rb.fleet.state()
+            await warn_of_wait(rb, state, nats_url=nats_url)
+            folder = await asyncio.to_thread(self._find_tokenizer, state.workers)
             if folder is not None:
                 self._tokenizer = await asyncio.to_thread(load_tokenizer, folder)
             await self._generate(rb)

@@ -1,13 +1,17 @@
 """Which workers serve, for commands that have nothing to do without one."""
 
 from collections.abc import Sequence
+from datetime import datetime
 
-from ...bus.protocol.fleet.presence_table import accepts_whole_requests
+from ...bus import Client, FleetState
+from ...bus.protocol.fleet.desired import effective
+from ...bus.protocol.fleet.presence_table import FleetSnapshot, accepts_whole_requests
 from ...schemas.presence import WorkerPresence, WorkerState
 from .arguments import without_password
+from .console import note, program
 from .exits import CommandFailed, ExitCode
 
-__all__ = ["serving_workers"]
+__all__ = ["serving_workers", "warn_of_wait"]
 
 
 def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: str) -> list[WorkerPresence]:
@@ -18,13 +22,53 @@ def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: 
     """
     serving = [worker for worker in workers if worker.state is WorkerState.SERVING and accepts_whole_requests(worker)]
     if not serving:
-        others = ", ".join(
-            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'there for prefill alone'}"
-            for worker in workers
-        )
         raise CommandFailed(
-            f"no worker serves in fleet {fleet!r} at {without_password(nats_url)} ({others or 'none is there'}); "
-            "start one with `rollbus up` or `rollbus worker`",
+            f"no worker serves in fleet {fleet!r} at {without_password(nats_url)}"
+            f"{_others(workers) or ' (none is there)'}; start one with `rollbus up` or `rollbus worker`",
             ExitCode.NO_WORKERS,
         )
     return serving
+
+
+async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
+    """Say on stderr why requests will wait; nothing where a worker serves.
+
+    Raises:
+        CommandFailed: no worker serves, and none is paused or updating, for which requests may wait.
+    """
+    present = [worker for worker in state.workers if worker.state.is_present and accepts_whole_requests(worker)]
+    if not present:
+        serving_workers(state.workers, nats_url=nats_url, fleet=state.fleet)
+    if any(worker.state is WorkerState.SERVING for worker in present):
+        return
+    paused = [worker for worker in present if worker.state is WorkerState.PAUSED]
+    if not paused:
+        note(f"no worker serves now{_others(state.workers)}: the requests wait")
+        return
+    since = await _paused_since(rb, state, paused)
+    when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
+    note(f"the fleet is paused{when}; the requests wait for: {program()} resume{_options(nats_url, state.fleet)}")
+
+
+async def _paused_since(rb: Client, state: FleetState, paused: Sequence[WorkerPresence]) -> datetime | None:
+    """When the last of these workers was told to pause; None: that is not known any more."""
+    told = {
+        (worker.model, recorded.epoch)
+        for worker in paused
+        if worker.model in state.desired
+        and (recorded := effective(state.desired[worker.model], worker.worker).get("pause")) is not None
+    }
+    times = [await rb.fleet.recorded_at(model, epoch) for model, epoch in told]
+    return max((time for time in times if time is not None), default=None)
+
+
+def _others(workers: Sequence[WorkerPresence]) -> str:
+    return FleetSnapshot(tuple(workers)).describe_others(None)
+
+
+def _options(nats_url: str, fleet: str) -> str:
+    """The options with which another command reaches the same fleet."""
+    from .app import DEFAULT_FLEET, DEFAULT_NATS
+
+    nats = "" if nats_url == DEFAULT_NATS else f" --nats {without_password(nats_url)}"
+    return nats + ("" if fleet == DEFAULT_FLEET else f" --fleet {fleet}")

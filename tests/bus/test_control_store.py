@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,26 @@ async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
         assert first.registers["pause"].command.command == "pause"
         assert second.registers["pause"].command == Resume(id="r", epoch=2, model=MODEL)
         assert await store.read("other") is None
+
+
+async def test_the_server_knows_when_a_command_was_recorded(nats_url: str, fleet: str) -> None:
+    """Each epoch has its own time, in order; one that is not there has none, nor one that the history has lost."""
+    async with opened(nats_url) as nats:
+        store = DesiredStore(nats, Subjects(fleet))
+        assert await store.recorded_at(MODEL, 1) is None
+        await store.record(MODEL, Pause())
+        await store.record("other", Pause())
+        await store.record(MODEL, Resume())
+        first, second = await store.recorded_at(MODEL, 1), await store.recorded_at(MODEL, 2)
+        for _ in range(HISTORY - 1):
+            await store.record(MODEL, FlushCache())
+
+        assert first is not None
+        assert second is not None
+        assert (first.utcoffset(), first < second) == (timedelta(0), True)
+        assert await store.recorded_at(MODEL, 1) is None
+        assert await store.recorded_at(MODEL, 2) == second
+        assert await store.recorded_at(MODEL, HISTORY + 2) is None
 
 
 async def test_natss_own_tools_read_the_bucket(nats_url: str, fleet: str) -> None:

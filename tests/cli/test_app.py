@@ -1,5 +1,6 @@
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -299,10 +300,38 @@ def test_the_cause_is_shown_before_its_consequences() -> None:
 
 def test_up_listens_where_the_others_will_look() -> None:
     """The port of --nats is taken as it is; without one, or with 0, any free port."""
-    assert nats_port("nats://127.0.0.1:4999") == 4999
-    assert nats_port("localhost:4999") == 4999
-    assert nats_port("nats://127.0.0.1:0") == -1
-    assert nats_port("nats://127.0.0.1") == -1
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+
+    assert nats_port(f"nats://127.0.0.1:{free}", is_named=True) == free
+    assert nats_port(f"localhost:{free}", is_named=True) == free
+    assert nats_port("nats://127.0.0.1:0", is_named=True) == -1
+    assert nats_port("nats://127.0.0.1", is_named=True) == -1
+
+
+def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A taken port that the user named, by --nats or $ROLLBUS_NATS, is an error; the default one moves and says so."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        url = f"nats://127.0.0.1:{port}"
+
+        monkeypatch.delenv("ROLLBUS_NATS", raising=False)
+        assert not build_parser().parse_args(["up"]).is_nats_named
+        assert build_parser().parse_args(["up", "--nats", "nats://127.0.0.1:4222"]).is_nats_named
+        monkeypatch.setenv("ROLLBUS_NATS", url)
+        assert build_parser().parse_args(["up"]).is_nats_named
+
+        assert nats_port(url, is_named=False) == -1
+        assert capsys.readouterr().err == f"port {port} is taken: the NATS server listens at a free one\n"
+        for argv in (["up", "--engine", "synthetic"], ["up", "--engine", "synthetic", "--nats", url]):
+            assert main(argv) == ExitCode.FAILED
+            assert capsys.readouterr().err == (
+                f"rollbus: --nats {url}: port {port} is taken; name another one, or nats://127.0.0.1:0 for any that is "
+                "free\n"
+            )
 
 
 def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

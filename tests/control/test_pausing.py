@@ -10,7 +10,7 @@ from rollbus import FinishReason
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, serving, start
+from tests.control.support import MODEL, ask, assert_same, folders, serving, start
 from tests.support.fleet_states import until_state, until_worker
 from tests.support.invariants import check_stream
 from tests.support.streams import start_stream
@@ -55,6 +55,35 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     check_stream(stream.chunks, stream.request)
     tokens = [token_id for chunk in stream.chunks for token_id in chunk.token_ids.tolist()]
     assert tokens == expected.token_ids.tolist()
+
+
+async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """`generate` on a paused fleet says since when it is paused and what ends that; after the resume all is done.
+
+    The time is that of the pause, also if something else was recorded since.
+    """
+    one, _ = folders(tmp_path)
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [1, 2], "max_tokens": 2}) + "\n")
+    async with serving(nats_url, fleet, one, 1) as (rb, _), asyncio.TaskGroup() as tasks:
+        await rb.fleet.pause()
+        epoch = (await rb.fleet.state()).desired[MODEL].epoch
+        paused_at = await rb.fleet.recorded_at(MODEL, epoch)
+        await rb.fleet.flush_cache()
+        args = ("generate", "--input", str(prompts), "--output", str(output), "--json")
+        job = tasks.create_task(run_rollbus(nats_url, fleet, *args))
+        await until_state(rb, lambda state: sum(depth.waiting for depth in state.queues) == 1)
+        is_done = job.done()
+        await rb.fleet.resume()
+        ended = await job
+
+    assert paused_at is not None
+    assert not is_done
+    assert (ended.code, json.loads(ended.stdout)["done"]) == (ExitCode.OK, 1)
+    assert ended.stderr == (
+        f"the fleet is paused since {paused_at.astimezone():%Y-%m-%d %H:%M:%S}; the requests wait for: "
+        f"python -m rollbus.frontend.cli resume --nats {nats_url} --fleet {fleet}\n"
+    )
 
 
 async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed("--auth-dir goes with --secure", ExitCode.USAGE)
     if args.model is not None and not args.model.is_dir():
         raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
-    port = nats_port(args.nats)
+    port = nats_port(args.nats, is_named=args.is_nats_named)
     if args.engine == "vllm":
         check_vllm()
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
@@ -144,7 +144,9 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
     try:
         return bind_address(host, port)
     except CommandFailed:
-        return bind_address(host, 0)
+        listening = bind_address(host, 0)
+        note(f"port {port} is taken: the HTTP service listens at port {listening.getsockname()[1]}")
+        return listening
 
 
 async def _up(
@@ -239,25 +241,37 @@ def _as_user(fleet: "LocalFleet", role: str) -> str:
     return f" --fleet {fleet.fleet}" if fleet.fleet != "default" else ""
 
 
-def nats_port(url: str) -> int:
+def nats_port(url: str, *, is_named: bool) -> int:
     """The port to listen at, for the address that other commands are given; -1 for any that is free.
 
+    Args:
+        is_named: the user named the address; of a default one, only the host is kept if its port is taken.
+
     Raises:
-        CommandFailed: the address is not on this machine.
+        CommandFailed: the address is not on this machine, or its port is taken.
     """
+    from ..console import note
+
+    shown = without_password(url)
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     try:
         port = None if "," in parts.netloc else parts.port
     except ValueError as exc:
-        raise CommandFailed(f"--nats {without_password(url)}: {exc}", ExitCode.USAGE) from exc
+        raise CommandFailed(f"--nats {shown}: {exc}", ExitCode.USAGE) from exc
     if parts.hostname not in LOOPBACK or "," in parts.netloc:
         raise CommandFailed(
-            f"--nats {without_password(url)}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1",
-            ExitCode.USAGE,
+            f"--nats {shown}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1", ExitCode.USAGE
         )
     if not port:
         return -1
-    return -1 if port == DEFAULT_PORT and _is_taken(port) else port
+    if not _is_taken(port):
+        return port
+    if is_named:
+        raise CommandFailed(
+            f"--nats {shown}: port {port} is taken; name another one, or nats://127.0.0.1:0 for any that is free"
+        )
+    note(f"port {port} is taken: the NATS server listens at a free one")
+    return -1
 
 
 def _is_taken(port: int) -> bool:
