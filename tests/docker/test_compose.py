@@ -61,6 +61,18 @@ def test_ports_are_open_to_this_machine_only(service: str) -> None:
         assert re.fullmatch(r"\$\{ROLLBUS_\w+_LISTEN:-127\.0\.0\.1:\d+\}:\d+", port), port
 
 
+def test_workers_on_gpus_see_all_and_take_their_own() -> None:
+    """Docker gives replicas the same GPUs: run-worker divides them, by locks in a folder that all of them mount."""
+    service = SERVICES["worker-gpu"]
+    [devices] = service["deploy"]["resources"]["reservations"]["devices"]
+
+    assert devices["count"] == "all"
+    assert service["environment"].items() >= SERVICES["worker"]["environment"].items()
+    assert service["environment"]["ROLLBUS_GPUS"] == "${ROLLBUS_GPUS:-1}"
+    assert volumes("worker-gpu")["kv"] == "/kv"
+    assert [name for name in SERVICES if "ROLLBUS_GPUS" in SERVICES[name].get("environment", {})] == ["worker-gpu"]
+
+
 def test_the_example_of_settings_is_whole() -> None:
     """.env.example has the variables of compose.yaml, all of them and no others, with their defaults."""
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
