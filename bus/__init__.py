@@ -18,6 +18,7 @@ from ..schemas.errors import (
     RequestRejected,
     RequestTimeout,
     RollbusError,
+    ServerUnreachable,
     TlsFailed,
 )
 from ..schemas.request import GenerateRequest
@@ -63,6 +64,7 @@ __all__ = [
     "RoutedExperts",
     "SamplingParams",
     "Server",
+    "ServerUnreachable",
     "Tls",
     "TlsFailed",
     "canary_request",

@@ -4,6 +4,7 @@ RollbusError
 ├── BusClosed                 this client or worker was closed locally
 ├── BusBroken                 the connection to NATS failed or was refused
 │   ├── PermissionDenied      NATS does not let this user publish or subscribe there; carries `action` and `subject`
+│   ├── ServerUnreachable     no NATS server answered
 │   └── TlsFailed             TLS is required, and there is none; carries `problem` and `advice`
 ├── EngineDead                the engine is gone; its worker exits
 ├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
@@ -41,6 +42,7 @@ __all__ = [
     "RequestRejected",
     "RequestTimeout",
     "RollbusError",
+    "ServerUnreachable",
     "TlsFailed",
     "request_error",
 ]
@@ -189,6 +191,10 @@ class PermissionDenied(BusBroken):
         self.action = action
         self.subject = subject
         super().__init__(f"{user} may not {action} {'to' if action == 'subscribe' else 'on'} {subject}")
+
+
+class ServerUnreachable(BusBroken):
+    """No NATS server answered at any of the addresses in time; it may yet be started."""
 
 
 class TlsFailed(BusBroken):

@@ -1,7 +1,7 @@
 """The worker process: `python -m rollbus.workers`, or `rollbus worker`.
 
-Exit codes: 0 stopped in order, 1 failed (the engine died, NATS cannot be reached), 2 usage, 78 another worker has the
-same id.
+Without a NATS server it waits for one. Exit codes: 0 stopped in order, 1 failed (the engine died, NATS refused the
+user), 2 usage, 78 another worker has the same id.
 """
 
 import argparse
@@ -33,6 +33,8 @@ from .config import (
     default_worker_id,
 )
 from .engines import ENGINES, make_engine
+from .engines.engine import Engine
+from .reach import wait_for_server
 from .worker import Worker
 
 __all__ = ["main"]
@@ -160,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BusBroken as exc:
         return _failed(exc)
     try:
-        uvloop.run(_run(Worker(config, engine), args.parent_pipe))
+        uvloop.run(_run(config, engine, args.parent_pipe))
     except DuplicateWorker as exc:
         return _failed(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
@@ -176,12 +178,29 @@ def _failed(error: RollbusError, exit_code: int = 1) -> int:
     return exit_code
 
 
-async def _run(worker: Worker, parent_pipe: int | None) -> None:
-    loop = asyncio.get_running_loop()
+async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None) -> None:
+    loop, waiting = asyncio.get_running_loop(), asyncio.current_task()
+    if waiting is None:
+        raise RuntimeError("not called in a task")
+    worker: Worker | None = None
+
+    def stop() -> None:
+        if worker is None:
+            waiting.cancel()
+        else:
+            worker.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+        loop.add_signal_handler(number, stop)
     if parent_pipe is not None:
-        watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(worker.stop))
+        watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(stop))
+    try:
+        await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
+    except asyncio.CancelledError:
+        # Only `stop` cancels this task.
+        logger.info("worker.stopped_waiting worker=%s", config.worker_id)
+        return
+    worker = Worker(config, engine)
     await worker.run()
 
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from ...schemas.checks import check_float, check_int
 from ...schemas.chunk import Chunk
-from ...schemas.errors import BusClosed, NoWorkers, RequestError
+from ...schemas.errors import BusBroken, BusClosed, NoWorkers, RequestError
 from ...schemas.limits import (
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
@@ -65,8 +65,13 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
             range.
         BusBroken: a URL is malformed, or the credentials cannot be read.
     """
+    try:
+        server = Server.named(url, credentials)
+    except BusBroken as exc:
+        # The message says it all: users need not read our frames.
+        raise exc.with_traceback(None) from None
     return Client(
-        Server.named(url, credentials),
+        server,
         fleet=fleet,
         client=client,
         worker_grace_s=worker_grace_s,
@@ -80,7 +85,8 @@ class Client:
 
     Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and leases hold.
 
-    Entering raises `BusBroken` when no server answers. Leaving aborts what is still open, so that no engine works
+    Entering raises `BusBroken`: `ServerUnreachable` when no server answers, `TlsFailed`, `PermissionDenied`, or the
+    server's own refusal. Leaving aborts what is still open, so that no engine works
     for nobody, and closes the connection; a cancellation meanwhile is raised once that is done.
     """
 
@@ -143,7 +149,11 @@ class Client:
         if self._connected is not None:
             raise BusClosed("this client is entered already")
         registry = CallRegistry(replace(self._config, incarnation=uuid.uuid4().hex[:12]))
-        await registry.start()
+        try:
+            await registry.start()
+        except BusBroken as exc:
+            # As in `connect`: the thread's frames say nothing that the message does not.
+            raise exc.with_traceback(None) from None
         self._connected = registry
         return self
 

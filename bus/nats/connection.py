@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
-from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError
+from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
 from ..auth.signatures import Signatures
 from ..subjects import PREFIX
 from .address import redact
@@ -43,6 +43,8 @@ CLOSE_TIMEOUT_S: Final = 2.0
 """For the server to take what is still unsent."""
 RECONNECT_WAIT_S: Final = 0.25
 """Between attempts, without end: a restarted server is back within tenths of a second."""
+ADVICE: Final = "start one (rollbus up, or nats-server -js), or correct the address (--nats, $ROLLBUS_NATS)"
+"""For programs that find no server."""
 PING_INTERVAL_S: Final = 10.0
 """A connection is lost after two pings without an answer: a half-dead one is noticed within half a minute."""
 PENDING_BYTES: Final = 16 * 1024 * 1024
@@ -152,7 +154,9 @@ class Connection(PatchedNatsClient):
             if self._failed.first is not None:
                 raise self._failed.first from None
             reason = str(self.last_error or "") or "it does not answer"
-            raise BusBroken(f"no NATS server at {self._shown_urls} within {timeout_s:g} s: {reason}") from None
+            raise ServerUnreachable(
+                f"no NATS server at {self._shown_urls} within {timeout_s:g} s: {reason}; {ADVICE}"
+            ) from None
         finally:
             self._is_opening = False
             if not self._is_open:
@@ -281,7 +285,8 @@ async def open_connection(
 
     Raises:
         TlsFailed: TLS is required, and the server offers none, or a certificate is refused.
-        BusBroken: a URL is malformed, no server answered in time, or all of the URLs refused us.
+        ServerUnreachable: no server answered in time.
+        BusBroken: a URL is malformed, or all of the URLs refused us.
     """
     if isinstance(server, str):
         server = Server(server)

@@ -26,11 +26,14 @@ class FailedServers:
         self._scheme = server.urls[0].partition(":")[0]
         self._addresses = frozenset(redact(url).rpartition("/")[2].rpartition("@")[2] for url in server.urls)
         if server.credentials is not None:
-            self._identity = f"it was shown the key of {server.credentials.user}"
+            user = server.credentials.user
+            self._identity = f"it was shown the key of {user}; nats-server --signal reload has it read new users"
         elif "@" in server.url:
-            self._identity = "it was shown the user of the URL"
+            self._identity = "it was shown the user of the URL: check the user, password or token there"
         else:
-            self._identity = f"it was shown no credentials: --creds FILE, or ${CREDENTIALS_VARIABLE}"
+            self._identity = (
+                f"it was shown no credentials: name some with --creds FILE, credentials=FILE or ${CREDENTIALS_VARIABLE}"
+            )
         self._errors: dict[str, BusBroken] = {}
 
     @property

@@ -2,13 +2,20 @@
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE
+from pathlib import Path
 
 import pytest
 
 import rollbus
-from tests.support.patience import SOON_S
+from rollbus.bus.auth.credentials import Role
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.nats.embedded import EmbeddedServer
+from tests.support.nats_server import require_binary
+from tests.support.patience import HANGS_AFTER_S, SOON_S
+from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
@@ -39,13 +46,53 @@ async def test_bad_command_lines(name: str) -> None:
     assert "Traceback" not in stderr.decode()
 
 
-async def test_no_server_is_one_line() -> None:
-    """Without a NATS server the process ends with 1 and says where it looked."""
-    async with worker_process("nats://127.0.0.1:1", "default", stderr=PIPE) as process:
+def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
+    """What it writes there."""
+    if process.stderr is None:
+        raise RuntimeError("its stderr is not read")
+    return process.stderr
+
+
+async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str) -> None:
+    """It says so in one line, serves as soon as there is a server, and nobody has to start it again."""
+    async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S):
+        proxy.cut()
+        async with worker_process(proxy.url, fleet, stderr=PIPE) as process:
+            line = await stderr_of(process).readline()
+            await proxy.restore()
+            async with rollbus.connect(nats_url, fleet=fleet) as rb:
+                await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+            process.terminate()
+            rest = await stderr_of(process).read()
+            assert await process.wait() == 0
+
+    assert f"worker.waits_for_server error=no NATS server at {proxy.url}" in line.decode()
+    assert b"waits_for_server" not in rest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_worker_that_waits_for_a_server_stops_as_told(number: signal.Signals) -> None:
+    """A signal ends it with 0, as it ends one that serves."""
+    async with worker_process("nats://127.0.0.1:1", "f", stderr=PIPE) as process, asyncio.timeout(HANGS_AFTER_S):
+        await stderr_of(process).readline()
+        process.send_signal(number)
+        assert await process.wait() == 0
+
+
+async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
+    """Where the server does not let it in, waiting would not help: one line says what would, exit code 1."""
+    require_binary()
+    [entry] = ensure_users(tmp_path, [("f", Role.WORKER, "w")])
+    async with (
+        EmbeddedServer(users=[entry.user]) as server,
+        worker_process(server.url, "f", stderr=PIPE) as process,
+        asyncio.timeout(HANGS_AFTER_S),
+    ):
         _, stderr = await process.communicate()
 
     assert process.returncode == 1
-    assert "no NATS server at nats://127.0.0.1:1" in stderr.decode().splitlines()[-1]
+    [line] = stderr.decode().splitlines()
+    assert "it was shown no credentials: name some with --creds FILE" in line
 
 
 async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:

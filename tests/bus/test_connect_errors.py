@@ -1,0 +1,92 @@
+"""What a Python program sees that cannot connect: a typed error of one line, with the next step, and hardly a frame."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.bus.auth.credentials import Role
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.nats.embedded import EmbeddedServer
+from tests.support.certificates import certificate
+from tests.support.nats_server import require_binary
+from tests.support.tls_server import configure_tls
+
+pytestmark = pytest.mark.slow
+
+MAX_FOREIGN_LINES = 3
+"""A frame of ours with its line of source, and the message."""
+
+
+async def lines_of_error(url: str, credentials: Path | None = None) -> tuple[type[BaseException], list[str]]:
+    """Connect in vain; returns the type of the error, and the lines of its traceback that are not this function's."""
+    try:
+        async with rollbus.connect(url, fleet="f", credentials=credentials):
+            raise AssertionError("it connected")
+    except rollbus.RollbusError as exc:
+        kind, text = type(exc), traceback.format_exc()
+    head, caller, source, *foreign = text.splitlines()
+    assert head == "Traceback (most recent call last):"
+    assert Path(__file__).name in caller
+    assert "rollbus.connect(" in source
+    # A line of marks below the source belongs to it.
+    return kind, [line for line in foreign if line.strip(" ^~")]
+
+
+async def test_no_server() -> None:
+    """Nobody listens: the address, the reason and what to do."""
+    kind, lines = await lines_of_error("nats://127.0.0.1:1")
+
+    assert kind is rollbus.ServerUnreachable
+    assert len(lines) <= MAX_FOREIGN_LINES
+    assert "no NATS server at nats://127.0.0.1:1 within 3 s: [Errno" in lines[-1]
+    assert "start one (rollbus up, or nats-server -js), or correct the address" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("has_credentials", "has_password", "advice"),
+    [
+        (False, False, "it was shown no credentials: name some with --creds FILE, credentials=FILE or $ROLLBUS_CREDS"),
+        (False, True, "it was shown the user of the URL: check the user, password or token there"),
+        (True, False, "it was shown the key of trainer eve of fleet f; nats-server --signal reload"),
+    ],
+)
+async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_password: bool, advice: str) -> None:
+    """The server does not let this user in: what it was shown, and how to show something else."""
+    require_binary()
+    [known] = ensure_users(tmp_path / "known", [("f", Role.TRAINER, "alice")])
+    [stranger] = ensure_users(tmp_path / "others", [("f", Role.TRAINER, "eve")])
+    async with EmbeddedServer(users=[known.user]) as server:
+        url = server.url.replace("//", "//bob:hunter2@") if has_password else server.url
+        kind, lines = await lines_of_error(url, stranger.path if has_credentials else None)
+
+    assert kind is rollbus.BusBroken
+    assert len(lines) <= MAX_FOREIGN_LINES
+    assert "refused" in lines[-1]
+    assert advice in lines[-1]
+    assert "hunter2" not in lines[-1]
+
+
+async def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS fails: why, and which option names the CA."""
+    require_binary()
+    configure_tls(monkeypatch, *certificate(tmp_path))
+    async with EmbeddedServer() as server:
+        kind, lines = await lines_of_error(server.url.replace("nats://", "tls://"))
+
+    assert kind is rollbus.TlsFailed
+    assert len(lines) <= MAX_FOREIGN_LINES
+    assert "--tls-ca FILE or $ROLLBUS_TLS_CA" in lines[-1]
+
+
+async def test_what_is_wrong_before_anything_is_sent(tmp_path: Path) -> None:
+    """A URL that cannot be one, credentials that are not there."""
+    for url, path, message in [
+        ("http://127.0.0.1:1", None, "its scheme is 'http', not nats or tls"),
+        ("nats://127.0.0.1:1", tmp_path / "none", "cannot be read: No such file or directory"),
+    ]:
+        kind, lines = await lines_of_error(url, path)
+        assert kind is rollbus.BusBroken
+        assert len(lines) <= MAX_FOREIGN_LINES
+        assert message in lines[-1]
