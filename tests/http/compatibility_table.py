@@ -1,0 +1,60 @@
+"""Reads docs/http-compatibility.md: one row for each route and each field of a body."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tests.cli.support import ROOT
+
+__all__ = ["PAGE", "FieldRow", "RouteRow", "control_rows", "field_rows", "route_rows"]
+
+PAGE = ROOT / "docs/http-compatibility.md"
+
+
+@dataclass(frozen=True)
+class RouteRow:
+    """A route."""
+
+    method: str
+    path: str
+    served: str
+    """`yes`; `501`: known and refused with the reason; `404`: not known."""
+    why: str
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """A field of a body."""
+
+    name: str
+    example: Any
+    served: str
+    """`yes`; `no effect`; `engine`: if the worker's engine has it; `no`."""
+    why: str
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its head."""
+    text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def route_rows() -> list[RouteRow]:
+    """Every row of routes."""
+    rows = _rows("Routes")
+    return [RouteRow(*route.strip("`").partition(" ")[::2], served, why) for route, _, served, why in rows]
+
+
+def field_rows(body: str) -> list[FieldRow]:
+    """Every row of fields of a body."""
+    rows = _rows(body)
+    return [
+        FieldRow(name.strip("`"), json.loads(example.strip("`")), served, why) for name, example, served, why in rows
+    ]
+
+
+def control_rows() -> dict[str, set[str]]:
+    """The fields of each control route, by path."""
+    return {route.strip("`").split(" ")[1]: set(re.findall(r"`(\w+)`", fields)) for route, fields in _rows("Commands")}

@@ -1,0 +1,167 @@
+"""docs/http-compatibility.md says of each route and field whether it is served: each row is read, and tried."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollbus.frontend.http.app import ADMIN, DATA, OPEN
+from rollbus.frontend.http.control.bodies import SendBody
+from rollbus.frontend.http.generate_body import GenerateBody, SamplingBody
+from rollbus.frontend.http.openai.body import ChatBody, CompletionBody, NvExt
+from rollbus.frontend.http.tokenize import DetokenizeBody, TokenizeBody
+from tests.http.compatibility_table import FieldRow, control_rows, field_rows, route_rows
+from tests.http.openai_support import talking
+from tests.http.support import http_before
+
+USER = {"role": "user", "content": "the"}
+BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
+    "Chat": (ChatBody, "/v1/chat/completions", {"messages": [USER], "max_tokens": 2}, ""),
+    "Completions": (CompletionBody, "/v1/completions", {"prompt": "the", "max_tokens": 2}, ""),
+    "nvext": (NvExt, "/v1/chat/completions", {"messages": [USER], "max_tokens": 2}, "nvext."),
+    "Generate": (
+        GenerateBody,
+        "/inference/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+        "",
+    ),
+    "sampling_params": (
+        SamplingBody,
+        "/inference/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+        "sampling_params.",
+    ),
+    "Tokenize": (TokenizeBody, "/v1/tokenize", {"prompt": "the"}, ""),
+    "Detokenize": (DetokenizeBody, "/v1/detokenize", {"tokens": [5]}, ""),
+}
+"""By heading: the body, its route, what a request needs besides the field, and where the field stands in it."""
+VLLM_PROTOCOLS = {
+    "Chat": ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
+    "Completions": ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
+    "Generate": ("vllm.entrypoints.scale_out.token_in_token_out.protocol", "GenerateRequest"),
+    "sampling_params": ("vllm.sampling_params", "SamplingParams"),
+}
+
+
+def names(body: type[msgspec.Struct]) -> set[str]:
+    """The fields of a struct, as JSON has them."""
+    return {field.encode_name for field in msgspec.structs.fields(body)}
+
+
+def plain(path: str) -> str:
+    """A path without the kinds of its parameters."""
+    return re.sub(r":path}", "}", path)
+
+
+def test_every_route_of_ours_stands_in_the_table() -> None:
+    """With its method, once; and no other is said to be served."""
+    rows = [(row.method, row.path) for row in route_rows() if row.served != "404"]
+    assert sorted(rows) == sorted((method, plain(path)) for method, path in {**OPEN, **DATA, **ADMIN})
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_field_of_ours_stands_in_the_table(body: str) -> None:
+    """Once; and none that the body does not have is said to be served."""
+    rows = field_rows(body)
+    assert len({row.name for row in rows}) == len(rows)
+    served = {row.name for row in rows if row.why != "is unknown"}
+    assert served == names(BODIES[body][0])
+
+
+def test_every_field_of_a_command_stands_in_the_table() -> None:
+    """Beside those that all commands have."""
+    bodies = {path: route.body for (method, path), route in ADMIN.items() if method == "POST" and route.body}
+    found = {path: names(body) - names(SendBody) for path, body in bodies.items() if isinstance(body, type)}
+    assert control_rows() == found
+
+
+@pytest.mark.parametrize("body", VLLM_PROTOCOLS)
+def test_every_field_of_vllm_stands_in_the_table(body: str) -> None:
+    """Of the installed release, private ones excepted."""
+    pytest.importorskip("vllm")
+    module, name = VLLM_PROTOCOLS[body]
+    kind = getattr(__import__(module, fromlist=[name]), name)
+    fields = set(getattr(kind, "model_fields", None) or kind.__struct_fields__)
+    assert {field for field in fields if not field.startswith("_")} - {row.name for row in field_rows(body)} == set()
+
+
+def test_every_route_of_vllm_stands_in_the_table() -> None:
+    """As the sources of the installed release have them."""
+    pytest.importorskip("vllm")
+    spec = find_spec("vllm.entrypoints")
+    assert spec is not None
+    root = Path(str(spec.origin)).parent
+    found = {
+        (method.upper(), path)
+        for source in root.rglob("*.py")
+        for method, path in re.findall(r'@router\.(get|post)\(\s*"(/[^"]*)"', source.read_text())
+    }
+    assert len(found) > 50
+    assert found - {(row.method, row.path) for row in route_rows()} == set()
+
+
+async def test_routes_are_as_the_table_says(nats_url: str, fleet: str) -> None:
+    """Those that are served are there; the others are refused, with the reason that stands there if they are known."""
+    async with http_before(nats_url, fleet) as http:
+        for row in route_rows():
+            answer = await http.client.request(row.method, re.sub(r"{\w+}", "x", row.path))
+            error = answer.json()["error"] if answer.status_code >= 400 and answer.content[:9] == b'{"error":' else {}
+            if row.served == "yes":
+                assert answer.status_code not in (405, 501), row
+                assert error.get("code") != "unknown_route", row
+            elif row.served == "501":
+                assert (answer.status_code, error["code"]) == (501, "not_served"), row
+                assert row.why.replace("`", "") in error["message"].replace("`", ""), row
+            else:
+                assert (answer.status_code in (404, 405), row.served) == (True, "404"), row
+
+
+async def test_fields_are_as_the_table_says(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Those that are served are taken; the others are refused by name, with the reason that stands there."""
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        wrong: list[str] = []
+        for body, (_, path, base, prefix) in BODIES.items():
+            for row in field_rows(body):
+                answer = await http.client.post(path, json=_with(base, prefix, row))
+                if not _is_as_said(row, prefix, answer.status_code, answer.text):
+                    wrong.append(f"{body}: {row} {answer.status_code} {answer.text[:300]}")
+    assert wrong == []
+
+
+def _with(base: dict[str, Any], prefix: str, row: FieldRow) -> dict[str, Any]:
+    """A body with the row's example in its place; of several that exclude each other, the row's."""
+    owner = prefix.removesuffix(".")
+    if owner:
+        return {**base, owner: {**base.get(owner, {}), row.name: row.example}}
+    left = {name: value for name, value in base.items() if (name, row.name) not in EXCLUSIVE}
+    return {**left, row.name: row.example, **WITH.get(row.name, {})}
+
+
+EXCLUSIVE = {("prompt", "messages"), ("max_tokens", "max_completion_tokens")}
+WITH: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+"""What a field needs beside it."""
+
+
+def _is_as_said(row: FieldRow, prefix: str, status: int, text: str) -> bool:
+    error = msgspec.json.decode(text).get("error") if status >= 400 else None
+    if row.served in ("yes", "no effect"):
+        return status == 200
+    if error is None or status != 400:
+        return False
+    reason = "is unknown to synthetic" if row.served == "engine" else row.why.replace("`", "")
+    return f"{prefix}{row.name}" == error["param"] and reason in error["message"]
+
+
+async def test_fields_of_commands_are_as_the_table_says(nats_url: str, fleet: str) -> None:
+    """Each is known: a value that no field takes is refused as wrong, and not as unknown."""
+    async with http_before(nats_url, fleet) as http:
+        for path, fields in control_rows().items():
+            for field in fields:
+                answer = await http.client.post(path, json={field: [[]]})
+                error = answer.json()["error"]
+                assert answer.status_code == 400, (path, field)
+                assert error["param"].startswith(field), (path, field, error)
+                assert "is unknown" not in error["message"], (path, field, error)
