@@ -5,10 +5,12 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...schemas.limits import MAX_TIMEOUT_S
 from ..http.settings import LOOPBACK, Settings
-from .arguments import host_name
+from .arguments import host_name, positive_float
 from .exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_ADDRESS",
     "add_allowed_host",
+    "add_request_options",
     "address",
     "bind_address",
     "check_installed",
     "serve_http",
     "settings_from_environment",
+    "settings_of",
 ]
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
@@ -37,6 +41,41 @@ def add_allowed_host(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="name by which clients reach the HTTP service, such as that of a proxy in front of it; may be repeated "
         "(default: the host of --http; always: localhost and addresses)",
+    )
+
+
+def add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are about every request."""
+    parser.add_argument(
+        "--request-timeout",
+        metavar="S",
+        type=request_timeout,
+        default=Settings().timeout_s,
+        help="seconds until a request for tokens fails that names no timeout_s and has no header X-Request-Timeout "
+        "(default: %(default)g)",
+    )
+    parser.add_argument(
+        "--return-tokens",
+        action="store_true",
+        help="token ids and log probabilities in every answer, also if the request does not ask for them",
+    )
+
+
+def request_timeout(text: str) -> float:
+    """Read an option that is a request's timeout, in seconds."""
+    value = positive_float(text)
+    if value > MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_TIMEOUT_S:g}")
+    return value
+
+
+def settings_of(args: argparse.Namespace, host: str) -> Settings:
+    """The settings that `rollbus frontend` and `rollbus up` have in common."""
+    return replace(
+        settings_from_environment(),
+        allowed_hosts=frozenset({host, *args.allowed_host}),
+        timeout_s=args.request_timeout,
+        returns_tokens=args.return_tokens,
     )
 
 

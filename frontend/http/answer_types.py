@@ -127,6 +127,8 @@ class NvExtAnswer(msgspec.Struct):
     engine_data: EngineData | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     completion_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """The same."""
     routed_experts: RoutedExperts | msgspec.UnsetType = msgspec.UNSET
     worker_id: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     timing: dict[str, float | None] | msgspec.UnsetType = msgspec.UNSET

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import re
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+from msgspec.structs import fields
 from starlette.requests import Request
 
 from ...schemas.errors import ErrorCode
-from .errors import HttpError
+from .errors import HttpError, nearest
 from .settings import Settings
 
 __all__ = ["decode_body", "read_body"]
@@ -25,6 +27,7 @@ CLOSE = {"Connection": "close"}
 """Where the rest of a body is not read: the connection cannot be used again."""
 NUMBERS_AND_SPACE = b"0123456789+-., \t\r\n"
 MAX_SKELETON_BYTES = 64 << 10
+FIELD_NAME = re.compile(r"[^.\[\]]+")
 STRING = re.compile(rb'"[^"]*":?')
 
 
@@ -73,7 +76,7 @@ def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
         _refuse_duplicates(data)
         return msgspec.json.decode(data or b"{}", type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        message, field = _explain(str(error))
+        message, field = _explain(str(error), kind)
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", code=ErrorCode.INVALID_REQUEST) from None
@@ -111,17 +114,42 @@ def _only_once(pairs: list[tuple[str, object]]) -> None:
         names.add(name)
 
 
-def _explain(text: str) -> tuple[str, str | None]:
+def _explain(text: str, kind: object) -> tuple[str, str | None]:
     """A message that begins with the field's name, and the name; None where it is the whole body that is wrong."""
     at = AT_PATH.fullmatch(text)
     problem, path = (text, "") if at is None else (at["problem"], at["path"].lstrip("."))
-    for pattern, problem_and_allowed in (
-        (UNKNOWN_FIELD, "is unknown; allowed: the documented parameters"),
-        (MISSING_FIELD, "is missing; it is required"),
-    ):
-        found = pattern.fullmatch(problem)
-        if found is not None:
-            field = f"{path}.{found['name']}" if path else found["name"]
-            return f"{field} {problem_and_allowed}", field
+    here = _kinds_at(kind, path)
+    if found := UNKNOWN_FIELD.fullmatch(problem) or MISSING_FIELD.fullmatch(problem):
+        field = f"{path}.{found['name']}" if path else found["name"]
+        if found.re is MISSING_FIELD:
+            return f"{field} is missing; it is required", field
+        names = [each.encode_name for struct in _parts(here) if _is_struct(struct) for each in fields(struct)]
+        return f"{field} is unknown{nearest(found['name'], names)}; allowed: the documented parameters", field
+    if problem.startswith("Invalid enum value"):
+        values = [value for part in _parts(here) if get_origin(part) is Literal for value in get_args(part)]
+        problem += f"; allowed: {', '.join(map(str, values))}"
     problem = problem[:1].lower() + problem[1:]
     return (f"{path}: {problem}", path) if path else (f"the body: {problem}", None)
+
+
+def _kinds_at(kind: object, path: str) -> list[object]:
+    """Return the types that a body of type `kind` has at a path such as `nvext.agent_hints`, or `modalities[0]`."""
+    kinds = [kind]
+    for name in FIELD_NAME.findall(path):
+        # Indices lead to what a list's type has in it already.
+        found = [
+            each.type for part in _parts(kinds) if _is_struct(part) for each in fields(part) if each.encode_name == name
+        ]
+        kinds = found or kinds
+    return kinds
+
+
+def _parts(kinds: list[object]) -> Iterator[Any]:
+    """Yield types with what they are made of: the members of unions, and the items of lists."""
+    for kind in kinds:
+        yield kind
+        yield from _parts([part for part in get_args(kind) if get_origin(kind) is not Literal])
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

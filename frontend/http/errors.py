@@ -1,6 +1,7 @@
 """From an error to an HTTP answer, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from ...schemas.errors import (
     RollbusError,
 )
 
-__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "unsupported"]
+__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "nearest", "unsupported"]
 
 RETRY_AFTER_S = 1
 """What is busy may be free a second later."""
@@ -109,6 +110,12 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return the question whether another name was meant, to follow a problem; empty if no name is near."""
+    found = difflib.get_close_matches(name, list(allowed), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def invalid(field: str, problem: str, allowed: str) -> HttpError:

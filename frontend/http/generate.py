@@ -38,7 +38,7 @@ async def generate(service: Service, request: Request) -> Response:
     check_supported(body)
     target = find_target(service, body.model)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
-    sampling, fields = request_fields(body, tokenizer)
+    sampling, fields = request_fields(body, tokenizer, returns_tokens=service.settings.returns_tokens)
     names = body_names(body)
     built = build_request(service, request, target, sampling=sampling, fields=fields, names=names)
     choices = [
@@ -50,7 +50,8 @@ async def generate(service: Service, request: Request) -> Response:
         return await service.stream(request, events, id_headers(built))
     with named_errors(names, built):
         await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
-        pieces = answer_json(built, target, choices, with_prompt=bool(body.return_token_ids))
+        with_prompt = service.settings.returns_tokens or bool(body.return_token_ids)
+        pieces = answer_json(built, target, choices, with_prompt=with_prompt)
         return JsonPieces(pieces, id_headers(built))
 
 
@@ -92,7 +93,8 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """One event for each chunk, with its routing, and at last the usage if it is asked for."""
     options = body.stream_options or StreamOptions()
-    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if body.return_token_ids else None
+    with_prompt = service.settings.returns_tokens or body.return_token_ids
+    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
     with named_errors(names, request):
         async with aclosing(updates(service, user, [request], choices)) as found:
             async for choice, update in found:

@@ -51,6 +51,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Lower is more urgent."""
     kv_hints: dict[str, Any] | None = None
     """For the engine's KV connector; refused unless the engine has it."""
+    timeout_s: float | None = None
+    """Seconds until the request fails with 504; it comes before the header `X-Request-Timeout`."""
 
     # What vLLM's own renderer adds, which changes nothing here.
     assistant_tokens_mask: list[int] | None = None
@@ -85,11 +87,14 @@ def check_supported(body: GenerateBody) -> None:
     check_sampling(body.sampling_params, stream=bool(body.stream), prefix=PREFIX)
 
 
-def request_fields(body: GenerateBody, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def request_fields(
+    body: GenerateBody, tokenizer: Tokenizer | None, *, returns_tokens: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there.
 
     Args:
         tokenizer: needed for `bad_words` only.
+        returns_tokens: logprobs, also if the body does not ask for them.
 
     Raises:
         HttpError: 400, a bad word has no tokens.
@@ -104,8 +109,10 @@ def request_fields(body: GenerateBody, tokenizer: Tokenizer | None) -> tuple[dic
         "routed_experts_prompt_start": params.routed_experts_prompt_start or 0,
         "cache_salt": body.cache_salt,
         "priority": body.priority,
+        "timeout_s": body.timeout_s,
     }
-    return {**sampling, "logprobs": params.logprobs, "max_tokens": params.max_tokens}, others
+    logprobs = 0 if params.logprobs is None and returns_tokens else params.logprobs
+    return {**sampling, "logprobs": logprobs, "max_tokens": params.max_tokens}, others
 
 
 def body_names(body: GenerateBody) -> dict[str, str]:

@@ -9,17 +9,20 @@ from typing import Any
 from starlette.requests import Request
 
 from ... import bus
+from ...schemas import limits
+from ...schemas.checks import describe
 from ...schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
 from .edge import REQUEST_ID_HEADER, given_request_id
-from .errors import HttpError, http_error
+from .errors import HttpError, http_error, invalid
 from .service import Service
 from .trace import traceparent_of
 
 __all__ = ["RequestTarget", "build_request", "find_target", "id_headers", "named_errors"]
 
 SESSION_ID_HEADER = "X-Session-ID"
+TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +105,41 @@ def build_request(
         "lora": target.lora,
         "session_id": headers.get(SESSION_ID_HEADER),
         "traceparent": traceparent_of(headers),
-        "timeout_s": service.settings.timeout_s,
     }
+    timeout_s = fields.get("timeout_s")
+    if timeout_s is None:
+        timeout_s = _header_timeout(headers) or service.settings.timeout_s
     with named_errors(names):
         built = bus.GenerateRequest(
             sampling=bus.SamplingParams(**sampling),
-            **{**common, **fields, "request_id": _request_id(headers, fields.get("request_id"))},
+            **{
+                **common,
+                **fields,
+                "request_id": _request_id(headers, fields.get("request_id")),
+                "timeout_s": timeout_s,
+            },
         )
         check_model_limits(built, target.capabilities)
     return built
+
+
+def _header_timeout(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that the header gives a request; None without the header.
+
+    Raises:
+        HttpError: 400, naming the header.
+    """
+    given = headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= limits.MAX_TIMEOUT_S:
+        problem = f"is {describe(given)}"
+        raise invalid(TIMEOUT_HEADER, problem, f"seconds, above 0 and up to {limits.MAX_TIMEOUT_S:g}")
+    return seconds
 
 
 def _request_id(headers: Mapping[str, str], from_body: str | None) -> str:

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,9 @@ from .turns import Turns
 
 __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
 
+PRELOAD_WAIT_S: Final = 5.0
+"""Tokenizers mostly load in less; a probe that asks whether the service is ready waits no longer."""
+
 
 @dataclass(slots=True)
 class Service:
@@ -32,7 +35,11 @@ class Service:
     admission: Admission
     _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
     """By folder; a fleet serves a few models."""
+    _preloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By model; a fleet serves a few."""
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tasks: asyncio.TaskGroup = field(init=False)
+    """Of the server, for loads that no request waits for."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
 
@@ -47,7 +54,15 @@ class Service:
         Raises:
             HttpError: 501, it is not on this machine.
         """
-        folder = self.settings.tokenizer or Path(worker.model_path or "")
+        folder = self.settings.tokenizer
+        if folder is None:
+            folder = Path(worker.model_path or "")
+            # An engine without a checkpoint has none: the current folder is not the model's.
+            if not folder.is_absolute():
+                message = (
+                    f"no tokenizer: the model {worker.model!r} has no folder; start the service with --tokenizer DIR"
+                )
+                raise HttpError(501, message, code="no_tokenizer")
         # One after another: several threads that import transformers at once find it half imported.
         async with self._loading:
             if folder not in self._tokenizers:
@@ -56,6 +71,25 @@ class Service:
                 except TokenizerUnavailable as exc:
                     raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
         return self._tokenizers[folder]
+
+    async def has_loaded(self, worker: WorkerPresence) -> bool:
+        """True if the tokenizer of a worker's model is loaded, or cannot be; waits for a load for some seconds.
+
+        The load goes on if the caller is cancelled: a probe that gives up early must not begin it anew each time.
+        """
+        if worker.model not in self._preloads:
+            self._preloads[worker.model] = self.tasks.create_task(self._preload(worker))
+        done, _ = await asyncio.wait({self._preloads[worker.model]}, timeout=PRELOAD_WAIT_S)
+        return bool(done)
+
+    async def _preload(self, worker: WorkerPresence) -> None:
+        with suppress(HttpError):
+            await self.tokenizer(worker)
+
+    def stop_loading(self) -> None:
+        """Wait for no tokenizer any more."""
+        for task in self._preloads.values():
+            task.cancel()
 
     def admit(self, request: Request, count: int = 1) -> None:
         """Count an HTTP request as one for tokens, or as several, until its answer has been sent.

@@ -28,6 +28,8 @@ class Settings:
     """Requests for tokens at a time; one more is answered 429."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Until a request for tokens fails, where it does not say."""
+    returns_tokens: bool = False
+    """Every answer has token ids and log probabilities, also if the request does not ask for them."""
     client_timeout_s: float = 300.0
     """For a client that is waited for: until its body is there, and until it has read each piece of its answer. A
     trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""

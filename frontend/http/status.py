@@ -103,8 +103,9 @@ def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> 
 
 
 async def ready(service: Service, _request: Request) -> Response:
-    """200 if some worker takes requests, 503 if none does."""
-    is_ready = any(worker.state is WorkerState.SERVING for worker in service.rb.fleet.workers)
+    """200 if some worker takes requests and its model's tokenizer is loaded, where there is one; 503 otherwise."""
+    serving = next((worker for worker in service.rb.fleet.workers if worker.state is WorkerState.SERVING), None)
+    is_ready = serving is not None and await service.has_loaded(serving)
     return json_response(Ready(ready=is_ready), 200 if is_ready else 503)
 
 

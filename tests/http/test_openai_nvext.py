@@ -23,7 +23,10 @@ from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]
 PLACEHOLDER = [{"role": "user", "content": "(token-in mode)"}]
-ALL = ["engine_data", "completion_token_ids", "prompt_token_ids", "worker_id", "timing", "weight_version", "news"]
+ALL = [
+    *("engine_data", "completion_token_ids", "token_ids", "prompt_token_ids", "worker_id", "timing"),
+    *("weight_version", "stop_reason"),
+]
 MARK = b'"routed_experts":{"data":"'
 """What clients look for in the bytes."""
 
@@ -84,7 +87,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
         assert not any("nvext" in event for event in events)
         ids = [token_id for event in [*events, last] for token_id in event["choices"][0].get("token_ids", [])]
         for found in (whole["nvext"], last["nvext"]):
-            assert found["completion_token_ids"] == ids
+            assert found["completion_token_ids"] == found["token_ids"] == ids
             assert found["prompt_token_ids"] == PROMPT
             assert found["engine_data"]["completion_weight_versions"] == [0] * 6
             assert len(found["engine_data"]["completion_logprobs"]) == 6
@@ -93,7 +96,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
             assert found["engine_data"] == whole["nvext"]["engine_data"]
             assert found["worker_id"] == {"prefill_worker_id": worker.worker, "decode_worker_id": worker.worker}
         assert last["nvext"]["timing"]["ttft_ms"] > 0
-        assert "news" not in whole["nvext"]
+        assert "stop_reason" not in whole["nvext"]
 
 
 async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: Path) -> None:

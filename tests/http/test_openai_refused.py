@@ -47,6 +47,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"nvext": {"routed_experts_prompt_start": 500}}, "nvext.routed_experts_prompt_start"),
     ({"nvext": {"routed_experts_prompt_start": True}}, "nvext.routed_experts_prompt_start"),
     ({"nvext": {"routed_experts_prompt_start": -1}}, "nvext.routed_experts_prompt_start"),
+    ({"nvext": {"extra_fields": ["timing", "token_idz"]}}, "nvext.extra_fields[1]"),
+    ({"timeout_s": 0}, "timeout_s"),
     ({"tokens": [1] * 512}, "tokens"),
 ]
 OF_CHAT: list[tuple[dict[str, Any], str]] = [
@@ -92,7 +94,12 @@ HARMLESS: dict[str, Any] = {
     "echo": False,
     "response_format": {"type": "text"},
     "spaces_between_special_tokens": True,
-    "nvext": {"annotations": ["x"], "backend_instance_id": 3, "agent_hints": {"osl": 3}, "extra_fields": ["x"]},
+    "nvext": {
+        "annotations": ["x"],
+        "backend_instance_id": 3,
+        "agent_hints": {"osl": 3},
+        "extra_fields": ["stop_reason"],
+    },
     "max_tokens": 2,
 }
 

@@ -15,11 +15,12 @@ from ..exits import ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
     add_allowed_host,
+    add_request_options,
     address,
     bind_address,
     check_installed,
     serve_http,
-    settings_from_environment,
+    settings_of,
 )
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_allowed_host(parser)
     add_tokenizer(parser)
+    add_request_options(parser)
     parser.add_argument(
         "--max-in-flight",
         metavar="N",
@@ -76,8 +78,7 @@ async def run(args: argparse.Namespace) -> int:
     host, port = address(args.http)
     check_installed()
     settings = replace(
-        settings_from_environment(),
-        allowed_hosts=frozenset({host, *args.allowed_host}),
+        settings_of(args, host),
         max_in_flight=args.max_in_flight,
         client_timeout_s=args.client_timeout,
         prefill_min_tokens=args.prefill_min_tokens,

@@ -30,11 +30,12 @@ from ..exits import CommandFailed, ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
     add_allowed_host,
+    add_request_options,
     address,
     bind_address,
     check_installed,
     serve_http,
-    settings_from_environment,
+    settings_of,
 )
 from ..worker_options import add_worker_options, worker_flags
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
     )
     add_allowed_host(parser)
+    add_request_options(parser)
     add_worker_options(parser)
     parser.add_argument(
         "--start-timeout",
@@ -167,7 +169,7 @@ async def _up(
             http = None
             if listening is not None:
                 host, _ = address(args.http or DEFAULT_ADDRESS)
-                settings = replace(settings_from_environment(), allowed_hosts=frozenset({host, *args.allowed_host}))
+                settings = settings_of(args, host)
                 http = await stack.enter_async_context(serve_http(server, args.fleet, settings, listening))
             _announce(args, fleet, server.url, http)
             await asyncio.Event().wait()

@@ -43,8 +43,8 @@ class NvExt(msgspec.Struct, kw_only=True, frozen=True):
     token_data: TokenIds | None = None
     """Token ids of the prompt, used as they are; messages or prompt are not looked at."""
     extra_fields: list[str] | None = None
-    """What the answer's `nvext` shall hold: engine_data, completion_token_ids, prompt_token_ids, routed_experts,
-    worker_id, timing, weight_version; others are passed over."""
+    """What the answer's `nvext` shall hold: engine_data, completion_token_ids, token_ids (the same), prompt_token_ids,
+    routed_experts, worker_id, timing, weight_version. `stop_reason` and `prompt_logprobs` stand elsewhere in it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests of the same salt."""
     agent_hints: AgentHints | None = None
@@ -78,6 +78,8 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     """The same as `extra_args`."""
     kv_hints: dict[str, Any] | None = None
     """For the engine's KV connector; refused unless the engine has it."""
+    timeout_s: float | None = None
+    """Seconds until the request fails with 504; it comes before the header `X-Request-Timeout`."""
 
     # Dynamo's.
     nvext: NvExt | None = None

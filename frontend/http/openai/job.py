@@ -37,7 +37,8 @@ class CompletionHandler:
     http_request: Request
     shape: Shape
     target: RequestTarget
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: there are token ids only, on both ways."""
     requests: Sequence[bus.GenerateRequest]
     """One for each prompt."""
     options: Options
@@ -82,7 +83,7 @@ class CompletionHandler:
 
     def _text(self, request: bus.GenerateRequest) -> AnswerText | None:
         """The text of an answer that has not begun; None if no text is asked for."""
-        if not self.options.text:
+        if not self.options.text or self.tokenizer is None:
             return None
         return text_of(
             request,

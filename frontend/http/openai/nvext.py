@@ -57,8 +57,8 @@ def nvext_json(
     fields: dict[str, Any] = {}
     if "prompt_token_ids" in extra:
         fields["prompt_token_ids"] = prompt_ids
-    if "completion_token_ids" in extra:
-        fields["completion_token_ids"] = completion_ids
+    for name in {"completion_token_ids", "token_ids"} & extra:
+        fields[name] = completion_ids
     if "worker_id" in extra and tokens.worker is not None:
         fields["worker_id"] = {"prefill_worker_id": tokens.first_worker, "decode_worker_id": tokens.worker}
     if "timing" in extra:

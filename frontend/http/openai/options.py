@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ....schemas.checks import describe
 from ...tokenization import Tokenizer
-from ..errors import invalid
+from ..errors import invalid, nearest
 from ..request_target import RequestTarget
 from ..sampling import bus_sampling, sampling_names
 from ..stops import stop_strings
@@ -21,11 +22,14 @@ EXTRA_FIELDS: Final = frozenset(
         "prompt_token_ids",
         "routed_experts",
         "timing",
+        "token_ids",
         "weight_version",
         "worker_id",
     }
 )
 """What an answer's `nvext` may hold."""
+ELSEWHERE: Final = frozenset({"prompt_logprobs", "stop_reason"})
+"""Names of Dynamo's for what stands in the answer or in its choices."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's and vLLM's, of /v1/completions."""
 
@@ -58,8 +62,11 @@ class Options:
         return not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
 
-def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Options:
+def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, returns_tokens: bool) -> Options:
     """What the answer shall hold.
+
+    Args:
+        returns_tokens: token ids and logprobs, also if the body does not ask for them.
 
     Raises:
         HttpError: 400.
@@ -74,6 +81,8 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Opti
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
+    if returns_tokens and top_logprobs is None:
+        top_logprobs = 0
     stream = body.stream_options
     return Options(
         text=body.detokenize is not False,
@@ -81,7 +90,7 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Opti
         include_stop=body.include_stop_str_in_output is True,
         skip_special_tokens=body.skip_special_tokens is not False,
         top_logprobs=top_logprobs,
-        token_ids=bool(body.return_token_ids),
+        token_ids=returns_tokens or bool(body.return_token_ids),
         as_token_ids=bool(body.return_tokens_as_token_ids),
         extra=_extra_fields(body, target),
         usage=stream is not None and bool(stream.include_usage),
@@ -92,6 +101,10 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget) -> Opti
 def _extra_fields(body: CommonBody, target: RequestTarget) -> frozenset[str]:
     asked = () if body.nvext is None else body.nvext.extra_fields or ()
     extra = EXTRA_FIELDS.intersection(asked)
+    for index, name in enumerate(asked):
+        if name not in EXTRA_FIELDS | ELSEWHERE:
+            problem = f"is {describe(name)}{nearest(name, EXTRA_FIELDS)}, which is unknown"
+            raise invalid(f"nvext.extra_fields[{index}]", problem, ", ".join(sorted(EXTRA_FIELDS | ELSEWHERE)))
     if extra and (body.n or 1) > 1:
         raise invalid("n", f"is {body.n}", "1 with nvext.extra_fields, which tell of one answer")
     if "routed_experts" in extra and target.capabilities.routed_experts is None:
@@ -99,7 +112,7 @@ def _extra_fields(body: CommonBody, target: RequestTarget) -> frozenset[str]:
     return extra
 
 
-def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer) -> dict[str, Any]:
+def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Fields of `rollbus.SamplingParams` that are not left to their defaults.
 
     Raises:
@@ -152,6 +165,7 @@ def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
     session = None if nvext.session_control is None else nvext.session_control.session_id
     fields = {
         "request_id": body.request_id,
+        "timeout_s": body.timeout_s,
         "cache_salt": one_of(nvext__cache_salt=nvext.cache_salt, cache_salt=body.cache_salt),
         # Dynamo's sign is the other one.
         "priority": one_of(nvext__agent_hints__priority=None if hinted is None else -hinted, priority=body.priority)

@@ -1,6 +1,6 @@
 """What is to be continued: token ids, wherever they come from."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -10,11 +10,13 @@ from ..errors import HttpError, invalid
 from ..request_target import RequestTarget
 from .body import ChatBody, CommonBody, CompletionBody
 
-__all__ = ["BodyPrompt", "chat_prompt", "check_length", "completion_prompts", "one_of"]
+__all__ = ["BodyPrompt", "TokenizerLoader", "chat_prompt", "check_length", "completion_prompts", "one_of"]
 
 MAX_PROMPTS: Final = 256
 """Each is a request of its own to the fleet."""
 T = TypeVar("T")
+TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
+"""Gives the model's tokenizer, which token ids do not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def _given_tokens(body: CommonBody) -> BodyPrompt | None:
     return None if token_ids is None else BodyPrompt(token_ids, "tokens" if token_data is None else "nvext.token_data")
 
 
-async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> BodyPrompt:
+async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
     """The chat's prompt: the token ids that are given, else the messages in the model's template.
 
     Raises:
@@ -79,10 +81,10 @@ async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> BodyPrompt:
         tools=body.tools or None,
         chat_template_kwargs=variables,
     )
-    return BodyPrompt(await encode_chat(tokenizer, chat), "messages")
+    return BodyPrompt(await encode_chat(await load(), chat), "messages")
 
 
-async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[BodyPrompt]:
+async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> list[BodyPrompt]:
     """One prompt or several.
 
     Raises:
@@ -94,8 +96,11 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list
     if not body.prompt:
         raise invalid("prompt", "is missing", "a text, token ids, a list of either, or nvext.token_data")
     add_special_tokens = body.add_special_tokens is not False
+    token_ids: Sequence[int]
     if isinstance(body.prompt, str):
-        return [BodyPrompt(await encode_text(tokenizer, body.prompt, add_special_tokens=add_special_tokens), "prompt")]
+        return [
+            BodyPrompt(await encode_text(await load(), body.prompt, add_special_tokens=add_special_tokens), "prompt")
+        ]
     ids = [item for item in body.prompt if isinstance(item, int)]
     if len(ids) == len(body.prompt):
         return [BodyPrompt(ids, "prompt")]
@@ -106,7 +111,7 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list
     prompts = []
     for index, item in enumerate(body.prompt):
         if isinstance(item, str):
-            token_ids: Sequence[int] = await encode_text(tokenizer, item, add_special_tokens=add_special_tokens)
+            token_ids = await encode_text(await load(), item, add_special_tokens=add_special_tokens)
         else:
             token_ids = item if isinstance(item, list) else []
         prompts.append(BodyPrompt(token_ids, f"prompt[{index}]"))

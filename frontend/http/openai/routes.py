@@ -1,10 +1,13 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`."""
 
+from functools import partial
+
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
+from ....schemas.model_limits import check_sampling
 from ..answer_types import ChatAnswer, CompletionAnswer
 from ..body import decode_body, read_body
 from ..errors import invalid
@@ -39,12 +42,16 @@ async def completions(service: Service, request: Request) -> Response:
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: Clock) -> Response:
     check_served(body)
     target = find_target(service, body.model)
-    options = read_options(body, target)
-    tokenizer = await service.tokenizer(target.worker)
+    options = read_options(body, target, returns_tokens=service.settings.returns_tokens)
+    with named_errors(bus_names(body, "prompt")):
+        # Before the tokenizer is loaded, and a long prompt is tokenized.
+        check_sampling(bus.SamplingParams(**sampling_fields(body, options, None)), target.capabilities)
+    load = partial(service.tokenizer, target.worker)
+    tokenizer = await load() if options.text or body.bad_words else None
     if isinstance(body, ChatBody):
-        prompts = [await chat_prompt(body, tokenizer)]
+        prompts = [await chat_prompt(body, load)]
     else:
-        prompts = await completion_prompts(body, tokenizer)
+        prompts = await completion_prompts(body, load)
         service.admit(request, len(prompts) - 1)
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which tell of one answer")

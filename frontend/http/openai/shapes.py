@@ -35,17 +35,18 @@ class Shape(Protocol):
 class Namer:
     """What tokens are called in logprobs."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._as_token_ids = as_token_ids
+        self._as_token_ids = as_token_ids or tokenizer is None
 
     def name(self, token_id: int) -> str:
         """Its text, or `token_id:N`."""
-        return f"token_id:{token_id}" if self._as_token_ids else token_text(self.bytes(token_id))
+        data = None if self._as_token_ids else self.bytes(token_id)
+        return f"token_id:{token_id}" if data is None else token_text(data)
 
-    def bytes(self, token_id: int) -> bytes:
-        """Its bytes, which may be a part of a character."""
-        return self._tokenizer.token_bytes(token_id)
+    def bytes(self, token_id: int) -> bytes | None:
+        """Its bytes, which may be a part of a character; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
 
 def _tops(position: list[Scored], width: int) -> list[Scored]:
@@ -73,8 +74,9 @@ class _ChatShape:
         return {"message": Message("assistant", text, None)}
 
     def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
-        def named(each: Scored) -> tuple[str, float, list[int]]:
-            return namer.name(each.token_id), each.logprob, list(namer.bytes(each.token_id))
+        def named(each: Scored) -> tuple[str, float, list[int] | None]:
+            data = namer.bytes(each.token_id)
+            return namer.name(each.token_id), each.logprob, None if data is None else list(data)
 
         yield b'{"content":'
         yield from list_json(
