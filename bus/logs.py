@@ -16,7 +16,18 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal
 
-__all__ = ["EVENT", "JsonFormatter", "LineHandler", "LogFormat", "adopted", "is_json", "set_up", "write_line"]
+__all__ = [
+    "EVENT",
+    "TEXT",
+    "JsonFormatter",
+    "LineHandler",
+    "LogFormat",
+    "TextFormatter",
+    "adopted",
+    "is_json",
+    "set_up",
+    "write_line",
+]
 
 LogFormat = Literal["text", "json"]
 
@@ -43,7 +54,7 @@ def set_up(level: int | str, log_format: LogFormat, text: str = TEXT) -> None:
     """
     if log_format == "text":
         handler: logging.Handler = logging.StreamHandler()
-        handler.setFormatter(_TextFormatter(text))
+        handler.setFormatter(TextFormatter(text))
     else:
         handler = LineHandler()
         handler.setFormatter(JsonFormatter())
@@ -114,8 +125,11 @@ def adopted(line: str, process: str) -> str:
     return json.dumps({**value, "process": process})
 
 
-class _TextFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """A line of text, without users and passwords of URLs."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
         return _without_users(super().format(record))
 
 

@@ -11,7 +11,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -131,16 +131,25 @@ def run_async(coroutine: Coroutine[object, object, int]) -> int:
 
 
 @contextmanager
-def until_signalled() -> Iterator[None]:
-    """Run the block until SIGINT or SIGTERM cancels the current task; each further signal cancels what stops it."""
+def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Run the block until SIGINT or SIGTERM cancels the current task; each further signal cancels what stops it.
+
+    Args:
+        on_signal: called at each of these signals.
+    """
     import asyncio
     import signal
 
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("not called in a task")
+
+    def stop() -> None:
+        on_signal()
+        task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
         yield
     except asyncio.CancelledError:

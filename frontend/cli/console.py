@@ -106,7 +106,7 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal that something goes on while the body runs; what this yields shows another text.
+    """Show on a terminal that something goes on, and for how many seconds; what this yields shows another text.
 
     It may be called on any thread.
     """
@@ -114,6 +114,11 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda _what: None
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+    from rich.table import Column
 
-    with Console(stderr=True, markup=False, highlight=False).status(what) as status:
-        yield status.update
+    seconds = TextColumn("{task.elapsed:.0f} s", table_column=Column(no_wrap=True))
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), seconds)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(what, total=None)
+        yield lambda text: line.update(task, description=text)

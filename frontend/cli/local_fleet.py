@@ -4,19 +4,18 @@ import asyncio
 import importlib.util
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ... import bus
 from ...bus.auth.tls import TLS_VARIABLES
 from ...bus.control.provision import provision
 from ...bus.nats.embedded import EmbeddedServer
 from ...bus.nats.server import CREDENTIALS_VARIABLE, Server
-from ...schemas.errors import NoWorkers
-from ...schemas.presence import WorkerState
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed
+from .fleet_display import FleetObserver
+from .fleet_watch import watch_fleet
 from .local_users import LocalUsers
 from .processes import ProcessSpec, run_tool, run_workers
 from .restarts import RestartRule
@@ -103,11 +102,11 @@ def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
 
 
 @asynccontextmanager
-async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> AsyncIterator[Server]:
+async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator[Server]:
     """Run NATS and the workers while the body runs; yields the NATS server to connect to once all workers serve.
 
     Args:
-        on_line: hears each line that a worker prints, with the worker's name.
+        observer: hears what the workers print, announce, and that they end.
 
     Raises:
         BusBroken: NATS could not be started.
@@ -121,8 +120,12 @@ async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> A
         if users is not None:
             await provision(Server(server.url, users.admin), fleet.fleet, [fleet.served_model])
         login = Server(server.url, None if users is None else users.frontend)
-        async with run_workers([fleet.spec(name, server.url) for name in fleet.worker_ids], on_line) as workers:
-            await _wait_until_serving(fleet, login)
+        specs = [fleet.spec(name, server.url) for name in fleet.worker_ids]
+        async with (
+            watch_fleet(login, fleet.fleet, observer.set_workers) as seen,
+            run_workers(specs, observer.add_line, observer.add_end) as workers,
+        ):
+            await seen.wait_until_serving(fleet.worker_ids, fleet.start_timeout_s)
             workers.can_lose_some, workers.rule = True, fleet.restarts
             yield login
         watch.cancel()
@@ -131,22 +134,6 @@ async def run_fleet(fleet: LocalFleet, on_line: Callable[[str, str], None]) -> A
 async def _watch_server(server: EmbeddedServer) -> None:
     await server.wait()
     raise CommandFailed(f"nats-server ended by itself; its log:\n{server.log_tail()}")
-
-
-async def _wait_until_serving(fleet: LocalFleet, server: Server) -> None:
-    async with bus.connect(server, fleet=fleet.fleet) as rb:
-        try:
-            async with asyncio.timeout(fleet.start_timeout_s):
-                await rb.fleet.wait_for_workers(fleet.num_workers - fleet.num_prefill, timeout_s=fleet.start_timeout_s)
-                # Those for prefill alone serve nobody by themselves. Each look takes half a second.
-                while fleet.num_workers > sum(
-                    worker.state is WorkerState.SERVING for worker in (await rb.fleet.state()).workers
-                ):
-                    pass
-        except NoWorkers as exc:
-            raise CommandFailed(exc.message, ExitCode.TIMEOUT) from exc
-        except TimeoutError as exc:
-            raise CommandFailed("not all prefill workers serve in time", ExitCode.TIMEOUT) from exc
 
 
 def check_vllm() -> None:

@@ -58,16 +58,21 @@ class ProcessSpec:
 
 @asynccontextmanager
 async def run_workers(
-    specs: Sequence[ProcessSpec], on_line: Callable[[str, str], None], *, stop_s: float = STOP_S
+    specs: Sequence[ProcessSpec],
+    on_line: Callable[[str, str], None],
+    on_end: Callable[[str, str], None] | None = None,
+    *,
+    stop_s: float = STOP_S,
 ) -> AsyncIterator[Workers]:
     """Run workers while the body runs; when it ends, all are stopped.
 
     So they are when one of them ends by itself. After the body has set `rule`, it is started again instead, and after
-    the body has set `can_lose_some`, the others go on where it has ended for good; `on_line` hears of both.
+    the body has set `can_lose_some`, the others go on where it has ended for good; `on_end` hears of both.
 
     Args:
         specs: their commands; `--parent-pipe FD` is added to each.
         on_line: hears each line that a worker prints, with the worker's name.
+        on_end: hears that a worker ended, and what becomes of it, with its name; None: `on_line` does.
         stop_s: seconds from SIGTERM to SIGKILL.
 
     Raises:
@@ -80,7 +85,7 @@ async def run_workers(
         async with asyncio.TaskGroup() as tasks:
             try:
                 for spec in specs:
-                    worker = _Worker(spec, workers, on_line, read_end)
+                    worker = _Worker(spec, workers, on_line, on_end or on_line, read_end)
                     await worker.start()
                     watches[tasks.create_task(worker.run(), name=f"watch {spec.name}")] = worker
                 yield workers
@@ -217,10 +222,18 @@ class _Worker:
         pipe: read end of the pipe that closes when this process ends.
     """
 
-    def __init__(self, spec: ProcessSpec, workers: Workers, on_line: Callable[[str, str], None], pipe: int) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        workers: Workers,
+        on_line: Callable[[str, str], None],
+        on_end: Callable[[str, str], None],
+        pipe: int,
+    ) -> None:
         self._spec = spec
         self._workers = workers
         self._on_line = on_line
+        self._on_end = on_end
         self._pipe = pipe
         self._restarts: Restarts | None = None
         self._is_stopping = asyncio.Event()
@@ -289,7 +302,7 @@ class _Worker:
 
     def _report(self, exit_code: int, more: str) -> None:
         left = self._workers.living
-        self._on_line(self._spec.name, f"ended with exit code {exit_code}; workers left: {left}; {more}")
+        self._on_end(self._spec.name, f"ended with exit code {exit_code}; workers left: {left}; {more}")
 
 
 def _last(tail: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,3 +120,70 @@ def descendants_of(pid: int) -> list[int]:
         family += found
         pending += found
     return family
+
+
+class Terminal:
+    """A command on a terminal of its own, and all that it has shown there."""
+
+    def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
+        self._process = process
+        self._end = end
+        self.text = ""
+
+    def read_until(self, words: str) -> None:
+        """Read until these were shown; the test's own time limit ends the wait."""
+        while words not in self.text:
+            if not self._read():
+                raise AssertionError(f"it ended without {words!r}:\n{self.text}")
+
+    def press_ctrl_c(self) -> None:
+        """Interrupt it as a person does."""
+        os.write(self._end, b"\x03")
+
+    def read_to_end(self) -> int:
+        """Read until it has ended, and return its exit code."""
+        while self._read():
+            pass
+        return self._process.wait()
+
+    def lines(self) -> list[str]:
+        """What stands there in the end, as far as lines were overwritten in place."""
+        lines = [""]
+        for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r\n|\r|[^\x1b\r]+", self.text):
+            if part == "\r\n":
+                lines.append("")
+            elif part == "\x1b[1A":
+                lines.pop()
+            elif part == "\x1b[2K":
+                lines[-1] = ""
+            elif part != "\r" and not part.startswith("\x1b"):
+                lines[-1] += part
+        return [line.rstrip() for line in lines if line.strip()]
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._end, 65536)
+        except OSError:  # how Linux says that nobody has the terminal open any more
+            return False
+        self.text += data.decode()
+        return bool(data)
+
+
+@contextmanager
+def on_terminal(*args: str) -> Iterator[Terminal]:
+    """Run a subcommand on a terminal of its own, wide enough for a line of any length; it is killed in the end."""
+    end, terminal = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *command(*args)],
+        env={**ENV, "TERM": "xterm", "COLUMNS": "1000"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    try:
+        yield Terminal(process, end)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(end)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -211,7 +212,7 @@ def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
 
 
 def test_up_stops_in_order(tmp_path: Path) -> None:
-    """SIGTERM ends everything with 0; stdout has had one line of JSON, stderr the workers' logs."""
+    """SIGTERM ends everything with 0; stdout has had one line of JSON, stderr the workers' logs and states."""
     with running_up("--engine", "synthetic", log=tmp_path / "log") as (process, info):
         assert (info["http"].startswith("http://127.0.0.1:"), info["workers"]) == (True, ["local-0"])
         assert len(processes_with(info["nats"])) == 1
@@ -223,6 +224,7 @@ def test_up_stops_in_order(tmp_path: Path) -> None:
     assert processes_with(info["nats"]) == []
     log = (tmp_path / "log").read_text()
     assert "[local-0] " in log
+    assert re.search(r"^local-0  serving  \d+ s$", log, re.MULTILINE)
     assert log.endswith("stopped\n")
 
 

@@ -162,6 +162,7 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
         yield args.nats
         return
     from ..console import note
+    from ..fleet_display import FleetObserver
     from ..local_fleet import LocalFleet, run_fleet
 
     note("starting a NATS server and a worker that makes its tokens up: what is measured is the transport alone")
@@ -170,9 +171,5 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
     flags = ("--engine", "synthetic", "--engine-args", engine_args)
     fleet = LocalFleet(fleet=args.fleet, worker_flags=flags)
 
-    def on_line(worker: str, line: str) -> None:
-        if args.verbose:
-            note(f"[{worker}] {line}")
-
-    async with run_fleet(fleet, on_line) as server:
+    async with run_fleet(fleet, FleetObserver(shows_logs=args.verbose)) as server:
         yield server

@@ -2,8 +2,11 @@
 
 Without --model, the workers serve a tiny mixture-of-experts model that is made on the spot. The NATS server listens
 where --nats says; by default at port 4222, or at a free port if that one is taken. So does the HTTP service where
---http says, by default at port 8080; its bearer tokens are read from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN. The
-workers' logs are on stderr.
+--http says, by default at port 8080; its bearer tokens are read from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
+
+Each worker's way from starting (the process runs) through loading (the engine loads) to serving is on stderr, with its
+seconds. On a terminal, logs go to a file that is named at the start, and with -v to stderr as well. If stderr is no
+terminal, or with --log-format json, logs are on stderr and there is no file.
 
 With --secure only users with credentials are let in, and each may do what its role needs: those of the workers, the
 HTTP service and the others are made in --auth-dir, where they stay for the next run.
@@ -17,6 +20,7 @@ import argparse
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
@@ -41,6 +45,7 @@ from ..worker_options import add_worker_options, worker_flags
 
 if TYPE_CHECKING:
     from ..local_fleet import LocalFleet
+    from ..log_file import LogFile
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "nats_port", "run"]
 
@@ -159,35 +164,54 @@ async def _up(
 ) -> int:
     from ..app import until_signalled
     from ..console import note
-    from ..local_fleet import run_fleet
+    from ..fleet_display import FleetDisplay
+    from ..local_fleet import run_fleet, worker_names
 
-    # The second signal cancels the orderly stop, too: then everything is killed.
-    with until_signalled():
+    names = worker_names(args.workers + args.prefill_workers)
+    with ExitStack() as stack:
+        log, shows_logs = _log_file(args, stack)
+        display = FleetDisplay(names, log, shows_logs=shows_logs)
+        # The second signal cancels the orderly stop, too: then everything is killed.
+        stack.enter_context(until_signalled(display.stop))
         fleet = replace(await _prepare(args, port), worker_env=worker_env)
-        note(f"starting NATS and {fleet.num_workers} worker{'s' * (fleet.num_workers > 1)}; Ctrl-C stops everything")
-        async with run_fleet(fleet, _write_line) as server, AsyncExitStack() as stack:
+        note(f"starting NATS and {len(names)} worker{'s' * (len(names) > 1)}; Ctrl-C stops everything")
+        if log is not None:
+            note(f"logs: {log.path}")
+        stack.enter_context(display)
+        async with run_fleet(fleet, display) as server, AsyncExitStack() as services:
             http = None
             if listening is not None:
                 host, _ = address(args.http or DEFAULT_ADDRESS)
                 settings = settings_of(args, host)
-                http = await stack.enter_async_context(serve_http(server, args.fleet, settings, listening))
+                http = await services.enter_async_context(serve_http(server, args.fleet, settings, listening))
+            display.end_start()
             _announce(args, fleet, server.url, http)
             await asyncio.Event().wait()
     return ExitCode.OK
 
 
-def _write_line(name: str, line: str) -> None:
-    from ....bus.logs import adopted, is_json, write_line
-    from ..console import note
+def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | None, bool]":
+    """The log file, and whether logs are on stderr.
 
-    if is_json():
-        write_line(adopted(line, name))
-    else:
-        note(f"[{name}] {line}")
+    A person at a terminal gets a file. A program that reads stderr gets the logs there, as before, and no file.
+    """
+    from ..console import note
+    from ..local_fleet import default_state_dir
+    from ..log_file import LogFile
+
+    if args.log_format == "json" or not sys.stderr.isatty():
+        return None, True
+    try:
+        log = LogFile((args.state_dir or default_state_dir()) / "logs")
+    except OSError as exc:
+        note(f"no log file: {exc}")
+        return None, True
+    stack.enter_context(log.own_logs(also_stderr=args.verbose))
+    return log, args.verbose
 
 
 async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
-    from ..console import note
+    from ..console import note, waiting
     from ..local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe, worker_names
     from ..local_users import local_users
     from ..restarts import RestartRule
@@ -201,7 +225,8 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     if model is None and args.engine == "vllm":
         state_dir = args.state_dir or default_state_dir()
         note(f"no --model: a tiny MoE with random weights, kept in {state_dir}")
-        model = await make_tiny_moe(state_dir)
+        with waiting("making it"):
+            model = await make_tiny_moe(state_dir)
         if args.served_model_name is None:
             flags += ["--served-model-name", TINY_MOE]
     return LocalFleet(

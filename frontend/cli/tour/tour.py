@@ -13,8 +13,9 @@ from typing import IO, Final
 from .... import bus
 from ....schemas.presence import RoutedExpertsInfo
 from ...tokenization import Tokenizer, load_tokenizer
-from ..console import note, print_json, program, waiting, write
+from ..console import print_json, program, waiting, write
 from ..exits import CommandFailed, ExitCode
+from ..fleet_display import FleetObserver
 from ..local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
 from ..prompts import PromptLine
 from .control import FIRST_VERSION, flush_cache, pause_and_resume, update_weights
@@ -72,7 +73,7 @@ class Tour:
         local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
         async with AsyncExitStack() as stack:
             with waiting("starting"):
-                server = await stack.enter_async_context(run_fleet(local, self._on_line))
+                server = await stack.enter_async_context(run_fleet(local, FleetObserver(shows_logs=self.is_verbose)))
                 tokenizer = await asyncio.to_thread(load_tokenizer, model)
             self._write(f"      {server.url} ({took(started)})")
             await self.show(server, tokenizer, next_weights)
@@ -109,10 +110,6 @@ class Tour:
             await flush_cache(guide)
         if self.as_json:
             print_json(guide.report)
-
-    def _on_line(self, worker: str, line: str) -> None:
-        if self.is_verbose:
-            note(f"[{worker}] {line}")
 
 
 NEXT = """
