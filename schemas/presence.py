@@ -15,6 +15,7 @@ __all__ = [
     "Capabilities",
     "ClientPresence",
     "ClientState",
+    "EngineStats",
     "LoraInfo",
     "Role",
     "RoutedExpertsInfo",
@@ -210,6 +211,34 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Messages that its connection has dropped unread."""
 
 
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine says of its own load; None: this engine does not say, which is not 0.
+
+    The counts are the scheduler's after its last step. Rates are of the engine as a whole and remember the last 10 s or
+    so of computing, not of the clock: an idle or paused engine keeps them. They are None until the first measurement.
+    """
+
+    kv_cache_use: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Share of the KV cache that requests hold, 0 to 1; cached prefixes that no request uses count as free."""
+    running: NotNegative | None = None
+    """Requests that the engine computes."""
+    waiting: NotNegative | None = None
+    """Requests inside the engine that it has not begun, or has preempted."""
+    preemptions: NotNegative | None = None
+    """How often it has taken the KV cache from a running request, since it was warm; it computes that again."""
+    prefix_cache_queries: NotNegative | None = None
+    """Tokens of the requests that it has looked up in its prefix cache, since it was warm."""
+    prefix_cache_hits: NotNegative | None = None
+    """Tokens of those that it found there and did not compute."""
+    prefill_tokens_per_s: NotNegativeSeconds | None = None
+    """Prompt tokens computed, cached ones left out, by the time from when a request is scheduled to its first token;
+    beside whatever else was decoded then. Measurements weigh by their tokens, so that long prompts decide: n uncached
+    tokens take about n over this."""
+    decode_tokens_per_s: NotNegativeSeconds | None = None
+    """Tokens after the first, of all requests together, by the time of the steps that made them. One request gets about
+    this over `running`; n tokens of all of them take about n over this."""
+
+
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's periodic message about itself."""
 
@@ -265,6 +294,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     held_s: NotNegativeSeconds | None = None
     """Seconds since the server first confirmed an announcement of this incarnation. Of two workers of one id, the one
     that has held it longer keeps it. None: not announced."""
+    engine_stats: EngineStats | None = None
+    """The load of its engine; None while the engine starts, or not announced."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

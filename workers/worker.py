@@ -294,8 +294,6 @@ class Worker:
             self._links.break_link(outbound, instructions)
             self._execute(instructions)
 
-    # What follows
-
     def _execute(self, instructions: Instructions) -> None:
         self._runner.abort(instructions.abort)
         naks = (partial(message.nak, delay_s) for message, delay_s in instructions.nak)
@@ -397,4 +395,5 @@ class Worker:
             host=HOST,
             pid=os.getpid(),
             held_s=round(self._lifecycle.held_s, 3),
+            engine_stats=None if state is WorkerState.STARTING else self._engine.stats,
         )

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from ... import bus
+from ...bus.worker_metrics import worker_families
 from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
 
@@ -24,49 +25,6 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 3.0
 """A scrape does not wait longer for the fleet: Prometheus gives up after ten seconds."""
-GAUGES: Final = {
-    "in_flight": ("in_flight", "Requests that the worker has admitted and not ended"),
-    "queued": ("queued", "Requests that it has taken and its engine has not"),
-    "free_slots": ("free_slots", "Requests that it would start at once"),
-    "held_bytes": ("held_bytes", "What clients have not taken yet: it grows where credit or connections are missing"),
-    "weight_version": ("weight_version", "Of the weights that it samples from"),
-    "target_version": ("target_weight_version", "Of the weights that it should have"),
-    "lease_age_s": ("lease_age_seconds", "Since an announcement of it was last confirmed"),
-    "uptime_s": ("uptime_seconds", "Since it started"),
-}
-"""Fields of `WorkerPresence`, their names here, and what they are."""
-WORKER_TIMES: Final = {
-    "time_to_first_token_seconds": (
-        "first_tokens",
-        "From a request's offer to its first token, as the engine makes it: without the time in the queue",
-    ),
-    "inter_token_seconds": ("next_tokens", "Time between steps of a request over the tokens of the later one"),
-}
-"""Sums of times by their names here: the field of `WorkerCounters` with their number, that with the seconds is named
-after it, and what they are."""
-WORKER_COUNTERS: Final = {
-    "requests": "Requests that it has offered to clients: each attempt of each sample is one",
-    "rejected": "Requests that it has refused",
-    "ended": "Requests that its engine has ended",
-    "failed": "Requests that it has ended with an error; those over budget, and some of lost clients, among them",
-    "aborted": "Requests that it has ended because their clients wanted no more of them",
-    "over_budget": "Requests that it has ended because clients had left too much untaken",
-    "returned": "Requests that it has given back to the queue",
-    "given_up": "Requests that it has given up because its lease had run out",
-    "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
-    "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
-    "routing_bytes": "Routed experts that its engine has made, raw",
-    "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",
-    "frames": "Frames published, those sent again included",
-    "frames_resent": "Frames sent again because a client missed them",
-    "frames_lost": "Frames that could not be published; on a link they are sent again",
-    "links_broken": "Links given up for new ones, as their clients had lost their place",
-    "clients_lost": "Lives of clients that ended: closed, silent for too long, or followed by another",
-    "requests_of_lost_clients": "Requests that nobody waited for any more",
-    "fences": "How often it has fenced itself: its lease had run out unconfirmed",
-    "dropped_msgs": "Messages that its connection has dropped unread",
-}
-"""Fields of `WorkerCounters`, and what they are."""
 CLIENT_COUNTERS: Final = {
     "requests": "Requests published: one for each attempt, or leg of an attempt, of each sample",
     "direct": "Requests that went straight to a worker, for their session or their weights",
@@ -151,29 +109,11 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Met
 
 
 def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
-    labels = ("worker", "model")
-    counted = [((each.worker, each.model), each.counters) for each in workers if each.counters is not None]
-    for field, (name, text) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"rollbus_worker_{name}", text, labels=labels)
-        for worker in workers:
-            value = getattr(worker, field)
-            if value is not None:
-                gauge.add_metric((worker.worker, worker.model), value)
-        yield gauge
-    for name, (field, text) in WORKER_TIMES.items():
-        times = SummaryMetricFamily(f"rollbus_worker_{name}", text, labels=labels)
-        for key, counters in counted:
-            times.add_metric(key, getattr(counters, field), getattr(counters, f"{field}_s"))
-        yield times
-    for field, text in WORKER_COUNTERS.items():
-        counter = CounterMetricFamily(f"rollbus_worker_{field}", text, labels=labels)
-        for key, counters in counted:
-            counter.add_metric(key, getattr(counters, field))
-        yield counter
-    states = GaugeMetricFamily("rollbus_worker_state", "1 for the state that it is in", labels=(*labels, "state"))
-    for worker in workers:
-        states.add_metric((worker.worker, worker.model, str(worker.state)), 1)
-    yield states
+    for family in worker_families(workers):
+        metric = Metric(family.name, family.text, family.kind)
+        for sample in family.samples:
+            metric.add_sample(family.name + sample.suffix, dict(sample.labels), sample.value)
+        yield metric
 
 
 def _queues(queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:

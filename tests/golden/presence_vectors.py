@@ -1,6 +1,6 @@
 """Golden messages of workers about themselves by name, as `vectors` has the others: appended to, never edited."""
 
-from rollbus.schemas.presence import LoraInfo, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerPresence, WorkerState
 
 __all__ = ["PRESENCE_VECTORS"]
 
@@ -48,5 +48,26 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
         host="node-3",
         pid=4711,
         held_s=58.5,
+    ),
+    "presence_load": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=7,
+        in_flight=6,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        engine_stats=EngineStats(
+            kv_cache_use=0.75,
+            running=4,
+            waiting=2,
+            preemptions=1,
+            prefix_cache_queries=4096,
+            prefix_cache_hits=1024,
+            prefill_tokens_per_s=20480.5,
+            decode_tokens_per_s=1536.25,
+        ),
     ),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbus
+from rollbus.bus.worker_metrics import worker_families
 from rollbus.frontend.http.metrics import Metrics
 
 __all__ = ["DOC", "rows", "with_table"]
@@ -29,9 +30,14 @@ class NoClient:
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
     """Name, kind, labels, unit and meaning of each metric."""
     registry = Metrics(NoClient())._registry  # type: ignore[arg-type]
+    of_workers = {family.name: family.label_names for family in worker_families(())}
     for collector in list(registry._collector_to_names):
         for family in collector.collect():
-            labels: tuple[str, ...] = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
+            labels: tuple[str, ...] = (
+                getattr(collector, "_labelnames", ())
+                or getattr(family, "_labelnames", ())
+                or of_workers.get(family.name, ())
+            )
             name = family.name + EXPORTED.get(family.type, "")
             yield (
                 name,

@@ -143,6 +143,51 @@ async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str)
     assert not [name for name, _ in found if name.startswith(("rollbus_http_generat", "rollbus_client_queue_wait"))]
 
 
+async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> None:
+    """Names, kinds and labels of vLLM's own server, which programs of others read; each worker is an engine."""
+    vllm = frozenset({("model_name", "synthetic"), ("engine", "w"), ("worker", "w")})
+    config = SyntheticConfig(prefix_cache=True)
+    prompt: dict[str, object] = {
+        "model": "synthetic",
+        "token_ids": [*range(3, 103)],
+        "sampling_params": {"max_tokens": 3},
+    }
+    async with http_service(nats_url, fleet, worker_id="w", config=config) as http:
+        for _ in range(2):
+            assert (await http.client.post("/inference/v1/generate", json=prompt)).status_code == 200
+        found: Samples = {}
+        while not found.get(("vllm:prefix_cache_hits_total", vllm)):
+            text = (await http.client.get("/metrics")).text
+            found = parse(text)
+
+    kinds = dict(TYPE.findall(text))
+    assert {name: kind for name, kind in kinds.items() if name.startswith("vllm:")} == {
+        "vllm:num_requests_running": "gauge",
+        "vllm:num_requests_waiting": "gauge",
+        "vllm:kv_cache_usage_perc": "gauge",
+        "vllm:num_preemptions_total": "counter",
+        "vllm:prefix_cache_queries_total": "counter",
+        "vllm:prefix_cache_hits_total": "counter",
+    }
+    assert found["vllm:num_requests_running", vllm] == found["vllm:num_requests_waiting", vllm] == 0
+    assert found["vllm:kv_cache_usage_perc", vllm] == found["vllm:num_preemptions_total", vllm] == 0
+    assert found["vllm:prefix_cache_queries_total", vllm] >= 200
+    assert found["vllm:prefix_cache_hits_total", vllm] == 96
+    assert found["rollbus_worker_prefill_tokens_per_second", W] > 0
+    assert found["rollbus_worker_decode_tokens_per_second", W] > 0
+
+
+async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: str) -> None:
+    """Without a prefix cache there are no queries of one, rather than none of them answered."""
+    async with http_service(nats_url, fleet, worker_id="w") as http:
+        found = parse((await http.client.get("/metrics")).text)
+    names = {name for name, _ in found if name.startswith("vllm:")}
+    assert names == {f"vllm:{name}" for name in ("kv_cache_usage_perc", "num_requests_running")} | {
+        "vllm:num_requests_waiting",
+        "vllm:num_preemptions_total",
+    }
+
+
 async def test_the_time_in_the_queue_has_a_histogram(nats_url: str, fleet: str) -> None:
     """Of this service's requests, by model."""
     name, model = "rollbus_client_queue_wait_seconds", frozenset({("model", "synthetic")})

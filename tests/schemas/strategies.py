@@ -24,6 +24,7 @@ from rollbus.schemas.presence import (
     Capabilities,
     ClientPresence,
     ClientState,
+    EngineStats,
     LoraInfo,
     RoutedExpertsInfo,
     WorkerCounters,
@@ -284,6 +285,15 @@ counters = st.builds(
         for name in WorkerCounters.__struct_fields__
     },
 )
+engine_stats = st.builds(
+    EngineStats,
+    kv_cache_use=maybe(st.floats(0, 1)),
+    **{
+        name: maybe(st.floats(0, 1e9) if name.endswith("_per_s") else st.integers(0, 2**53))
+        for name in EngineStats.__struct_fields__
+        if name != "kv_cache_use"
+    },
+)
 presences = st.builds(
     WorkerPresence,
     worker=subject_tokens,
@@ -305,6 +315,7 @@ presences = st.builds(
     loras=st.lists(st.builds(LoraInfo, name=names, version=VERSION), max_size=3).map(tuple),
     lease_age_s=st.floats(0, 1e6),
     counters=maybe(counters),
+    engine_stats=maybe(engine_stats),
 )
 client_presences = st.builds(
     ClientPresence,

@@ -33,7 +33,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(messages.RequestMessage, messages.KvTransfer, messages.Frame, messages.RequestKey, messages.LinkMessage),
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
-    presence.WorkerCounters,
+    *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
     certificate.Certificate,

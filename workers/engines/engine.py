@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ...schemas.messages import KvTransfer
-from ...schemas.presence import Capabilities
+from ...schemas.presence import Capabilities, EngineStats
 from ...schemas.request import GenerateRequest
 from ...schemas.weights import Verified
 
@@ -32,6 +32,10 @@ class Engine(Protocol):
     @property
     def reports_recomputed_kv(self) -> bool:
         """Each step says whether the KV before its tokens was computed anew (`RequestStep.kv_recomputed`)."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its load now, for announcements; may be asked at any time, and costs no call to the engine."""
 
     async def start(self) -> None:
         """Load the model and warm up, so that the first real request is as fast as the others.

@@ -1,5 +1,6 @@
 """What runs in a synthetic engine, as a table: a step is a few operations on its columns, however many rows it has."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -7,9 +8,11 @@ import numpy.typing as npt
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
+from ....schemas.presence import EngineStats
+from ..token_rates import TokenRates
 from .hashing import MULTIPLIER, mix
 from .kv import SyntheticKv
-from .model import Running, SyntheticModel
+from .model import Prefilled, Running, SyntheticModel
 from .weights import SyntheticWeights
 
 __all__ = ["Batch"]
@@ -58,6 +61,8 @@ class Batch:
         # Whose KV is computed anew in the next step.
         self._preempted: set[str] = set()
         self.preempt_every = 0
+        self._num_preemptions = 0
+        self.rates = TokenRates()
 
     def __len__(self) -> int:
         """Requests."""
@@ -73,6 +78,18 @@ class Batch:
     def preempt(self) -> None:
         """Take the KV from all requests; their next step computes it anew."""
         self._preempted.update(self._keys)
+
+    def stats(self, num_prefilling: int, num_waiting: int) -> EngineStats:
+        """The load of the engine, which has these requests besides."""
+        prefill, decode = self.rates.prefill, self.rates.decode
+        return EngineStats(
+            kv_cache_use=min(int(self._table["length"].sum()) / self._config.kv_cache_tokens, 1.0),
+            running=len(self) + num_prefilling,
+            waiting=num_waiting,
+            preemptions=self._num_preemptions,
+            prefill_tokens_per_s=None if prefill is None else round(prefill, 3),
+            decode_tokens_per_s=None if decode is None else round(decode, 3),
+        )
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -121,8 +138,15 @@ class Batch:
             step.kv_recomputed = i < num_old and bool(is_recomputed[i])
         for step, extra in zip(steps[len(steps) - len(joining) :], prefilled, strict=True):
             extra.add_to(step)
+        self._measure(joining, prefilled, num_old)
         self._end(apart, steps)
         return [batch, *steps] if len(batch) else list(steps)
+
+    def _measure(self, joining: Sequence[Running], prefilled: Sequence[Prefilled], num_old: int) -> None:
+        """Measure the step that ends now: prompts of `joining`, and a token of each that was here before."""
+        for running, extra in zip(joining, prefilled, strict=True):
+            self.rates.add_prefill(running.length - extra.cached_tokens, running.scheduled_at)
+        self.rates.end_step(time.monotonic(), num_old)
 
     def _pop_preempted(self) -> npt.NDArray[np.bool_]:
         """Which rows have their KV computed anew in this step."""
@@ -132,6 +156,7 @@ class Batch:
         is_preempted = np.array([key in preempted for key in self._keys], np.bool_)
         if self.preempt_every:
             is_preempted |= self._table["count"] % np.uint64(self.preempt_every) == 0
+        self._num_preemptions += int(is_preempted.sum())
         return is_preempted
 
     def _append_last(self) -> None:

@@ -75,6 +75,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Processes that it claims to have; None: it does not say, as earlier releases."""
     reports_recomputed_kv: bool = True
     """It says when it has computed KV anew."""
+    kv_cache_tokens: int = 4_194_304
+    """Room in what it announces as its KV cache. Nothing waits for room: with more tokens than this it is full."""
     prefix_cache: bool = False
     """Remember prompts, which shows in `cached_tokens`."""
     role: Role = "both"

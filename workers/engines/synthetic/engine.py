@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
 from ....schemas.limits import MAX_PRIORITY
 from ....schemas.messages import KvTransfer
-from ....schemas.presence import Capabilities
+from ....schemas.presence import Capabilities, EngineStats
 from ....schemas.request import GenerateRequest
 from ....schemas.wire_version import MALFORMED
 from .batch import Batch
@@ -77,12 +79,19 @@ class SyntheticEngine:
         self._all_read = asyncio.Event()
         self._all_read.set()
         self._num_steps = 0
+        self._began_at = 0.0
         self._dead: str | None = None
 
     def __repr__(self) -> str:
         """One line with counts."""
         waiting = len(self._waiting) + len(self._prefilling) + len(self._loading) + len(self._failed)
         return f"<SyntheticEngine running={len(self._running)} waiting={waiting} steps={self._num_steps}>"
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its load now; of the prefix cache nothing, where it has none."""
+        stats = self._running.stats(len(self._prefilling), len(self._waiting) + len(self._loading))
+        return stats if self._cache is None else replace(stats, **self._cache.counts())
 
     async def start(self) -> None:
         """Read the checkpoint, if there is one."""
@@ -199,6 +208,7 @@ class SyntheticEngine:
                 self._wake_up.clear()
                 await self._wake_up.wait()
             self._all_read.clear()
+            self._began_at = time.monotonic()
             # The pace of the engine; at 0 still a chance for everyone else.
             await asyncio.sleep(self._config.step_s)
             if self._num_steps == self._config.die_after_steps:
@@ -227,6 +237,7 @@ class SyntheticEngine:
             len(self._running) + len(self._prefilling) < self._config.max_num_seqs or self._is_urgent(self._waiting[0])
         ):
             self._prefilling.append(self._waiting.popleft())
+            self._prefilling[-1].scheduled_at = self._began_at
         is_done = [self._model.advance(one, self._weights_of(one.request.lora)) for one in self._prefilling]
         self._running.preempt_every = self.faults.preempt_every
         joining = [one for one, done in zip(self._prefilling, is_done, strict=True) if done]
@@ -266,6 +277,7 @@ class SyntheticEngine:
         self._is_paused = True
         await self._all_read.wait()
         self._check_alive()
+        self._running.rates.interrupt(time.monotonic())
 
     async def resume(self) -> None:
         """Go on."""

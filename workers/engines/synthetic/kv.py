@@ -49,6 +49,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, int], None] = {}
+        self.num_queried = self.num_hits = 0
+        """Tokens of prompts that were looked up, and of those the tokens that were found."""
 
     def __len__(self) -> int:
         """Blocks that are remembered."""
@@ -71,6 +73,10 @@ class PrefixCache:
         for block in list(self._blocks)[: max(len(self._blocks) - MAX_BLOCKS, 0)]:
             del self._blocks[block]
         return num_cached
+
+    def counts(self) -> dict[str, int]:
+        """What was counted, by the names of `EngineStats`."""
+        return {"prefix_cache_queries": self.num_queried, "prefix_cache_hits": self.num_hits}
 
     def clear(self) -> None:
         """Forget all."""

@@ -33,6 +33,8 @@ class Running:
     """Tokens of its prompt; 0 before the prefill."""
     keeps_kv: bool = False
     """It is a prefill leg."""
+    scheduled_at: float = 0.0
+    """When the engine began with it, by the monotonic clock."""
     kv: SyntheticKv | None = None
     """Of the beginning of its prompt, computed by another engine; None: there is none."""
     kv_delta: int = 0
@@ -175,7 +177,11 @@ class SyntheticModel:
         if self._cache is None:
             return 0
         num_cached = self._cache.add_prompt(running.salt, contexts)
-        return num_cached if running.request.sampling.prompt_logprobs is None else 0
+        if running.request.sampling.prompt_logprobs is not None:
+            return 0
+        self._cache.num_queried += len(contexts)
+        self._cache.num_hits += num_cached
+        return num_cached
 
     def _prompt_logprobs(
         self, contexts: npt.NDArray[np.uint64], sampling: SamplingParams, weights: SyntheticWeights

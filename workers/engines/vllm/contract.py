@@ -141,8 +141,8 @@ CONTRACT: tuple[Need, ...] = (
         has="prev_step_scheduled_req_ids requests running",
         calls={"_preempt_request": "request timestamp", "update_from_output": "scheduler_output model_runner_output"},
     ),
-    Need("vllm.v1.engine:EngineCoreEvent", has="type", calls={"new_event": "event_type"}),
-    Need("vllm.v1.engine:EngineCoreEventType", has="SCHEDULED"),
+    Need("vllm.v1.engine:EngineCoreEvent", has="timestamp type", call="type timestamp"),
+    Need("vllm.v1.engine:EngineCoreEventType", has="PREEMPTED SCHEDULED"),
     Need(
         "vllm.v1.engine.input_processor:InputProcessor",
         calls={"process_inputs": "request_id prompt params supported_tasks * lora_request priority trace_headers"},
@@ -157,11 +157,16 @@ CONTRACT: tuple[Need, ...] = (
     ),
     Need("vllm.v1.engine:EngineCoreOutput", has="error", since=(0, 33)),
     Need("vllm.outputs:RequestError", has="message", since=(0, 33)),
-    Need("vllm.v1.engine:EngineCoreOutputs", has="outputs", call="* outputs"),
+    Need("vllm.v1.engine:EngineCoreOutputs", has="engine_index outputs scheduler_stats timestamp", call="* outputs"),
     Need("vllm.v1.engine:FinishReason", has="ABORT"),
     # Each has its own in `rollbus.schemas.chunk.FinishReason`.
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
-    Need("vllm.v1.metrics.stats:PrefillStats", has="num_cached_tokens num_external_cached_tokens"),
+    Need("vllm.v1.metrics.stats:PrefillStats", has="num_cached_tokens num_computed_tokens num_external_cached_tokens"),
+    Need(
+        "vllm.v1.metrics.stats:SchedulerStats",
+        has="kv_cache_usage num_running_reqs num_skipped_waiting_reqs num_waiting_reqs prefix_cache_stats",
+    ),
+    Need("vllm.v1.metrics.stats:PrefixCacheStats", has="hits queries"),
     # Taken apart by position.
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
     Need("vllm.v1.outputs:LogprobsTensors", call="logprob_token_ids logprobs selected_token_ranks"),

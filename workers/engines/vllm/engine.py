@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from ....schemas.messages import KvTransfer
-from ....schemas.presence import Capabilities, Role
+from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
 from ....schemas.weights import Verified
 from ..engine import RequestStep, TokenBatch
@@ -26,6 +26,7 @@ from .kv.config import connector_config
 from .kv.params import decode_params
 from .kv_watch import KvWatch
 from .launch import Launch
+from .load_meter import LoadMeter
 from .loaded import LoadSerials
 from .outputs import OpenRequests
 from .params import to_vllm
@@ -106,6 +107,11 @@ class VllmEngine:
     def reports_recomputed_kv(self) -> bool:
         """Each step says whether the KV before its tokens was computed anew; valid once `start` has returned."""
         return isinstance(self._feed, CoreFeed) and self._running().kv_watch.is_on
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its load, as the engine cores reported it with their last steps."""
+        return EngineStats() if self._feed is None else self._feed.meter.stats()
 
     async def start(self) -> None:
         """Load the model in a thread, so that the event loop stays free, and warm up.
@@ -202,6 +208,7 @@ class VllmEngine:
         self._is_paused = True
         async with calls.until_death():
             await feed.barrier()
+        feed.meter.interrupt()
 
     async def resume(self) -> None:
         """Go on where `pause` froze; harmless when not paused."""
@@ -329,6 +336,7 @@ class VllmEngine:
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
                         raise _Unfit(f"a first request failed: {step.error}")
+        feed.meter = LoadMeter()  # what was compiled meanwhile says nothing of the speed
 
     async def _shut_down(self) -> None:
         llm = self._launch.pop_llm()

@@ -15,6 +15,8 @@ from ....schemas.chunk import FinishReason
 from ....schemas.errors import EngineDead, InvalidRequest
 from ....schemas.request import GenerateRequest
 from .kv.params import is_decode_phase
+from .kv_history import RECOMPUTED_AT
+from .load_meter import LoadMeter
 from .loaded import LoadSerials
 from .outputs import LogprobTable, StepOutput
 from .params import refusal
@@ -30,6 +32,8 @@ __all__ = ["CoreFeed", "DrainMarker", "Feed", "RequestMaker"]
 class Feed(Protocol):
     """A way into the engine and out of it; used inside `async with`."""
 
+    meter: LoadMeter
+    """Has counted what the engine reported so far."""
     rows_with_tokens: bool
     """Routing comes in the step of its tokens; else all of it in a request's last output."""
 
@@ -132,6 +136,7 @@ class CoreFeed:
     def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
         self._core = llm.engine_core
         self._maker = maker
+        self.meter = LoadMeter()
 
     @staticmethod
     def fits(llm: "AsyncLLM") -> bool:
@@ -179,6 +184,7 @@ class CoreFeed:
             item.set()
         if isinstance(item, Exception):
             raise EngineDead(f"the engine core died: {type(item).__name__}: {item}") from item
+        self.meter.add(item)
         return [_output(output) for output in item.outputs]
 
     async def barrier(self) -> None:
@@ -208,7 +214,7 @@ def _output(output: "EngineCoreOutput") -> StepOutput:
         routed_experts=output.routed_experts,
         cached_tokens=None if prefill is None else prefill.num_cached_tokens,
         num_external=0 if prefill is None else getattr(prefill, "num_external_cached_tokens", 0),
-        was_scheduled=bool(output.events) and _was_scheduled(output.events),
+        was_recomputed=bool(output.events) and _was_recomputed(output.events),
         kv_params=getattr(output, "kv_transfer_params", None),
         finish_reason=None if output.finish_reason is None else FinishReason(str(output.finish_reason)),
         stop_reason=output.stop_reason,
@@ -216,8 +222,6 @@ def _output(output: "EngineCoreOutput") -> StepOutput:
     )
 
 
-def _was_scheduled(events: "Sequence[EngineCoreEvent]") -> bool:
-    """True if the engine began to compute the request: vLLM says so where it keeps statistics, else `kv_history`."""
-    from vllm.v1.engine import EngineCoreEventType
-
-    return any(event.type == EngineCoreEventType.SCHEDULED for event in events)
+def _was_recomputed(events: "Sequence[EngineCoreEvent]") -> bool:
+    """True if the engine computed the request's KV anew, as `kv_history` says; vLLM's own events come too early."""
+    return any(event.timestamp == RECOMPUTED_AT for event in events)

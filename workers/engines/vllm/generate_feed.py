@@ -11,6 +11,7 @@ from ....schemas.errors import EngineDead
 from ....schemas.request import GenerateRequest
 from ..foreign_code import ForeignError, foreign_code
 from .feeds import DrainMarker, RequestMaker
+from .load_meter import LoadMeter
 from .outputs import LogprobTable, StepOutput
 from .params import refusal
 
@@ -39,6 +40,7 @@ class GenerateFeed:
     def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
         self._llm = llm
         self._maker = maker
+        self.meter = LoadMeter()
         self._queue: asyncio.Queue[StepOutput | EngineDead | DrainMarker] = asyncio.Queue(MAX_WAITING)
         self._held: DrainMarker | None = None
         """Came behind the outputs that `next` returned last."""
@@ -130,6 +132,7 @@ class GenerateFeed:
         """What vLLM's task asks for when it has handled all that it got before."""
         while isinstance(item := await self._get_output(), DrainMarker):
             item.set()
+        self.meter.add(item)
         return item
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:

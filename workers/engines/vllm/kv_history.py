@@ -1,7 +1,7 @@
 """KV that the engine core computes anew: told with the tokens that follow, and never taken from older weights' cache.
 
-vLLM tells the worker nothing of a preemption unless it counts for its own statistics, and it tells of the preemption,
-not of the recomputation: with asynchronous scheduling a token that was on its way comes in between. And a preempted
+vLLM tells the worker of a preemption and of the scheduling that follows, not of the recomputation: with asynchronous
+scheduling a token that was on its way comes in between. And a preempted
 request finds its own blocks in the prefix cache again, also those of weights that were replaced since.
 
 The functions are added to vLLM's `EngineCore` in its process, where the worker calls them as it calls vLLM's own.
@@ -10,10 +10,12 @@ The functions are added to vLLM's `EngineCore` in its process, where the worker 
 import time
 from typing import Any
 
-__all__ = ["OUTDATE", "WATCH", "install"]
+__all__ = ["OUTDATE", "RECOMPUTED_AT", "WATCH", "install"]
 
 WATCH = "rollbus_watch_kv"
 OUTDATE = "rollbus_outdate_kv"
+RECOMPUTED_AT = -1.0
+"""The time of the marks made here, by which they differ from vLLM's own events: no clock shows it."""
 
 
 def install() -> None:
@@ -48,7 +50,7 @@ def watch_kv(core: Any) -> None:
             for output in (output for outputs in made.values() for output in outputs.outputs):
                 if output.request_id in resumed and output.new_token_ids:
                     resumed.discard(output.request_id)
-                    event = EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED)
+                    event = EngineCoreEvent(EngineCoreEventType.SCHEDULED, RECOMPUTED_AT)
                     output.events = [*(output.events or ()), event]
             resumed.intersection_update(scheduler.requests)
         return made

@@ -194,7 +194,8 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     _check_names(given, known)
     defaults: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
+        # What the worker announces of the engine's load comes with its steps then.
+        "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():

@@ -48,9 +48,8 @@ class StepOutput:
     cached_tokens: int | None = None
     num_external: int = 0
     """Of the `cached_tokens`, those that a KV connector brought; where the engine says so."""
-    was_scheduled: bool = False
-    """The engine began to compute the request, for the first time or after a preemption, and this is its first output
-    since."""
+    was_recomputed: bool = False
+    """The engine computed its KV anew after a preemption, and this is its first output since."""
     kv_params: Mapping[str, Any] | None = None
     """With `finish_reason`: what the KV connector says to whoever goes on with the request."""
     finish_reason: FinishReason | None = None
@@ -66,7 +65,7 @@ class StepOutput:
             and self.finish_reason is None
             and self.prompt_logprobs is None
             and self.cached_tokens is None
-            and not self.was_scheduled
+            and not self.was_recomputed
         )
 
 
@@ -283,7 +282,7 @@ class OpenRequests:
             finish_reason=output.finish_reason,
             # vLLM names the stop token also when it is one of the model's own end-of-sequence tokens.
             stop_reason=stop if isinstance(stop, int) and stop in request.sampling.stop_token_ids else None,
-            kv_recomputed=output.was_scheduled and request.num_tokens > 0,
+            kv_recomputed=output.was_recomputed and request.num_tokens > 0,
             kv_params=None if request.kv is None or not request.kv.is_prefill else encode_params(output.kv_params),
         )
         request.has_begun = True

@@ -1,0 +1,170 @@
+"""What workers say of themselves as metrics: the HTTP service shows those of the fleet, a worker's probe its own."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
+
+from ..schemas.presence import WorkerPresence
+
+__all__ = ["Family", "Sample", "exposition", "worker_families"]
+
+Labels = Mapping[str, str]
+
+GAUGES: Final = {
+    "in_flight": ("in_flight", "Requests that the worker has admitted and not ended"),
+    "queued": ("queued", "Requests that it has taken and its engine has not"),
+    "free_slots": ("free_slots", "Requests that it would start at once"),
+    "held_bytes": ("held_bytes", "What clients have not taken yet: it grows where credit or connections are missing"),
+    "weight_version": ("weight_version", "Of the weights that it samples from"),
+    "target_version": ("target_weight_version", "Of the weights that it should have"),
+    "lease_age_s": ("lease_age_seconds", "Since an announcement of it was last confirmed"),
+    "uptime_s": ("uptime_seconds", "Since it started"),
+}
+"""Fields of `WorkerPresence`, their names here, and what they are."""
+ENGINE_GAUGES: Final = {
+    "prefill_tokens_per_s": (
+        "prefill_tokens_per_second",
+        "Prompt tokens that its engine computes a second while it computes any, of the last ten seconds of that",
+    ),
+    "decode_tokens_per_s": (
+        "decode_tokens_per_second",
+        "Tokens after the first that its engine makes a second while it makes any, of the last ten seconds of that",
+    ),
+}
+"""Fields of `EngineStats` without a name in vLLM, their names here, and what they are."""
+VLLM_GAUGES: Final = {
+    "running": ("num_requests_running", "Requests that the engine computes"),
+    "waiting": ("num_requests_waiting", "Requests in the engine that it has not begun, or has preempted"),
+    "kv_cache_use": ("kv_cache_usage_perc", "Share of the KV cache that requests hold: 1 is all of it"),
+}
+"""Fields of `EngineStats`, vLLM's names for them, and what they are."""
+VLLM_COUNTERS: Final = {
+    "preemptions": ("num_preemptions", "How often the engine has taken the KV cache from a running request"),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens that the engine has looked up in its prefix cache"),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens of those that it found there"),
+}
+"""Fields of `EngineStats` that only grow, vLLM's names for them, and what they are."""
+WORKER_TIMES: Final = {
+    "time_to_first_token_seconds": (
+        "first_tokens",
+        "From a request's offer to its first token, as the engine makes it: without the time in the queue",
+    ),
+    "inter_token_seconds": ("next_tokens", "Time between steps of a request over the tokens of the later one"),
+}
+"""Sums of times by their names here: the field of `WorkerCounters` with their number, that with the seconds is named
+after it, and what they are."""
+WORKER_COUNTERS: Final = {
+    "requests": "Requests that it has offered to clients: each attempt of each sample is one",
+    "rejected": "Requests that it has refused",
+    "ended": "Requests that its engine has ended",
+    "failed": "Requests that it has ended with an error; those over budget, and some of lost clients, among them",
+    "aborted": "Requests that it has ended because their clients wanted no more of them",
+    "over_budget": "Requests that it has ended because clients had left too much untaken",
+    "returned": "Requests that it has given back to the queue",
+    "given_up": "Requests that it has given up because its lease had run out",
+    "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
+    "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
+    "routing_bytes": "Routed experts that its engine has made, raw",
+    "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",
+    "frames": "Frames published, those sent again included",
+    "frames_resent": "Frames sent again because a client missed them",
+    "frames_lost": "Frames that could not be published; on a link they are sent again",
+    "links_broken": "Links given up for new ones, as their clients had lost their place",
+    "clients_lost": "Lives of clients that ended: closed, silent for too long, or followed by another",
+    "requests_of_lost_clients": "Requests that nobody waited for any more",
+    "fences": "How often it has fenced itself: its lease had run out unconfirmed",
+    "dropped_msgs": "Messages that its connection has dropped unread",
+}
+"""Fields of `WorkerCounters`, and what they are."""
+
+
+class Sample(NamedTuple):
+    """One value."""
+
+    suffix: str
+    """Of the family's name."""
+    labels: Labels
+    value: float
+
+
+class Family(NamedTuple):
+    """A metric, and its values for all workers that say it."""
+
+    name: str
+    """Without the `_total` of counters."""
+    kind: Literal["counter", "gauge", "summary"]
+    text: str
+    """What it is, on one line."""
+    label_names: tuple[str, ...]
+    samples: list[Sample]
+
+
+def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
+    """All metrics of these workers; what a worker does not say has no value."""
+    yield from _own(workers)
+    yield from _as_vllm(workers)
+    names = ("worker", "model", "state")
+    states = [Sample("", {**_labels(worker), "state": str(worker.state)}, 1) for worker in workers]
+    yield Family("rollbus_worker_state", "gauge", "1 for the state that it is in", names, states)
+
+
+def _labels(worker: WorkerPresence) -> Labels:
+    return {"worker": worker.worker, "model": worker.model}
+
+
+def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
+    names = ("worker", "model")
+    engines = [(_labels(one), one.engine_stats) for one in workers if one.engine_stats is not None]
+    counted = [(_labels(one), one.counters) for one in workers if one.counters is not None]
+    for field, (name, text) in GAUGES.items():
+        values = [(_labels(one), getattr(one, field)) for one in workers]
+        yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
+    for field, (name, text) in ENGINE_GAUGES.items():
+        values = [(labels, getattr(stats, field)) for labels, stats in engines]
+        yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
+    for name, (field, text) in WORKER_TIMES.items():
+        times = [
+            Sample(suffix, labels, getattr(counters, f"{field}{of}"))
+            for labels, counters in counted
+            for suffix, of in (("_count", ""), ("_sum", "_s"))
+        ]
+        yield Family(f"rollbus_worker_{name}", "summary", text, names, times)
+    for field, text in WORKER_COUNTERS.items():
+        totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
+        yield Family(f"rollbus_worker_{field}", "counter", text, names, totals)
+
+
+def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
+    """By vLLM's names and labels, for programs that read those; `engine`, which vLLM numbers, is the worker's name."""
+    names = ("model_name", "engine", "worker")
+    engines = [
+        ({"model_name": one.model, "engine": one.worker, "worker": one.worker}, one.engine_stats)
+        for one in workers
+        if one.engine_stats is not None
+    ]
+    for field, (name, text) in VLLM_GAUGES.items():
+        values = [(labels, getattr(stats, field)) for labels, stats in engines]
+        yield Family(f"vllm:{name}", "gauge", text, names, _known("", values))
+    for field, (name, text) in VLLM_COUNTERS.items():
+        values = [(labels, getattr(stats, field)) for labels, stats in engines]
+        yield Family(f"vllm:{name}", "counter", text, names, _known("_total", values))
+
+
+def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[Sample]:
+    return [Sample(suffix, labels, value) for labels, value in values if value is not None]
+
+
+def exposition(workers: Sequence[WorkerPresence]) -> str:
+    """All metrics of these workers in Prometheus's text format, version 0.0.4."""
+    lines = []
+    for family in worker_families(workers):
+        name = f"{family.name}_total" if family.kind == "counter" else family.name
+        lines += [f"# HELP {name} {_escape(family.text)}", f"# TYPE {name} {family.kind}"]
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{_escape(value, quotes=True)}"' for key, value in sample.labels.items())
+            lines.append(f"{family.name}{sample.suffix}{{{labels}}} {float(sample.value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str, *, quotes: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quotes else text

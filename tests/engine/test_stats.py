@@ -1,0 +1,91 @@
+"""The load that is told of the real engine is what its scheduler did."""
+
+import asyncio
+
+import pytest
+
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from tests.engine.support import prompt
+from tests.support.vllm_engine import RunningEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def request_of(seed: int, prompt_len: int, max_tokens: int) -> GenerateRequest:
+    """A greedy request."""
+    return GenerateRequest(
+        prompt_token_ids=prompt(prompt_len, seed=seed),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        cache_salt="stats",
+    )
+
+
+@pytest.mark.parametrize("name", ["moe", "fallback"])
+def test_prefix_hits_are_those_of_the_requests(name: str, request: pytest.FixtureRequest) -> None:
+    """Queries grow by the prompts' tokens, and hits by what the second request is told to have found."""
+    running: RunningEngine = request.getfixturevalue(name)
+    before = running.engine.stats
+    running.generate(request_of(1, 300, 2))
+    between = running.engine.stats
+    [second] = running.generate(request_of(1, 300, 2))
+    after = running.engine.stats
+
+    cached = second.steps[0].cached_tokens
+    assert cached
+    assert None not in (before.prefix_cache_queries, before.prefix_cache_hits)
+    queries = [stats.prefix_cache_queries or 0 for stats in (before, between, after)]
+    hits = [stats.prefix_cache_hits or 0 for stats in (before, between, after)]
+    assert [queries[1] - queries[0], queries[2] - queries[1]] == [300, 300]
+    assert [hits[1] - hits[0], hits[2] - hits[1]] == [0, cached]
+
+
+def test_kv_use_is_the_blocks_of_what_runs(moe: RunningEngine) -> None:
+    """Two requests of 100 tokens hold 4 blocks of 32 each, of 64 of which vLLM keeps one; none is held afterwards."""
+
+    async def run() -> None:
+        engine = moe.engine
+        keys = [await moe.add(request_of(10 + number, 100, 20)) for number in range(2)]
+        begun: set[str] = set()
+        while len(begun) < 2:
+            begun |= {step.key for step in await moe.next() if len(step.token_ids)}
+        stats = engine.stats
+        assert (stats.running, stats.waiting) == (2, 0)
+        # The second may have begun when the first was some tokens ahead.
+        assert stats.kv_cache_use == pytest.approx(8 / 63, abs=2 / 63)
+        await engine.abort(keys)
+        await moe.finish(*keys)
+        while engine.stats.running:
+            await moe.add(request_of(20, 4, 1))
+            await moe.next()
+
+    moe.call(run())
+    moe.generate(request_of(21, 4, 1))
+    assert (moe.engine.stats.running, moe.engine.stats.waiting, moe.engine.stats.kv_cache_use) == (0, 0, 0.0)
+
+
+def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> None:
+    """As many as the engine core has told of, where all requests together do not fit."""
+    before = moe.engine.stats.preemptions
+    assert before is not None
+    moe.generate(*(request_of(30 + number, 150, 250) for number in range(8)))
+
+    assert preemptions
+    assert moe.engine.stats.preemptions == before + len(preemptions)
+
+
+def test_rates_are_of_the_time_that_the_engine_computes(moe: RunningEngine) -> None:
+    """They are there after a request, and neither a pause nor idle time makes them smaller."""
+
+    async def pause() -> None:
+        await moe.engine.pause()
+        await asyncio.sleep(0)
+        await moe.engine.resume()
+
+    moe.generate(request_of(40, 300, 40))
+    before = moe.engine.stats
+    moe.call(pause())
+
+    assert before.prefill_tokens_per_s
+    assert before.decode_tokens_per_s
+    assert moe.engine.stats == before

@@ -1,0 +1,83 @@
+"""The load that a synthetic engine tells of."""
+
+import asyncio
+
+import rollbus
+from rollbus.schemas.presence import EngineStats
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.fleet import synthetic_worker
+from tests.support.fleet_states import until_worker
+
+PROMPT = list(range(3, 103))
+
+
+def request(prompt: list[int], max_tokens: int = 4) -> rollbus.GenerateRequest:
+    """A request that runs to its limit."""
+    return rollbus.GenerateRequest(
+        prompt_token_ids=prompt, sampling=rollbus.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
+async def test_running_and_waiting_requests_and_their_kv() -> None:
+    """Requests beyond the batch wait; the tokens of those that run are in the KV cache; preempted ones are counted."""
+    engine = SyntheticEngine(SyntheticConfig(max_num_seqs=2, kv_cache_tokens=1000))
+    assert engine.stats == EngineStats(kv_cache_use=0.0, running=0, waiting=0, preemptions=0)
+    await engine.start()
+    for key in "abc":
+        await engine.add(key, request(PROMPT, 100))
+    steps = engine.steps()
+    await anext(steps)
+
+    stats = engine.stats
+    assert (stats.running, stats.waiting, stats.kv_cache_use) == (2, 1, 0.2)
+    assert stats.prefill_tokens_per_s is not None
+    assert stats.decode_tokens_per_s is None
+    await engine.reset_cache(preempt=True)
+    await anext(steps)
+    assert engine.stats.preemptions == 2
+    assert engine.stats.decode_tokens_per_s is not None
+    await engine.abort(["a", "b", "c"])
+    await anext(steps)
+    assert (engine.stats.running, engine.stats.waiting, engine.stats.kv_cache_use) == (0, 0, 0.0)
+    await engine.close()
+
+
+async def test_the_prefix_cache_is_told_of_where_there_is_one(nats_url: str, fleet: str) -> None:
+    """Queries and hits are in tokens, as clients read them; without a cache they are left out, and not 0."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SyntheticConfig(prefix_cache=True)),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        before = await until_worker(rb, "w", lambda worker: worker.engine_stats)
+        await rb.complete(request(PROMPT))
+        await rb.complete(request(PROMPT))
+        queried = await until_worker(
+            rb, "w", lambda worker: worker.engine_stats and worker.engine_stats.prefix_cache_hits
+        )
+    assert before.engine_stats is not None
+    assert queried.engine_stats is not None
+    assert before.engine_stats.prefix_cache_hits == 0
+    counted = (before.engine_stats.prefix_cache_queries or 0) + 2 * len(PROMPT)
+    assert queried.engine_stats.prefix_cache_queries == counted
+    assert queried.engine_stats.prefix_cache_hits == 96
+    assert SyntheticEngine().stats.prefix_cache_queries is None
+
+
+async def test_the_pace_of_the_engine_is_its_rate() -> None:
+    """A step of a known time gives no more tokens a second than fit, for prompts and for tokens."""
+    step_s = 0.02
+    engine = SyntheticEngine(SyntheticConfig(step_s=step_s, max_num_seqs=4))
+    await engine.start()
+    for number in range(4):
+        await engine.add(str(number), request(PROMPT, 5))
+    async for steps in engine.steps():
+        if not engine.stats.running:
+            break
+        assert steps
+        await asyncio.sleep(0)
+    stats = engine.stats
+    assert stats.prefill_tokens_per_s is not None
+    assert stats.decode_tokens_per_s is not None
+    assert 0 < stats.prefill_tokens_per_s <= 4 * len(PROMPT) / step_s
+    assert 0 < stats.decode_tokens_per_s <= 4 / step_s
+    await engine.close()

@@ -1,0 +1,98 @@
+"""Tokens a second of an engine: what is measured, what weighs more, and what is left out."""
+
+from typing import Any
+
+import pytest
+
+from rollbus.workers.engines.token_rates import MEMORY_S, TokenRates
+
+
+def both(rates: TokenRates) -> Any:
+    """Prefill and decode, to be compared with approximations."""
+    return rates.prefill, rates.decode
+
+
+def test_nothing_is_said_before_something_was_measured() -> None:
+    """A rate that is not known is none, not 0."""
+    rates = TokenRates()
+    assert rates.prefill is None
+    assert rates.decode is None
+
+
+def test_prefill_and_decode_are_measured_apart() -> None:
+    """A prompt counts from when it was scheduled to its first token, decoding the steps that made later tokens."""
+    rates = TokenRates()
+    rates.add_prefill(1000, 100.0)
+    rates.end_step(100.5, 0)
+    assert both(rates) == (pytest.approx(2000), None)
+    rates.end_step(100.6, 4)
+    rates.end_step(100.7, 4)
+    assert both(rates) == (pytest.approx(2000), pytest.approx(40))
+
+
+def test_idle_time_changes_nothing() -> None:
+    """An hour without requests is not an hour of slow ones."""
+    rates = TokenRates()
+    for begin in (100.0, 3700.0):
+        rates.add_prefill(1000, begin)
+        rates.end_step(begin + 0.5, 0)
+        rates.end_step(begin + 0.6, 8)
+    assert rates.prefill == pytest.approx(2000)
+    assert rates.decode == pytest.approx(80)
+
+
+def test_a_prompt_in_parts_counts_whole_beside_requests_that_decode() -> None:
+    """Its time begins with its first part, however many steps of others end meanwhile."""
+    rates = TokenRates()
+    rates.end_step(100.0, 0)
+    for number in range(1, 5):
+        rates.end_step(100.0 + number / 10, 2)
+    rates.add_prefill(800, 100.1)
+    rates.end_step(100.5, 2)
+    assert rates.prefill == pytest.approx(2000)
+
+
+def test_long_prompts_decide_over_short_ones() -> None:
+    """A few tokens beside a batch that decodes say little of how fast a prompt is computed."""
+    rates = TokenRates()
+    rates.add_prefill(4000, 100.0)
+    rates.end_step(100.4, 0)
+    for number in range(20):
+        rates.add_prefill(16, 101.0 + number)
+        rates.end_step(101.05 + number, 0)
+    assert rates.prefill == pytest.approx(10_000, rel=0.1)
+
+
+def test_old_measurements_fade_with_the_time_computed() -> None:
+    """After several times its memory of computing, only the speed of now is left."""
+    rates = TokenRates()
+    rates.end_step(0.0, 0)
+    for number in range(1, 100):
+        rates.end_step(float(number), 10)
+    fast_from = 99.0
+    for number in range(1, int(5 * MEMORY_S)):
+        rates.end_step(fast_from + number, 100)
+    assert rates.decode == pytest.approx(100, rel=0.02)
+
+
+def test_a_pause_is_left_out() -> None:
+    """Neither the step after it counts, nor a prompt that was scheduled before it."""
+    rates = TokenRates()
+    rates.end_step(100.0, 0)
+    rates.end_step(100.1, 4)
+    rates.interrupt(100.15)
+    rates.add_prefill(1000, 100.12)
+    rates.end_step(200.0, 4)
+    assert both(rates) == (None, pytest.approx(40))
+    rates.add_prefill(1000, 200.0)
+    rates.end_step(200.1, 4)
+    assert both(rates) == (pytest.approx(10_000), pytest.approx(40))
+
+
+def test_steps_at_one_moment_do_no_harm() -> None:
+    """A clock that has not moved gives no measurement."""
+    rates = TokenRates()
+    rates.add_prefill(10, 100.0)
+    rates.end_step(100.0, 0)
+    rates.end_step(100.0, 5)
+    assert both(rates) == (None, None)

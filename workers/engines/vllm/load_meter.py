@@ -1,0 +1,97 @@
+"""The load of vLLM as its engine cores tell of it with each step; see `schemas.presence.EngineStats`."""
+
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from ....schemas.presence import EngineStats
+from ..token_rates import TokenRates
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+__all__ = ["LoadMeter"]
+
+new_tokens, events_of = attrgetter("new_token_ids"), attrgetter("events")
+
+
+class _Replica:
+    """What one engine core has said last."""
+
+    def __init__(self) -> None:
+        self.rates = TokenRates()
+        self.told_at = 0.0
+        self.running = self.waiting = 0
+        self.kv_cache_use = 0.0
+
+
+class LoadMeter:
+    """Adds up what the engine cores of all replicas report. Times are each core's own, so each has its own rates."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[int, _Replica] = {}
+        self._has_stats = False
+        self._preemptions = self._queries = self._hits = 0
+
+    def add(self, outputs: "EngineCoreOutputs") -> None:
+        """Count one step of one engine core."""
+        replica = self._replicas.setdefault(outputs.engine_index, _Replica())
+        made = outputs.outputs
+        if made:
+            # Without a loop in Python: there may be a thousand requests in a step.
+            num_tokens = sum(map(len, map(new_tokens, made)))
+            for output in filter(events_of, made):
+                num_tokens -= self._add_events(output, replica.rates)
+            if num_tokens or any(map(new_tokens, made)):
+                replica.rates.end_step(outputs.timestamp, num_tokens)
+        replica.told_at = outputs.timestamp
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            self._has_stats = True
+            replica.running = stats.num_running_reqs
+            replica.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            replica.kv_cache_use = stats.kv_cache_usage
+            self._queries += stats.prefix_cache_stats.queries
+            self._hits += stats.prefix_cache_stats.hits
+
+    def _add_events(self, output: "EngineCoreOutput", rates: TokenRates) -> int:
+        """Count what happened to a request before this output; return its tokens that are first ones."""
+        from vllm.v1.engine import EngineCoreEventType
+
+        events = output.events or ()
+        self._preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in events)
+        prefill = output.prefill_stats
+        if prefill is None:
+            return 0
+        scheduled_at = [event.timestamp for event in events if event.type == EngineCoreEventType.SCHEDULED]
+        if scheduled_at:
+            rates.add_prefill(prefill.num_computed_tokens, scheduled_at[0])
+        return len(output.new_token_ids)
+
+    def interrupt(self) -> None:
+        """Leave out the time until the next steps: the engine was paused."""
+        for replica in self._replicas.values():
+            replica.rates.interrupt(replica.told_at)
+
+    def stats(self) -> EngineStats:
+        """The load now: of several replicas the sum, and their mean use of KV caches, which are of one size."""
+        replicas = self._replicas.values()
+        prefill = [rate for one in replicas if (rate := one.rates.prefill) is not None]
+        decode = [rate for one in replicas if (rate := one.rates.decode) is not None]
+        rates = EngineStats(
+            prefill_tokens_per_s=round(sum(prefill), 3) if prefill else None,
+            decode_tokens_per_s=round(sum(decode), 3) if decode else None,
+        )
+        if not self._has_stats:
+            # Started with `disable_log_stats`: the engine cores say nothing of themselves.
+            return rates
+        use = sum(one.kv_cache_use for one in replicas) / len(replicas)
+        return EngineStats(
+            kv_cache_use=round(min(max(use, 0.0), 1.0), 6),
+            running=sum(one.running for one in replicas),
+            waiting=sum(one.waiting for one in replicas),
+            preemptions=self._preemptions,
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_tokens_per_s=rates.decode_tokens_per_s,
+        )
