@@ -6,10 +6,12 @@ user), 2 usage, 78 another worker has the same id.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
-from ..schemas.errors import BusBroken, DuplicateWorker, InvalidRequest, RollbusError
+from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
 from ..schemas.presence import Role
 from .config import (
@@ -34,6 +36,7 @@ from .config import (
 )
 from .engines import ENGINES, make_engine
 from .engines.engine import Engine
+from .probe import Probe, listen
 from .reach import wait_for_server
 from .worker import Worker
 
@@ -102,6 +105,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not load the checkpoint a second time to prove that weights can be replaced",
     )
+    parser.add_argument(
+        "--probe", metavar="HOST:PORT", help="answer /health, /ready and /metrics there over HTTP (default: nowhere)"
+    )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="json: one object a line")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
@@ -157,12 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             prove_reload=not args.no_prove_reload,
         )
         engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)
+        probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:
         arguments.error(exc.message)
-    except BusBroken as exc:
+    except RollbusError as exc:
         return _failed(exc)
     try:
-        uvloop.run(_run(config, engine, args.parent_pipe))
+        uvloop.run(_run(config, engine, args.parent_pipe, probed))
     except DuplicateWorker as exc:
         return _failed(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
@@ -178,7 +185,7 @@ def _failed(error: RollbusError, exit_code: int = 1) -> int:
     return exit_code
 
 
-async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None) -> None:
+async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None, probed: socket.socket | None) -> None:
     loop, waiting = asyncio.get_running_loop(), asyncio.current_task()
     if waiting is None:
         raise RuntimeError("not called in a task")
@@ -194,14 +201,20 @@ async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None) ->
         loop.add_signal_handler(number, stop)
     if parent_pipe is not None:
         watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(stop))
-    try:
-        await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
-    except asyncio.CancelledError:
-        # Only `stop` cancels this task.
-        logger.info("worker.stopped_waiting worker=%s", config.worker_id)
-        return
-    worker = Worker(config, engine)
-    await worker.run()
+    async with contextlib.AsyncExitStack() as until_ended:
+        if probed is not None:
+            # It answers while the worker waits for a server, too.
+            probe = Probe(probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None)
+            await until_ended.enter_async_context(probe)
+            logger.info("probe.listening port=%s", probe.port)
+        try:
+            await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
+        except asyncio.CancelledError:
+            # Only `stop` cancels this task.
+            logger.info("worker.stopped_waiting worker=%s", config.worker_id)
+            return
+        worker = Worker(config, engine)
+        await worker.run()
 
 
 def watch_parent(fd: int, on_end: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ Clients then learn of the end by the lease or by the new incarnation.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -225,10 +226,8 @@ class Worker:
 
     async def _keep_house(self) -> None:
         """Every second: who is late, who needs to hear that this worker is there, does the engine move?"""
-        beats = 0
-        while True:
+        for beats in itertools.count(1):
             await asyncio.sleep(HEARTBEAT_S)
-            beats += 1
             try:
                 self._runner.watch(HEARTBEAT_S)
             except EngineDead as exc:
@@ -243,8 +242,6 @@ class Worker:
             self._control.publish_due_acks()
             self._publisher.wake()
             self._puller.wake()
-
-    # What is heard
 
     async def _on_direct(self, message: Msg) -> None:
         self._intake.accept_direct(message.subject.split(".")[-2], message.data)
@@ -272,6 +269,9 @@ class Worker:
         except RemoteProtocolError as exc:
             self._bad_messages += 1
             logger.warning("message.bad subject=%s error=%s", message.subject, exc)
+
+    def _on_free_slots(self) -> None:
+        self._puller.wake()
 
     async def _on_reconnect(self) -> None:
         """Links go on: heartbeats tell what was lost, and it is sent again."""
@@ -302,9 +302,6 @@ class Worker:
         if self._runner.num_free != self._num_free:
             self._num_free = self._runner.num_free
             self._puller.wake()
-
-    def _on_free_slots(self) -> None:
-        self._puller.wake()
 
     def _on_changed(self) -> None:
         self._control.on_state_changed()
@@ -338,8 +335,7 @@ class Worker:
         # What its engine never saw did not kill it: that goes back to the queue.
         self._puller.pause()
         self._intake.stop()
-        error = RequestError(code=code, message=reason)
-        self._execute(self._links.fail(self._links.requests.names, error))
+        self._execute(self._links.fail(self._links.requests.names, RequestError(code=code, message=reason)))
         self._lifecycle.request_presence()
         try:
             async with asyncio.timeout(WIND_DOWN_S if self._nats.lost is None else 0):
@@ -363,6 +359,11 @@ class Worker:
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,
         )
+
+    @property
+    def is_assembled(self) -> bool:
+        """True once there is a connection, and with it all that `presence` tells of."""
+        return "_control" in self.__dict__
 
     def presence(self) -> WorkerPresence:
         """What this worker says of itself now."""

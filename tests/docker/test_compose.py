@@ -1,6 +1,9 @@
 """compose.yaml agrees with the repository and keeps containers apart; `tests/docker/run` shows it at work."""
 
+import asyncio
 import re
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,10 @@ import pytest
 import yaml
 
 from rollbus import __version__
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.probe import Probe, listen
 from tests.support.nats_server import IMAGE
+from tests.support.presences import presence
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -43,14 +49,14 @@ def test_every_target_of_the_dockerfile_exists() -> None:
 
 @pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"auth"}))
 def test_a_service_sees_the_keys_of_its_role_alone(service: str) -> None:
-    """Keys of others are in no container but the one that makes them; a worker has a viewer's for its health check."""
+    """Keys of others are in no container but the one that makes them."""
     keys = {name for name in volumes(service) if name.endswith("-keys")}
     allowed = {
         "nats": set(),
         "queue": {"admin-keys"},
         "rollbus": {"admin-keys"},
         "frontend": {"frontend-keys"},
-    }.get(service, {"worker-keys", "viewer-keys"})
+    }.get(service, {"worker-keys"})
     assert keys == allowed
 
 
@@ -86,3 +92,27 @@ def test_the_example_of_settings_is_whole() -> None:
         "TORCH_CPU_INDEX",
     ):
         assert shown[name] == used[name]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_healthy"),
+    [
+        (WorkerState.SERVING, True),
+        (WorkerState.PAUSED, True),
+        (WorkerState.STARTING, False),
+        (WorkerState.FAILED, False),
+    ],
+)
+async def test_a_workers_health_is_what_its_probe_says(state: WorkerState, is_healthy: bool) -> None:
+    """The check asks where the container's worker answers; one that is paused is healthy, one that loads is not."""
+    health, run_worker = (ROOT / "deploy/docker" / name for name in ("worker_health.py", "run-worker"))
+    address = re.search(r"--probe (\S+)", run_worker.read_text())
+    assert address is not None
+    assert 'HTTPConnection("{}", {}'.format(*address[1].split(":")) in health.read_text()
+
+    async with Probe(listen("127.0.0.1:0"), lambda: presence(state=state)) as probe:
+        program = health.read_text().replace("8081", str(probe.port))
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=PIPE)
+        stdout, _ = await process.communicate()
+
+    assert (process.returncode == 0, stdout) == (is_healthy, f"{state}\n".encode())

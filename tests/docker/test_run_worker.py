@@ -28,7 +28,7 @@ class Containers:
         self._program("rollbus", WORKER)
         self._program("nvidia-smi", "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus)))
         script = (ROOT / "deploy/docker/run-worker").read_text()
-        for path in ("/keys", "/kv", "/tmp/worker.creds"):
+        for path in ("/keys", "/kv"):
             assert path in script
             script = script.replace(path, f"{folder}{path.removeprefix('/tmp')}")
         (folder / "run-worker").write_text(script)

@@ -74,18 +74,18 @@ def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> 
     assert moe.engine.stats.preemptions == before + len(preemptions)
 
 
-def test_rates_are_of_the_time_that_the_engine_computes(moe: RunningEngine) -> None:
-    """They are there after a request, and neither a pause nor idle time makes them smaller."""
+def test_rates_are_there_after_a_request_and_stay(moe: RunningEngine) -> None:
+    """Prompts and tokens are measured, also around a pause; an idle engine keeps what it had."""
 
-    async def pause() -> None:
-        await moe.engine.pause()
-        await asyncio.sleep(0)
-        await moe.engine.resume()
+    async def run() -> None:
+        key = await moe.add(request_of(40, 300, 40))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(moe.finish(key))
+            await moe.engine.pause()
+            await moe.engine.resume()
 
-    moe.generate(request_of(40, 300, 40))
+    moe.call(run())
     before = moe.engine.stats
-    moe.call(pause())
-
     assert before.prefill_tokens_per_s
     assert before.decode_tokens_per_s
     assert moe.engine.stats == before

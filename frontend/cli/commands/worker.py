@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker-id", metavar="ID", help="its name, unique in the fleet (default: host, process id and some letters)"
     )
     parser.add_argument(
+        "--probe",
+        metavar="HOST:PORT",
+        help="answer /health, /ready and /metrics there over HTTP, for supervisors (default: nowhere)",
+    )
+    parser.add_argument(
         "--listen-s",
         metavar="S",
         type=float,
@@ -41,6 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
-    own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "listen_s"))
+    own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "probe", "listen_s"))
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
     os.execve(command[0], command, python_env())

@@ -1,0 +1,213 @@
+"""What a worker answers to supervisors: alive, serving, its metrics; and nothing that strangers send harms it."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import rollbus
+from rollbus.bus.worker_metrics import exposition
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.workers import probe as probe_module
+from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, Probe, listen
+from tests.support.fleet_states import until_worker
+from tests.support.patience import SOON_S
+from tests.support.presences import presence
+from tests.support.worker_process import worker_process
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+async def send(port: int, data: bytes) -> bytes:
+    """Everything that is answered to these bytes."""
+    async with asyncio.timeout(SOON_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def get(port: int, path: str) -> Answer:
+    """Status, headers and body of the answer to a GET."""
+    data = await send(port, f"GET {path} HTTP/1.1\r\nHost: worker\r\n\r\n".encode())
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    assert int(headers["content-length"]) == len(body)
+    return int(first.split()[1]), headers, body
+
+
+@contextlib.asynccontextmanager
+async def probed(described: WorkerPresence | None) -> AsyncIterator[int]:
+    """The port of a probe of a worker that says this of itself."""
+    async with Probe(listen("127.0.0.1:0"), lambda: described) as probe:
+        yield probe.port
+
+
+@pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.UNKNOWN])
+async def test_only_a_dead_engine_is_not_alive_and_only_a_serving_worker_is_ready(state: WorkerState) -> None:
+    """A paused, updating, fenced or loading worker is alive, or a supervisor would end it; the state is in the body."""
+    async with probed(presence(state=state)) as port:
+        health, ready = await get(port, "/health"), await get(port, "/ready")
+
+    assert health[0] == (503 if state is WorkerState.FAILED else 200)
+    assert ready[0] == (200 if state is WorkerState.SERVING else 503)
+    assert json.loads(health[2]) == json.loads(ready[2]) == {"state": str(state)}
+
+
+async def test_a_worker_without_a_connection_is_alive_and_not_ready() -> None:
+    """It waits for NATS; a restart would not help. It has no metrics yet."""
+    async with probed(None) as port:
+        assert (await get(port, "/health"))[::2] == (200, b'{"state": "connecting"}\n')
+        assert (await get(port, "/ready"))[0] == 503
+        assert (await get(port, "/metrics"))[::2] == (200, b"")
+
+
+def test_metrics_are_prometheus_text() -> None:
+    """Each metric has its kind, counters end in _total, and what the worker does not say has no series."""
+    described = presence(
+        worker="w-1",
+        model='a\\"b',
+        counters=WorkerCounters(requests=3, first_tokens=2, first_tokens_s=0.5),
+        engine_stats=EngineStats(running=2, kv_cache_use=0.25, prefix_cache_hits=64),
+    )
+    families = {family.name: family for family in text_string_to_metric_families(exposition([described]))}
+    found: dict[str, Any] = {
+        sample.name: (sample.labels, sample.value) for family in families.values() for sample in family.samples
+    }
+    own, vllm = {"worker": "w-1", "model": 'a\\"b'}, {"model_name": 'a\\"b', "engine": "w-1", "worker": "w-1"}
+
+    assert found["rollbus_worker_requests_total"] == (own, 3)
+    assert found["rollbus_worker_time_to_first_token_seconds_sum"] == (own, 0.5)
+    assert found["rollbus_worker_state"] == ({**own, "state": "serving"}, 1)
+    assert found["vllm:num_requests_running"] == (vllm, 2)
+    assert found["vllm:kv_cache_usage_perc"] == (vllm, 0.25)
+    assert found["vllm:prefix_cache_hits_total"] == (vllm, 64)
+    assert not {"vllm:num_requests_waiting", "vllm:prefix_cache_queries_total"} & found.keys()
+    assert families["vllm:prefix_cache_hits"].type == "counter"
+    assert families["rollbus_worker_time_to_first_token_seconds"].type == "summary"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"POST /health HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /health HTTP/2\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"400"),
+        (b"GET /other HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /../health HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * MAX_HEAD_BYTES + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_other_requests_are_refused(data: bytes, status: bytes) -> None:
+    """Each gets an answer that says what is allowed, and its connection ends."""
+    async with probed(presence()) as port:
+        answer = await send(port, data)
+        assert (await get(port, "/health?x=1"))[0] == 200
+
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"allowed: " in answer
+
+
+async def test_who_sends_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that does not end has so long, and no longer."""
+    monkeypatch.setattr(probe_module, "TIMEOUT_S", 0.05)
+    async with probed(presence()) as port:
+        assert await send(port, b"GET /health HT") == b""
+
+
+async def test_too_many_connections_are_closed_and_room_comes_back() -> None:
+    """One more than there may be is closed without an answer; those that were open first are answered."""
+    async with probed(presence()) as port:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+        with contextlib.suppress(ConnectionResetError):
+            assert await send(port, b"") == b""
+        for reader, writer in opened:
+            writer.write(b"GET /ready HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(SOON_S):
+                assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+        assert (await get(port, "/ready"))[0] == 200
+
+
+async def test_nothing_is_left_when_it_ends() -> None:
+    """Open connections are cut off, and nobody listens any more."""
+    before = asyncio.all_tasks()
+    async with probed(presence()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert (await get(port, "/health"))[0] == 200
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("address", ["", "8081", ":8081", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536"])
+def test_a_malformed_address_is_named(address: str) -> None:
+    """The error names the option, the value and what is allowed."""
+    with pytest.raises(rollbus.InvalidRequest, match=r"--probe is .*; allowed: HOST:PORT"):
+        listen(address)
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
+    """A worker process answers with `--probe`: ready while it serves, alive also while it is paused."""
+    port = free_port()
+    async with (
+        worker_process(nats_url, fleet, "--worker-id", "w", "--probe", f"127.0.0.1:{port}"),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await until_worker(rb, "w", WorkerState.SERVING)
+        assert (await get(port, "/ready"))[0] == 200
+        metrics = (await get(port, "/metrics"))[2].decode()
+        await rb.fleet.pause()
+        assert (await get(port, "/health"))[::2] == (200, b'{"state": "paused"}\n')
+        assert (await get(port, "/ready"))[0] == 503
+    assert 'rollbus_worker_state{worker="w",model="synthetic",state="serving"} 1.0' in metrics
+    assert 'vllm:num_requests_running{model_name="synthetic",engine="w",worker="w"} 0.0' in metrics
+
+
+@pytest.mark.slow
+async def test_a_worker_that_waits_for_nats_answers(fleet: str) -> None:
+    """Without a server it is alive, not ready, and says that it connects."""
+    port = free_port()
+    async with worker_process(f"nats://127.0.0.1:{free_port()}", fleet, "--probe", f"127.0.0.1:{port}"):
+        async with asyncio.timeout(SOON_S):
+            while True:
+                try:
+                    health = await get(port, "/health")
+                    break
+                except ConnectionRefusedError:
+                    await asyncio.sleep(0.05)
+        ready = await get(port, "/ready")
+    assert (health[0], ready[0]) == (200, 503)
+    assert json.loads(ready[2]) == {"state": "connecting"}
+
+
+@pytest.mark.slow
+async def test_an_address_in_use_is_one_line(nats_url: str, fleet: str) -> None:
+    """The worker ends with 1 before it does anything, and says which address."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with worker_process(nats_url, fleet, "--probe", address, stderr=PIPE) as process:
+            _, stderr = await process.communicate()
+
+    assert process.returncode == 1
+    [line] = stderr.decode().splitlines()
+    assert line == f"rollbus worker: cannot listen at --probe {address}: Address already in use"
