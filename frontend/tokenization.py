@@ -81,11 +81,12 @@ class Tokenizer:
         tokenizer: of transformers.
 
     Attributes:
+        wrapped: as given.
         special_ids: the ids of special tokens, which are not part of the text that people read.
     """
 
     def __init__(self, tokenizer: _HuggingFace) -> None:
-        self._tokenizer = tokenizer
+        self.wrapped = tokenizer
         # The first call sets up truncation and padding, where the tokenizer's file has any: later ones only read.
         tokenizer.encode(ANCHOR, add_special_tokens=True, verbose=False)
         self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
@@ -98,11 +99,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, by default with the special tokens that the model expects around a prompt."""
         # Verbose, it warns of lengths, which are checked against the engine's.
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self.wrapped.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; an id without a token adds nothing."""
-        return self._tokenizer.decode(
+        return self.wrapped.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             # It takes away spaces that the model has written.
@@ -111,7 +112,7 @@ class Tokenizer:
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them, for instance `Ġthe`; empty for an id without a token."""
-        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+        return [token or "" for token in self.wrapped.convert_ids_to_tokens(list(token_ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text, maybe a part of a character; empty for an id without a token."""
@@ -120,7 +121,7 @@ class Tokenizer:
             (token,) = self.tokens([token_id])
             if not token:
                 return b""
-            text = self._tokenizer.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
+            text = self.wrapped.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
             found = self._bytes[token_id] = _spelled_bytes(token) if "\ufffd" in text else text.encode()
         return found
 
@@ -147,21 +148,21 @@ class Tokenizer:
                 allowed="one of them",
             )
         variables = dict(chat_template_kwargs or {})
-        reserved = sorted(variables.keys() & (RESERVED | self._tokenizer.special_tokens_map.keys()))
+        reserved = sorted(variables.keys() & (RESERVED | self.wrapped.special_tokens_map.keys()))
         if reserved:
             raise InvalidRequest(
                 field=f"chat_template_kwargs.{reserved[0]}",
                 problem="is reserved",
                 allowed="the template's own variables",
             )
-        if not self._tokenizer.chat_template:
+        if not self.wrapped.chat_template:
             raise TokenizerUnavailable("the model's tokenizer has no chat template")
         try:
             from jinja2 import TemplateError
         except ImportError:
             raise TokenizerUnavailable("a chat template needs the package jinja2: pip install jinja2") from None
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.wrapped.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_ADDRESS",
     "add_allowed_host",
+    "add_parsers",
     "add_request_options",
     "address",
     "bind_address",
     "check_installed",
+    "check_parsers",
     "serve_http",
     "settings_from_environment",
     "settings_of",
@@ -42,6 +44,38 @@ def add_allowed_host(parser: argparse.ArgumentParser) -> None:
         help="name by which clients reach the HTTP service, such as that of a proxy in front of it; may be repeated "
         "(default: the host of --http; always: localhost and addresses)",
     )
+
+
+def add_parsers(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name vLLM's parsers, by vLLM's own names."""
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="vLLM's parser of the model's tool calls, such as hermes or qwen3_coder; needs vLLM where the HTTP "
+        "service runs (default: none; requests with tools are refused)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="vLLM's parser of the model's reasoning, such as qwen3 or deepseek_r1 (default: none; reasoning stays in "
+        "the content)",
+    )
+
+
+def check_parsers(args: argparse.Namespace) -> None:
+    """Load the parsers, so that a wrong name is known before anything is started.
+
+    Raises:
+        CommandFailed: there is no such parser, or no vLLM.
+    """
+    if args.tool_call_parser is None and args.reasoning_parser is None:
+        return
+    from ..http.openai.parsers import ParserUnavailable, load_parsers
+
+    try:
+        load_parsers(args.tool_call_parser, args.reasoning_parser)
+    except ParserUnavailable as exc:
+        raise CommandFailed(str(exc), ExitCode.USAGE) from exc
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +110,8 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         allowed_hosts=frozenset({host, *args.allowed_host}),
         timeout_s=args.request_timeout,
         returns_tokens=args.return_tokens,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
 
 

@@ -135,12 +135,35 @@ class NvExtAnswer(msgspec.Struct):
     weight_version: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class CalledFunction(msgspec.Struct):
+    """Which function, and with what."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(msgspec.Struct):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there are other parts and no content."""
     refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """With `--reasoning-parser`, where there is some."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The same."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    """With `--tool-call-parser`, where there are some."""
 
 
 class ChatChoice(msgspec.Struct):

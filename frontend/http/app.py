@@ -20,6 +20,7 @@ from .access import check_access
 from .calls import Admission
 from .errors import HttpError, error_response, http_error
 from .openai import routes as openai
+from .openai.parsers import Parsers
 from .origins import check_media_type, check_origin
 from .service import Handler, RouteTable, Service
 from .settings import Settings
@@ -49,9 +50,9 @@ NO_ROUTE = "none"
 """Stands for the path of a request that none of the routes takes, in metrics."""
 
 
-def make_app(rb: bus.Client, settings: Settings) -> Starlette:
+def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None) -> Starlette:
     """Make the application on top of a client that is connected, and stays so while it serves."""
-    service = Service(rb, settings, Admission(settings.max_in_flight))
+    service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
     routes: list[BaseRoute] = [
         *_routes(service, OPEN, None),
         *_routes(service, DATA, settings.token, settings.admin_token),

@@ -12,6 +12,7 @@ from ... import bus
 from .app import make_app
 from .connections import INCOMPLETE, KEEP_ALIVE_S, HttpConnection, OpenConnections, max_connections
 from .edge import Edge
+from .openai.parsers import load_parsers
 from .settings import Settings
 from .status import OPEN_ROUTES
 
@@ -48,7 +49,9 @@ def listen(host: str, port: int) -> socket.socket:
 @asynccontextmanager
 async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> AsyncIterator[None]:
     """Serve on a listening socket while the block lasts; then what is under way is ended."""
-    app = make_app(rb, settings)
+    # They take seconds to import: before the first request, and beside the event loop.
+    parsers = await asyncio.to_thread(load_parsers, settings.tool_call_parser, settings.reasoning_parser)
+    app = make_app(rb, settings, parsers)
     connections = OpenConnections(
         max_connections(settings.max_in_flight), settings.client_timeout_s, app.state.service.metrics.connection_cut
     )

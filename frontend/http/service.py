@@ -17,6 +17,7 @@ from .access import user_of
 from .calls import Admission, EventStream, until_disconnect
 from .errors import HttpError
 from .metrics import Metrics
+from .openai.parsers import Parsers
 from .settings import Settings
 from .turns import Turns
 
@@ -33,6 +34,8 @@ class Service:
     rb: bus.Client
     settings: Settings
     admission: Admission
+    parsers: Parsers | None = None
+    """Of tool calls and reasoning; None: none were asked for."""
     _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
     """By folder; a fleet serves a few models."""
     _preloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)

@@ -35,5 +35,9 @@ class Settings:
     trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS
     """Of prompts that go to a prefill worker first, where the fleet has any."""
+    tool_call_parser: str | None = None
+    """vLLM's name of the parser of tool calls; None: tools are refused."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the parser of reasoning; None: it stays in the content."""
     tokenizer: Path | None = None
     """Folder of the tokenizer; None: that of a worker on this machine."""

@@ -15,10 +15,12 @@ from ..exits import ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
     add_allowed_host,
+    add_parsers,
     add_request_options,
     address,
     bind_address,
     check_installed,
+    check_parsers,
     serve_http,
     settings_of,
 )
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_allowed_host(parser)
     add_tokenizer(parser)
+    add_parsers(parser)
     add_request_options(parser)
     parser.add_argument(
         "--max-in-flight",
@@ -77,6 +80,7 @@ async def run(args: argparse.Namespace) -> int:
 
     host, port = address(args.http)
     check_installed()
+    check_parsers(args)
     settings = replace(
         settings_of(args, host),
         max_in_flight=args.max_in_flight,

@@ -34,10 +34,12 @@ from ..exits import CommandFailed, ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
     add_allowed_host,
+    add_parsers,
     add_request_options,
     address,
     bind_address,
     check_installed,
+    check_parsers,
     serve_http,
     settings_of,
 )
@@ -85,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
     )
     add_allowed_host(parser)
+    add_parsers(parser)
     add_request_options(parser)
     add_worker_options(parser)
     parser.add_argument(
@@ -122,6 +125,11 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.prefill_workers and args.engine == "vllm" and args.kv_transfer_config is None:
             args.kv_transfer_config = through_folder(stack.enter_context(TemporaryDirectory(prefix="rollbus-kv-")))
+        check_parsers(args)
+        if args.reasoning_parser is not None and args.engine == "vllm":
+            # The engine must know where reasoning ends: only what comes behind it is held to a schema.
+            given = json.loads(args.engine_args or "{}")
+            args.engine_args = json.dumps({"reasoning_parser": args.reasoning_parser, **given})
         listening = _http_socket(at)
         if listening is not None:
             stack.enter_context(closing(listening))

@@ -123,12 +123,15 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
     reasoning_effort: str | None = None
     """A variable of the chat template."""
     tools: list[dict[str, Any]] | None = None
-    """The chat template shows them to the model. What it calls is text: with `tool_choice` "none" only."""
+    """The chat template shows them to the model. With `tool_choice` other than "none", the service needs a parser."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """Null: auto where there are tools. A dict names the function that must be called."""
+    parallel_tool_calls: bool | None = None
+    """False: calls after the first are left out."""
+    include_reasoning: bool | None = None
+    """False: the reasoning's text is left out; its tokens are not."""
 
     # Without effect here.
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
 
@@ -161,8 +164,8 @@ NOT_SERVED: Final = {
     "ec_transfer_params": "caches are not handed from engine to engine by clients",
     "chat_template": "a template is a program; only the model's own is run",
     "documents": "use chat_template_kwargs",
-    "functions": "what a model calls is left to clients",
-    "function_call": "what a model calls is left to clients",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
     "media_io_kwargs": "this service takes text and tokens only",
     "mm_processor_kwargs": "this service takes text and tokens only",
     "suffix": "there are no models that insert",

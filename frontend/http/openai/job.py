@@ -24,6 +24,8 @@ from ..stops import AnswerText, text_of
 from ..tokens import Scores, Tokens, prompt_scores
 from .nvext import Clock, nvext_json
 from .options import Options
+from .parsers import AnswerParts, AnswerReader
+from .reading import Reading, parts_json
 from .shapes import Namer, Shape
 
 __all__ = ["CompletionHandler"]
@@ -45,6 +47,8 @@ class CompletionHandler:
     names: Mapping[str, str]
     """What the body calls the bus's fields."""
     clock: Clock
+    reading: Reading | None = None
+    """How a chat's answers are parsed; None: their text is content."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def answer(self) -> Response:
@@ -58,7 +62,14 @@ class CompletionHandler:
             await collect_answers(
                 self.service, self.http_request, self.requests, choices, may_stop=bool(self.options.stops)
             )
-            return JsonPieces(self._answer_json(choices), id_headers(self.requests[0]))
+            whole = [choice.pop_update() for choice in choices]
+            readers = self._readers(choices)
+            parts = [
+                None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
+                for reader, update in zip(readers, whole, strict=True)
+            ]
+            shown = [self._shown(*each) for each in zip(choices, whole, readers, parts, strict=True)]
+            return JsonPieces(self._answer_json(choices, whole, shown), id_headers(self.requests[0]))
 
     async def stream(self) -> Response:
         """The answers as they come.
@@ -93,9 +104,32 @@ class CompletionHandler:
             skip_special_tokens=self.options.skip_special_tokens,
         )
 
-    def _answer_json(self, choices: Sequence[Choice]) -> Iterator[bytes]:
+    def _readers(self, choices: Sequence[Choice]) -> list[AnswerReader | None]:
+        reading = self.reading if self.options.text else None
+        return [None if reading is None else reading.reader(choice.request) for choice in choices]
+
+    def _shown(
+        self,
+        choice: Choice,
+        update: Update,
+        reader: AnswerReader | None,
+        parts: AnswerParts | None,
+        *,
+        delta: bool = False,
+    ) -> dict[str, Any]:
+        """The text of an answer, or its parts, and why it has ended."""
+        if reader is None or parts is None:
+            return {**self.shape.text(update.text, delta=delta), "finish_reason": choice.finish_reason}
+        reason = choice.finish_reason
+        return {
+            **parts_json(parts, delta=delta),
+            "finish_reason": None if reason is None else reader.finish_reason(reason),
+        }
+
+    def _answer_json(
+        self, choices: Sequence[Choice], whole: Sequence[Update], shown: Sequence[dict[str, Any]]
+    ) -> Iterator[bytes]:
         """The answer in pieces; what can be wrong with it is found before the first of them."""
-        whole = [choice.pop_update() for choice in choices]
         n = self.requests[0].sampling.n
         # Of several answers to a prompt, the first has its logprobs.
         of_prompts = [
@@ -113,10 +147,10 @@ class CompletionHandler:
 
         def pieces() -> Iterator[bytes]:
             yield msgspec.json.encode(head)[:-1] + b',"choices":['
-            for choice, update, of_prompt in zip(choices, whole, of_prompts, strict=True):
+            for choice, update, of_prompt, text in zip(choices, whole, of_prompts, shown, strict=True):
                 yield b"," if choice.index else b""
                 more = self._prompt_ids(choice.request, of_answer=False)
-                yield from self._choice_json(choice, update, more, of_prompt)
+                yield from self._choice_json(choice, update, text, more, of_prompt)
             yield b"]"
             if self.shape.prompt_is_common:
                 yield b',"prompt_logprobs":'
@@ -132,6 +166,7 @@ class CompletionHandler:
         self,
         choice: Choice,
         update: Update,
+        shown: dict[str, Any],
         more: dict[str, Any],
         of_prompt: Scores | None = None,
         *,
@@ -140,8 +175,7 @@ class CompletionHandler:
         """One answer, or what a stream tells of it, in pieces."""
         found = {
             "index": choice.index,
-            **self.shape.text(update.text, delta=delta),
-            "finish_reason": choice.finish_reason,
+            **shown,
             "stop_reason": choice.stop_reason,
             **more,
         }
@@ -165,6 +199,7 @@ class CompletionHandler:
         with named_errors(self.names, self.requests[0]):
             choices = self._choices(keep=bool(self.options.extra))
             has_begun = [False] * len(choices)
+            readers = self._readers(choices)
             user = self.service.user_of(self.http_request)
             async with aclosing(updates(self.service, user, self.requests, choices)) as found:
                 async for choice, update in found:
@@ -175,10 +210,15 @@ class CompletionHandler:
                     if opening is not None:
                         yield self._event(msgspec.json.encode(opening), choices, prompt=not any(has_begun))
                     has_begun[choice.index] = True
-                    if not self._is_news(choice, update):
+                    reader, parts = readers[choice.index], None
+                    if reader is not None:
+                        ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
+                        parts = await reader.add(update.text, ids, final=final)
+                    if not self._is_news(choice, update, parts):
                         continue
                     more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
-                    shown = b"".join(self._choice_json(choice, update, more, delta=True))
+                    text = self._shown(choice, update, reader, parts, delta=True)
+                    shown = b"".join(self._choice_json(choice, update, text, more, delta=True))
                     nvext = b""
                     if choice.finish_reason and self.options.extra:
                         nvext = b"".join(self._nvext(choice.pop_update().tokens))
@@ -186,10 +226,11 @@ class CompletionHandler:
             if self.options.usage:
                 yield self._event(None, choices)
 
-    def _is_news(self, choice: Choice, update: Update) -> bool:
+    def _is_news(self, choice: Choice, update: Update, parts: AnswerParts | None) -> bool:
         """Whether a stream's reader learns anything from it."""
         shows_tokens = self.options.token_ids or self.options.top_logprobs is not None
-        return bool(update.text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
+        text = update.text if parts is None else parts
+        return bool(text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
 
     def _event(
         self, shown: bytes | None, choices: Sequence[Choice], *, prompt: bool = False, nvext: bytes = b""

@@ -195,6 +195,8 @@ def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, s
     if body.response_format is not None:
         names["sampling.extra.structured_outputs"] = "response_format"
     if isinstance(body, ChatBody):
+        if body.tools and body.tool_choice != "none":
+            names["sampling.extra.structured_outputs"] = "tools"
         names["sampling.logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             names["sampling.max_tokens"] = "max_completion_tokens"

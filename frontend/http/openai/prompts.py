@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ...tokenization import Tokenizer
 from ..chat import Chat, encode_chat, encode_text
@@ -10,10 +10,20 @@ from ..errors import HttpError, invalid
 from ..request_target import RequestTarget
 from .body import ChatBody, CommonBody, CompletionBody
 
-__all__ = ["BodyPrompt", "TokenizerLoader", "chat_prompt", "check_length", "completion_prompts", "one_of"]
+__all__ = [
+    "BodyPrompt",
+    "TokenizerLoader",
+    "chat_prompt",
+    "check_length",
+    "completion_prompts",
+    "one_of",
+    "template_variables",
+]
 
 MAX_PROMPTS: Final = 256
 """Each is a request of its own to the fleet."""
+FUNCTION_FIELDS: Final = ("name", "description", "parameters")
+"""Of a tool, which vLLM shows to templates also where they are null."""
 T = TypeVar("T")
 TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
 """Gives the model's tokenizer, which token ids do not need."""
@@ -59,27 +69,13 @@ async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
         return given
     if not body.messages:
         raise invalid("messages", "is missing", "at least one message, or nvext.token_data")
-    if body.tools and body.tool_choice != "none":
-        raise invalid("tool_choice", "is not supported: what a model calls is left to clients", "none")
-    if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "is given without tools", "none or auto")
-    variables = dict(
-        one_of(chat_template_kwargs=body.chat_template_kwargs, chat_template_args=body.chat_template_args) or {}
-    )
-    if body.reasoning_effort is not None:
-        # As vLLM does.
-        variables = {
-            "reasoning_effort": body.reasoning_effort,
-            "enable_thinking": body.reasoning_effort != "none",
-            **variables,
-        }
     chat = Chat(
         messages=body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
-        tools=body.tools or None,
-        chat_template_kwargs=variables,
+        tools=_chat_tools(body),
+        chat_template_kwargs=template_variables(body),
     )
     return BodyPrompt(await encode_chat(await load(), chat), "messages")
 
@@ -133,3 +129,29 @@ def check_length(prompt: BodyPrompt, target: RequestTarget) -> None:
             code="context_length_exceeded",
             param=prompt.field,
         )
+
+
+def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """The tools as vLLM shows them to chat templates."""
+    if not body.tools:
+        return None
+    shown = []
+    for tool in body.tools:
+        function = tool["function"]
+        fields = {name: function.get(name) for name in FUNCTION_FIELDS}
+        if function.get("strict") is not None:
+            fields["strict"] = function["strict"]
+        shown.append({"type": "function", "function": fields})
+    return shown
+
+
+def template_variables(body: ChatBody) -> dict[str, Any]:
+    """Variables of the chat template that a body sets."""
+    variables = dict(
+        one_of(chat_template_kwargs=body.chat_template_kwargs, chat_template_args=body.chat_template_args) or {}
+    )
+    if body.reasoning_effort is None:
+        return variables
+    # As vLLM does.
+    effort = body.reasoning_effort
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}

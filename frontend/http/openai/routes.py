@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`."""
 
+import dataclasses
 from functools import partial
 
 from msgspec.structs import replace
@@ -18,7 +19,9 @@ from .job import CompletionHandler
 from .nvext import Clock
 from .options import bus_fields, bus_names, read_options, sampling_fields
 from .prompts import chat_prompt, check_length, completion_prompts
+from .reading import Reading
 from .shapes import CHAT, COMPLETION
+from .tools import make_plan, read_question
 
 __all__ = ["ROUTES"]
 
@@ -46,8 +49,10 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     with named_errors(bus_names(body, "prompt")):
         # Before the tokenizer is loaded, and a long prompt is tokenized.
         check_sampling(bus.SamplingParams(**sampling_fields(body, options, None)), target.capabilities)
+    question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
+    plan = None if question is None else make_plan(question, service.parsers, tokenizer, target)
     if isinstance(body, ChatBody):
         prompts = [await chat_prompt(body, load)]
     else:
@@ -56,6 +61,11 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which tell of one answer")
     sampling, fields = sampling_fields(body, options, tokenizer), bus_fields(body, options)
+    reading = None
+    if isinstance(body, ChatBody) and question is not None and plan is not None:
+        reading = Reading(body, question, plan)
+        sampling = reading.constrain(sampling)
+        options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt, target)
@@ -75,6 +85,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         options=options,
         names=bus_names(body, prompts[0].field),
         clock=clock,
+        reading=reading,
     )
     return await (job.stream() if body.stream else job.answer())
 

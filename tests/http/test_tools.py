@@ -1,0 +1,254 @@
+"""Tool calls and reasoning on OpenAI's chat route: a synthetic engine that writes what a test says, vLLM's parsers."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.http.openai import parsers
+from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.batch import Batch
+from tests.http.openai_support import CHAT, client_of
+from tests.http.small_tokenizers import byte_level, make_byte_level, save
+from tests.http.support import Http, http_service
+
+EOS = 262
+CONFIG = SyntheticConfig(vocab_size=265, eos_token_id=EOS, max_model_len=4096)
+USER = {"role": "user", "content": "How much is 2 + 3?"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TWO = f"Sure. {CALL}\n{CALL}"
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine writes: the first of these texts, and the end of the sequence."""
+    texts: list[str] = []
+
+    def sample(batch: Any, choices: Any) -> Any:
+        table = batch._table
+        ids = [*byte_level().encode(texts[0], add_special_tokens=False), EOS]
+        sampled = np.array([ids[min(int(count), len(ids) - 1)] for count in table["count"]], np.uint64)
+        table["last"] = sampled
+        table["count"] += np.uint64(1)
+        return sampled
+
+    monkeypatch.setattr(Batch, "_sample", sample)
+    return texts
+
+
+@contextlib.asynccontextmanager
+async def serving(nats_url: str, fleet: str, folder: Path, **options: Any) -> AsyncIterator[tuple[Http, Any]]:
+    """A service with vLLM's parser of Hermes' format, and OpenAI's client."""
+    settings = Settings(tokenizer=save(make_byte_level(), folder), **{"tool_call_parser": "hermes", **options})
+    async with http_service(nats_url, fleet, settings, config=CONFIG) as http, client_of(http) as client:
+        yield http, client
+
+
+async def asked(client: Any, *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str, list[int]]:
+    """The message, why it ended and its tokens; of a stream, put together as clients do."""
+    fields = {"model": "synthetic", "messages": [USER], "tools": [TOOL], **fields}
+    fields["extra_body"] = {"return_token_ids": True, **fields.get("extra_body", {})}
+    if not stream:
+        (choice,) = (await client.chat.completions.create(**fields)).choices
+        return choice.message.model_dump(exclude_none=True), choice.finish_reason, choice.token_ids
+    message: dict[str, Any] = {}
+    ids: list[int] = []
+    reason = ""
+    async for event in await client.chat.completions.create(**fields, stream=True):
+        (choice,) = event.choices
+        ids += getattr(choice, "token_ids", None) or []
+        reason = choice.finish_reason or reason
+        delta = choice.delta.model_dump(exclude_none=True)
+        for call in delta.pop("tool_calls", []):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append(
+                    {"id": call["id"], "type": call["type"], "function": {"arguments": "", **call["function"]}}
+                )
+                continue
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        for name in ("content", "reasoning", "reasoning_content"):
+            if delta.get(name):
+                message[name] = message.get(name, "") + delta[name]
+    return message, reason, ids
+
+
+def functions(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The calls of a message, each with an id of its own."""
+    calls = message.get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+async def test_round_trip(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+    """Tools, calls with ids, their results, the answer: streamed and not; the tokens are those of the engine."""
+    async with serving(nats_url, fleet, tmp_path) as (_, client):
+        for stream in (False, True):
+            writes[:] = [TWO]
+            message, reason, ids = await asked(client, stream=stream)
+            assert functions(message) == [("add", {"a": 2, "b": 3})] * 2
+            assert message["content"].strip() == "Sure."
+            assert reason == "tool_calls"
+            assert byte_level().decode(ids[:-1]) == TWO
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "5"} for call in message["tool_calls"]]
+            writes[:] = ["It is 5."]
+            turn = {"role": "assistant", "content": message["content"], "tool_calls": message["tool_calls"]}
+            message, reason, _ = await asked(client, stream=stream, messages=[USER, turn, *results])
+            assert (message["content"], reason) == ("It is 5.", "stop")
+            assert not functions(message)
+
+
+async def test_one_call_no_call_and_a_call_cut_off(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """`parallel_tool_calls` false, `tool_choice` none, and `max_tokens` in the middle of a call."""
+    writes[:] = [TWO]
+    async with serving(nats_url, fleet, tmp_path) as (_, client):
+        for stream in (False, True):
+            message, reason, ids = await asked(client, stream=stream, parallel_tool_calls=False)
+            assert (functions(message), reason) == ([("add", {"a": 2, "b": 3})], "tool_calls")
+            assert byte_level().decode(ids[:-1]) == TWO
+            message, reason, _ = await asked(client, stream=stream, tool_choice="none")
+            assert (message["content"], reason) == (TWO, "stop")
+            _, reason, ids = await asked(client, stream=stream, max_tokens=30)
+            assert (reason, len(ids)) == ("length", 30)
+
+
+async def test_reasoning(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+    """Under both names beside the content, or left out; its tokens stay."""
+    text = f"<think>2 and 3</think>{CALL}"
+    writes[:] = [text]
+    options = {"reasoning_parser": "qwen3"}
+    async with serving(nats_url, fleet, tmp_path, **options) as (_, client):
+        for stream in (False, True):
+            message, _, ids = await asked(client, stream=stream)
+            assert message["reasoning"] == message["reasoning_content"] == "2 and 3"
+            assert functions(message) == [("add", {"a": 2, "b": 3})]
+            assert byte_level().decode(ids[:-1]) == text
+            message, _, hidden = await asked(client, stream=stream, extra_body={"include_reasoning": False})
+            assert not message.keys() & {"reasoning", "reasoning_content"}
+            assert functions(message) == [("add", {"a": 2, "b": 3})]
+            assert hidden == ids
+
+
+async def test_a_parser_that_raises(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model wrote is the content, of which nothing is lost; so is what is too long for a parser."""
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    writes[:] = [TWO]
+    async with serving(nats_url, fleet, tmp_path) as (_, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(parsers, "MAX_TEXT", 5)
+            for stream in (False, True):
+                message, reason, _ = await asked(client, stream=stream)
+                assert (message["content"], reason) == (TWO, "stop")
+
+        def raises(*_: object, **__: object) -> None:
+            raise RecursionError
+
+        monkeypatch.setattr(Hermes2ProToolParser, "extract_tool_calls", raises)
+        monkeypatch.setattr(Hermes2ProToolParser, "extract_tool_calls_streaming", raises)
+        for stream in (False, True):
+            message, reason, _ = await asked(client, stream=stream)
+            assert (message["content"], reason) == (TWO, "stop")
+
+
+async def test_long_answers_are_parsed_apart(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread, and in ever larger pieces: nothing is lost, and a parser of all text is not asked for each token."""
+    monkeypatch.setattr(parsers, "SHORT_TEXT", 100)
+    monkeypatch.setattr(parsers, "MIN_GROWTH", 4)
+    words = "word " * 100
+    writes[:] = [f'{words}<tool_call>{{"name": "add", "arguments": {{"a": "{words}"}}}}</tool_call>']
+    async with serving(nats_url, fleet, tmp_path) as (_, client):
+        for stream in (False, True):
+            message, reason, _ = await asked(client, stream=stream, max_tokens=2000)
+            assert (functions(message), reason) == ([("add", {"a": words})], "tool_calls")
+            assert message["content"] == words
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function"),
+    ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        "tool_choice.function.name",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    # This engine has no structured outputs.
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "tools"),
+]
+
+
+async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """400, with the field and the tool's index."""
+    async with serving(nats_url, fleet, tmp_path) as (http, _):
+        for body, param in REFUSED:
+            answer = await http.client.post(CHAT, json={"messages": [USER], **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+        message = answer.json()["error"]["message"]
+        assert "structured outputs" in message
+        assert http.own.stats().requests == 0
+
+
+async def test_a_parser_that_does_not_fit_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """501, with its name: it looks for a token that the vocabulary does not have."""
+    async with serving(nats_url, fleet, tmp_path, tool_call_parser="llama3_json") as (http, _):
+        answer = await http.client.post(CHAT, json={"messages": [USER], "tools": [TOOL]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_parser")
+    assert "llama3_json" in answer.json()["error"]["message"]
+
+
+async def test_unknown_parsers() -> None:
+    """The error names the option and the parsers that there are."""
+    with pytest.raises(ParserUnavailable, match=r"--tool-call-parser nothing .* hermes"):
+        await asyncio.to_thread(load_parsers, "nothing", None)
+    with pytest.raises(ParserUnavailable, match=r"--reasoning-parser nothing .* qwen3"):
+        await asyncio.to_thread(load_parsers, None, "nothing")
+
+
+def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A usage error, before anything is started."""
+    from rollbus.frontend.cli.app import main
+
+    assert main(["frontend", "--tool-call-parser", "nothing", "--nats", "nats://127.0.0.1:1"]) == ExitCode.USAGE
+    assert "--tool-call-parser nothing" in capsys.readouterr().err
+
+
+async def test_templates_see_tools_as_with_vllm() -> None:
+    """The very dicts, in the same order, or the same chat has another prompt."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    from rollbus.frontend.http.openai.body import ChatBody
+    from rollbus.frontend.http.openai.prompts import _chat_tools
+
+    bare = {"type": "function", "function": {"name": "f"}}
+    strict = {"function": {**TOOL["function"], "strict": True}, "type": "function", "more": 1}
+    tools: list[dict[str, Any]] = [TOOL, bare, strict]
+    expected = [ChatCompletionToolsParam(**tool).model_dump() for tool in tools]
+    assert json.dumps(_chat_tools(ChatBody(tools=tools))) == json.dumps(expected)
