@@ -8,6 +8,7 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, InvalidRequest, RequestRejected, SamplingParams
 from tests.support.fleet import check_generation
+from tests.support.fleet_states import until_state
 from tests.support.real_fleet import WEIGHT_VERSION, greedy, prompt
 from tests.support.results import TOLERANCE, assert_same, expert_sets
 
@@ -124,3 +125,31 @@ async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) ->
     assert {name for name, generation in results.items() if generation.error} == {"long", "vocabulary"}
     for request in good:
         check_generation(results[request.request_id], request)
+
+
+async def test_the_load_of_the_engine_is_announced(nats_url: str, real_fleet: str) -> None:
+    """Any client reads what vLLM's scheduler counted: the prefix hits of its requests, an idle cache, two rates."""
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
+        first = await rb.complete(greedy(1000, 4, seed=77))
+        before = (await until_state(rb, lambda state: hits(state) >= 0)).workers[0].engine_stats
+        again = await rb.complete(greedy(1000, 4, seed=77))
+        assert before is not None
+        assert again.cached_tokens
+        found = before.prefix_cache_hits or 0
+        state = await until_state(rb, lambda state: hits(state) > found and state.workers[0].in_flight == 0)
+    stats = state.workers[0].engine_stats
+
+    assert first.cached_tokens == 0
+    assert stats is not None
+    assert stats.prefix_cache_hits == found + again.cached_tokens
+    assert (stats.running, stats.waiting, stats.preemptions, stats.kv_cache_use) == (0, 0, 0, 0.0)
+    assert stats.prefix_cache_queries is not None
+    assert stats.prefix_cache_queries >= 2000
+    assert stats.prefill_tokens_per_s
+    assert stats.decode_tokens_per_s
+
+
+def hits(state: rollbus.FleetState) -> int:
+    """Tokens that the fleet's one worker has found in its prefix cache; -1 while it does not say."""
+    stats = state.workers[0].engine_stats if state.workers else None
+    return -1 if stats is None or stats.prefix_cache_hits is None else stats.prefix_cache_hits
