@@ -210,7 +210,8 @@ class Updates:
         result = outcome.result
         is_refused = result.failed or result.unsupported or result.stale or result.late
         if is_refused or not result.applied or result.missing.keys() - outcome.lost.keys():
-            raise CommandIncomplete(result, "Nothing was changed.")
+            # What was asked for is the update: the check is a part of it.
+            raise CommandIncomplete(structs.replace(result, command=command.command), "Nothing was changed.")
         return outcome.lost
 
     async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:

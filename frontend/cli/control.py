@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -107,7 +108,9 @@ async def _control(send: Send, args: argparse.Namespace) -> int:
                 incomplete, ledger = error, error.ledger
     _show(args, ledger)
     if incomplete is not None:
-        note(f"rollbus: {incomplete}")
+        # Where one reader sees both, the table above has each worker's reason.
+        has_table = not args.json and sys.stdout.isatty() and sys.stderr.isatty()
+        note(f"rollbus: {incomplete.headline if has_table else incomplete}")
     return exit_code_of_ledger(ledger)
 
 

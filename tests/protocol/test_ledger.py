@@ -185,6 +185,11 @@ def test_the_error_says_who_and_why() -> None:
     asked.add_ack(ack("e", AckStatus.STALE))
     ledger = asked.result(101.0)
     problem = CommandIncomplete(ledger, "Nothing was changed.")
+    assert problem.headline == "pause was applied by 1 of 5 workers. Nothing was changed."
+    assert (
+        repr(ledger)
+        == f"<CommandResult pause: 1 applied, 1 failed, 1 stale, 1 late, 1 missing in {ledger.seconds:.2f} s>"
+    )
 
     assert problem.ledger is ledger
     assert str(problem) == (

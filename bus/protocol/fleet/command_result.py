@@ -46,6 +46,13 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     not_found: tuple[str, ...] = ()
     """Of an `abort`: what no worker has said that it had. It waits in the queue, has ended, or never was."""
 
+    def __repr__(self) -> str:
+        """One line with counts; the fields have the acks."""
+        counts = [f"{len(self.applied)} applied"]
+        for name in ("failed", "unsupported", "stale", "late", "missing", "not_found"):
+            counts += [f"{len(getattr(self, name))} {name}"] if getattr(self, name) else []
+        return f"<CommandResult {self.command}: {', '.join(counts)} in {self.seconds:.2f} s>"
+
     @property
     def is_complete(self) -> bool:
         """Every worker that had to answer has applied it, and it was not all for nothing."""
@@ -77,7 +84,12 @@ class CommandIncomplete(RollbusError):
     def __init__(self, ledger: CommandResult, note: str = "") -> None:
         self.ledger = ledger
         self.note = note
-        super().__init__(_message(ledger, note))
+        super().__init__(_message(ledger, note, _reasons(ledger)))
+
+    @property
+    def headline(self) -> str:
+        """The message without the workers' reasons, for where these stand already."""
+        return _message(self.ledger, self.note, [])
 
 
 class AckTracker:
@@ -196,18 +208,30 @@ def _status_and_stage(ack: Ack) -> tuple[AckStatus, str | None]:
     return ack.status, ack.stage
 
 
-def _message(ledger: CommandResult, note: str) -> str:
-    reasons = [
+def _reasons(ledger: CommandResult) -> list[str]:
+    return [
         *(f"{worker} failed: {_reason_of(ack)}" for worker, ack in ledger.failed.items()),
         *(f"{worker} cannot do it: {_reason_of(ack)}" for worker, ack in ledger.unsupported.items()),
         *(f"{worker} is stale: {_reason_of(ack)}" for worker, ack in ledger.stale.items()),
         *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
         *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
     ]
+
+
+def _message(ledger: CommandResult, note: str, reasons: list[str]) -> str:
     shown = "; ".join(reasons[:MAX_NAMED])
     if len(reasons) > MAX_NAMED:
         shown += f"; and {len(reasons) - MAX_NAMED} more"
-    total = len(ledger.applied) + len(reasons)
+    total = sum(
+        (
+            len(ledger.applied),
+            len(ledger.failed),
+            len(ledger.unsupported),
+            len(ledger.stale),
+            len(ledger.late),
+            len(ledger.missing),
+        )
+    )
     text = f"{ledger.command} was applied by {len(ledger.applied)} of {total} workers"
     if ledger.has_found_nothing:
         text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
