@@ -1,0 +1,70 @@
+"""Forced tool calls in front of vLLM: a model that writes noise calls what it is told to, as the schema says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.tokenization import load_tokenizer
+from tests.http.openai_support import client_of
+from tests.http.support import http_before
+
+pytestmark = pytest.mark.vllm
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"sign": {"enum": ["plus", "minus"]}, "exact": {"type": "boolean"}},
+            "required": ["sign", "exact"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+# Hermes' calls are held to a grammar of its format, those of the other to a JSON schema of all calls.
+@pytest.mark.parametrize("parser", ["hermes", "pythonic"])
+async def test_a_forced_call_is_one(nats_url: str, real_fleet: str, parser: str) -> None:
+    """`required` and a named function, streamed and not: arguments that the schema allows, and the engine's tokens."""
+    async with http_before(nats_url, real_fleet, Settings(tool_call_parser=parser)) as http, client_of(http) as client:
+        await http.own.fleet.wait_for_workers()
+        (worker,) = http.own.fleet.workers
+        assert worker.capabilities is not None
+        tokenizer = load_tokenizer(Path(worker.model_path or ""))
+        ids = range(worker.capabilities.vocab_size)
+        asked: dict[str, Any] = {
+            "model": worker.model,
+            "messages": [{"role": "user", "content": "2 + 3?"}],
+            "tools": [ADD],
+            "max_tokens": 400,
+            # JSON may have spaces without end, and noise is full of them.
+            "logit_bias": {str(each): -100 for each in ids if not tokenizer.token_bytes(each).strip()},
+            "parallel_tool_calls": False,
+            "extra_body": {"return_token_ids": True},
+        }
+        for choice in ("required", NAMED):
+            (answer,) = (await client.chat.completions.create(**asked, tool_choice=choice)).choices
+            (call,) = answer.message.tool_calls
+            found = [(call.function.name, call.function.arguments, answer.finish_reason, len(answer.token_ids))]
+            name, arguments, reason, num_tokens = "", "", "", 0
+            async for event in await client.chat.completions.create(**asked, tool_choice=choice, stream=True):
+                (part,) = event.choices
+                reason = part.finish_reason or reason
+                num_tokens += len(getattr(part, "token_ids", None) or [])
+                for delta in part.delta.tool_calls or []:
+                    name += delta.function.name or ""
+                    arguments += delta.function.arguments or ""
+            found.append((name, arguments, reason, num_tokens))
+            for name, arguments, reason, num_tokens in found:
+                decoded = json.loads(arguments)
+                assert (name, set(decoded)) == ("add", {"sign", "exact"})
+                assert decoded["sign"] in ("plus", "minus")
+                assert isinstance(decoded["exact"], bool)
+                assert reason == ("tool_calls" if choice == "required" else "stop")
+                assert num_tokens > 0
