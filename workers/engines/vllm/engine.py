@@ -26,7 +26,6 @@ from .kv.config import connector_config
 from .kv.params import decode_params
 from .kv_watch import KvWatch
 from .launch import Launch
-from .load_meter import LoadMeter
 from .loaded import LoadSerials
 from .outputs import OpenRequests
 from .params import to_vllm
@@ -336,7 +335,7 @@ class VllmEngine:
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
                         raise _Unfit(f"a first request failed: {step.error}")
-        feed.meter = LoadMeter()  # what was compiled meanwhile says nothing of the speed
+        feed.meter.restart()
 
     async def _shut_down(self) -> None:
         llm = self._launch.pop_llm()

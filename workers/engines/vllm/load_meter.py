@@ -67,6 +67,12 @@ class LoadMeter:
             rates.add_prefill(prefill.num_computed_tokens, scheduled_at[0])
         return len(output.new_token_ids)
 
+    def restart(self) -> None:
+        """Forget counts and rates: what was compiled meanwhile says nothing of the speed. The state now stays."""
+        self._preemptions = self._queries = self._hits = 0
+        for replica in self._replicas.values():
+            replica.rates = TokenRates()
+
     def interrupt(self) -> None:
         """Leave out the time until the next steps: the engine was paused."""
         for replica in self._replicas.values():

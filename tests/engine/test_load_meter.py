@@ -1,0 +1,80 @@
+"""What vLLM's engine cores say of their load, added up; on vLLM's own classes, without an engine."""
+
+from typing import Any
+
+import pytest
+
+from rollbus.schemas.presence import EngineStats
+from rollbus.workers.engines.vllm.load_meter import LoadMeter
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def step(at: float, *outputs: Any, engine: int = 0, **stats: Any) -> Any:
+    """One step of one engine core."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    told = SchedulerStats(**stats) if stats else None
+    return EngineCoreOutputs(engine_index=engine, outputs=list(outputs), scheduler_stats=told, timestamp=at)
+
+
+def output(num_tokens: int, *, computed: int | None = None, scheduled_at: float = 0.0, preempted: int = 0) -> Any:
+    """What a step made of one request; with `computed` its first tokens."""
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
+    from vllm.v1.metrics.stats import PrefillStats
+
+    events = [EngineCoreEvent(EngineCoreEventType.PREEMPTED, 1.0)] * preempted
+    if computed is not None:
+        events.append(EngineCoreEvent(EngineCoreEventType.SCHEDULED, scheduled_at))
+    prefill = None if computed is None else PrefillStats(num_computed_tokens=computed)
+    return EngineCoreOutput("r", [7] * num_tokens, events=events or None, prefill_stats=prefill)
+
+
+def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
+    """Requests, counts and rates are sums, the use of the KV caches is a mean."""
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    meter = LoadMeter()
+    cache = PrefixCacheStats(queries=100, hits=32)
+    for engine, start in enumerate((50.0, 9000.0)):
+        first = output(1, computed=500, scheduled_at=start)
+        meter.add(
+            step(
+                start + 0.5, first, engine=engine, num_running_reqs=2, num_waiting_reqs=1, num_skipped_waiting_reqs=1,
+                kv_cache_usage=0.25 + 0.5 * engine, prefix_cache_stats=cache,
+            )
+        )  # fmt: skip
+        # Two requests of which one made two tokens, as with speculative decoding.
+        meter.add(step(start + 0.6, output(1), output(2, preempted=1), engine=engine))
+
+    assert meter.stats() == EngineStats(
+        kv_cache_use=0.5,
+        running=4,
+        waiting=4,
+        preemptions=2,
+        prefix_cache_queries=200,
+        prefix_cache_hits=64,
+        prefill_tokens_per_s=2000.0,
+        decode_tokens_per_s=60.0,
+    )
+
+
+def test_after_the_warm_up_the_state_is_known_and_nothing_is_counted() -> None:
+    """An idle engine says 0 running at once, and no rate."""
+    meter = LoadMeter()
+    meter.add(step(10.0, output(1, computed=5, scheduled_at=9.0), num_running_reqs=0))
+    meter.restart()
+
+    assert meter.stats() == EngineStats(
+        kv_cache_use=0.0, running=0, waiting=0, preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0
+    )
+
+
+def test_an_engine_without_statistics_says_nothing_of_itself() -> None:
+    """Its decoding is seen all the same."""
+    meter = LoadMeter()
+    meter.add(step(10.0, output(1)))
+    meter.add(step(10.5, output(1)))
+
+    assert meter.stats() == EngineStats(decode_tokens_per_s=2.0)
