@@ -13,7 +13,7 @@ from ..stops import stop_strings
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
 from .prompts import one_of
 
-__all__ = ["Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
+__all__ = ["DEFAULT_COMPLETION_TOKENS", "Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
 
 EXTRA_FIELDS: Final = frozenset(
     {
