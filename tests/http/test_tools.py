@@ -232,6 +232,18 @@ async def test_unknown_parsers() -> None:
         await asyncio.to_thread(load_parsers, None, "nothing")
 
 
+async def test_parsers_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as two that do not go together, in releases that know that: the error is vLLM's."""
+    from vllm.parser import ParserManager
+
+    def refuses(*_: object, **__: object) -> None:
+        raise TypeError("these cannot be combined")
+
+    monkeypatch.setattr(ParserManager, "get_parser", refuses)
+    with pytest.raises(ParserUnavailable, match="cannot be combined"):
+        await asyncio.to_thread(load_parsers, "hermes", "qwen3")
+
+
 def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A usage error, before anything is started."""
     from rollbus.frontend.cli.app import main

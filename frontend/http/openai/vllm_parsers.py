@@ -58,11 +58,15 @@ class VllmParsers:
         self._request_class: Any = ChatCompletionRequest
         self._cached = get_cached_tokenizer
         self._tokenizers: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
-        self._parser_class: Any = ParserManager.get_parser(
-            tool_parser_name=tool_call_parser,
-            reasoning_parser_name=reasoning_parser,
-            enable_auto_tools=tool_call_parser is not None,
-        )
+        try:
+            self._parser_class: Any = ParserManager.get_parser(
+                tool_parser_name=tool_call_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=tool_call_parser is not None,
+            )
+        except (TypeError, ValueError) as exc:
+            # From 0.32 on, some of the parsers go only with that of the same model.
+            raise ParserUnavailable(f"vLLM refuses the parsers: {_first_line(exc)}") from exc
         missing = [name for name in CALLED if not callable(getattr(self._parser_class, name, None))]
         if missing:
             raise ParserUnavailable(f"the installed vLLM's parsers have no {missing[0]}; allowed: vLLM 0.30 to 0.33")
