@@ -18,7 +18,9 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=("vllm", "synthetic"), default="vllm", help="synthetic: made-up tokens, for load tests"
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="name that requests use (default: the model folder's name)"
+        "--served-model-name",
+        metavar="NAME",
+        help="name that requests use (default: the model's id, or its folder's name)",
     )
     parser.add_argument(
         "--engine-args", metavar="JSON", type=json_object, help='what the engine takes, such as {"dtype": "bfloat16"}'

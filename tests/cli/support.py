@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
-def rollbus(*args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def rollbus(
+    *args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None, env: Mapping[str, str] = ENV
+) -> subprocess.CompletedProcess[str]:
     """Run a subcommand to its end; without `nats`, nobody listens at its address."""
     return subprocess.run(
-        command(*args), env={**ENV, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
+        command(*args), env={**env, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
     )
 
 
@@ -57,12 +59,14 @@ def command(*args: str) -> list[str]:
 
 
 @contextmanager
-def running_up(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def running_up(
+    *args: str, log: Path, env: Mapping[str, str] = ENV
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run `rollbus up --json` at a free port; yields the process and what it printed once it was ready."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command("up", "--json", "--nats", "nats://127.0.0.1:0", *args),
-            env=ENV,
+            env=env,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -43,6 +43,7 @@ from ..http_service import (
     serve_http,
     settings_of,
 )
+from ..hub import is_hub_id, use_model
 from ..worker_options import add_worker_options, worker_flags
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ HELP = "run NATS, workers and the HTTP service on this machine"
 EXAMPLES = (
     "rollbus up",
     "rollbus up --engine synthetic --workers 4",
-    "rollbus up --model /models/qwen3 --workers 2 --engine-args '{\"max_model_len\": 8192}'",
+    "rollbus up --model Qwen/Qwen3-0.6B --workers 2 --engine-args '{\"max_model_len\": 8192}'",
     "rollbus up --secure --auth-dir auth",
 )
 
@@ -65,7 +66,11 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="DIR", type=Path, help="folder of the checkpoint (default: a tiny MoE)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|ID",
+        help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B (default: a tiny MoE)",
+    )
     parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="how many (default: 1)")
     parser.add_argument(
         "--prefill-workers",
@@ -115,11 +120,12 @@ def run(args: argparse.Namespace) -> int:
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
         raise CommandFailed("--auth-dir goes with --secure", ExitCode.USAGE)
-    if args.model is not None and not args.model.is_dir():
-        raise CommandFailed(f"--model {args.model} is not a folder", ExitCode.USAGE)
+    if args.model is not None:
+        is_hub_id(args.model)
     port = nats_port(args.nats, is_named=args.is_nats_named)
     if args.engine == "vllm":
         check_vllm()
+    use_model(args)
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
     # Taken before anything is started: who cannot have the address hears so at once.
     with ExitStack() as stack:
@@ -229,7 +235,7 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
         folder = args.auth_dir or (args.state_dir or default_state_dir()) / "auth"
         users = local_users(folder, args.fleet, worker_names(args.workers + args.prefill_workers))
     flags = worker_flags(args)
-    model: Path | None = args.model
+    model = None if args.model is None else Path(args.model)
     if model is None and args.engine == "vllm":
         state_dir = args.state_dir or default_state_dir()
         note(f"no --model: a tiny MoE with random weights, kept in {state_dir}")

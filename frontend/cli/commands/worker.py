@@ -8,6 +8,7 @@ import os
 from typing import get_args
 
 from ....schemas.presence import Role
+from ..hub import use_model
 from ..worker_options import add_worker_options, flags_of, python_env, python_module, worker_flags
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -21,7 +22,11 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the worker's options."""
-    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint; needed for the engine vllm")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|ID",
+        help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B; needed for the engine vllm",
+    )
     add_worker_options(parser)
     parser.add_argument(
         "--role",
@@ -46,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
+    use_model(args)
     own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "probe", "listen_s"))
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
     os.execve(command[0], command, python_env())

@@ -1,0 +1,184 @@
+"""Models by their ids on Hugging Face: from a cache, and from a server of the test's own, without a network."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.hub import is_hub_id
+from tests.cli.support import ENV, rollbus, running_up
+from tests.control.support import write_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ID = "org/tiny"
+UP = ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0", "--http", "127.0.0.1:0", "--model", ID)
+
+
+def hub_env(home: Path, **more: str) -> dict[str, str]:
+    """The environment of a command with a cache of its own."""
+    return {**ENV, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+
+
+def write_cache(home: Path, checkpoint: Path) -> Path:
+    """Lay a checkpoint out as the hub's cache does, files as links to blobs; returns the snapshot's folder."""
+    repo = home / "hub" / "models--org--tiny"
+    snapshot = repo / "snapshots" / COMMIT
+    for folder in (repo / "refs", repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    for file in checkpoint.iterdir():
+        file.rename(repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    return snapshot
+
+
+@contextmanager
+def serving_hub(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """Serve one model as the hub does; yields the address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            path = self.path.partition("?")[0]
+            name = path.rpartition("/")[2]
+            if path == f"/api/models/{ID}/revision/main":
+                self._answer({"id": ID, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
+            elif path == f"/api/models/{ID}/tree/{COMMIT}":
+                self._answer(
+                    [
+                        {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                        for file, data in files.items()
+                    ]
+                )
+            elif path == f"/{ID}/resolve/{COMMIT}/{name}" and name in files:
+                self._send(200, files[name], {"ETag": f'"{hashlib.sha1(files[name]).hexdigest()}"'})
+            else:
+                self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def _answer(self, value: Any) -> None:
+            self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"X-Repo-Commit": COMMIT, "Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, name="hub")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_folder_wins_and_a_path_is_never_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OWNER/NAME is an id unless there is such a folder; nothing else is one."""
+    monkeypatch.chdir(tmp_path)
+
+    assert is_hub_id("Qwen/Qwen3-0.6B")
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    assert not is_hub_id("Qwen/Qwen3-0.6B")
+    assert not is_hub_id("Qwen")
+    for wrong in ("./Qwen/x", "../x", "/Qwen/x", "/x", "~/x", "~x/y", "gpt2", "a/b/c", "a/", "a/.b", "a b/c", ""):
+        with pytest.raises(CommandFailed, match="is not a folder; allowed: a folder, or an id") as caught:
+            is_hub_id(wrong)
+        assert caught.value.exit_code is ExitCode.USAGE
+
+
+@pytest.mark.slow
+def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
+    """Without a network: workers get the snapshot's folder, and no other folder of the cache for new weights."""
+    snapshot = write_cache(tmp_path / "hf", write_checkpoint(tmp_path / "one", seed=1))
+    other = write_checkpoint(tmp_path / "hf" / "hub" / "other", seed=2)
+    env = hub_env(tmp_path / "hf", HF_HUB_OFFLINE="1")
+
+    with running_up("--engine", "synthetic", "--model", ID, log=tmp_path / "log", env=env) as (_, info):
+        status = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)
+        refused = rollbus("update-weights", str(other), "--version", "1", nats=info["nats"])
+
+    [worker] = status["workers"]
+    assert (worker["model"], worker["model_path"]) == (ID, str(snapshot))
+    assert refused.returncode == ExitCode.FAILED
+    assert f"--model {ID}: no folder here, so from Hugging Face" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_is_fetched_once(tmp_path: Path) -> None:
+    """What vLLM does not need stays there; the second time all is in the cache, also if the hub is gone."""
+    checkpoint = write_checkpoint(tmp_path / "one", seed=1)
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    env = hub_env(tmp_path / "hf")
+    with serving_hub({**files, "pytorch_model.bin": b"again", "model.gguf": b"again"}) as (url, asked):
+        with running_up(
+            "--engine", "synthetic", "--model", ID, log=tmp_path / "log", env={**env, "HF_ENDPOINT": url}
+        ) as (_, info):
+            [worker] = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)["workers"]
+        assert not any(path.endswith((".bin", ".gguf")) for path in asked)
+
+    folder = Path(worker["model_path"])
+    assert worker["model"] == ID
+    assert folder.is_relative_to(tmp_path / "hf")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    with running_up("--engine", "synthetic", "--model", ID, log=tmp_path / "log", env={**env, "HF_ENDPOINT": url}) as (
+        _,
+        info,
+    ):
+        [again] = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)["workers"]
+    assert again["model_path"] == worker["model_path"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "$HF_HUB_OFFLINE is set, and "),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached, and "),
+    ],
+)
+@pytest.mark.parametrize("argv", [UP, ("worker", "--engine", "synthetic", "--model", ID)])
+def test_what_cannot_be_fetched_says_how_to_go_on(
+    argv: tuple[str, ...], more: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    """Nothing is started; the error names the id, the reason, and both ways out."""
+    done = rollbus(*argv, env=hub_env(tmp_path, **more))
+
+    assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
+    _, error = done.stderr.splitlines()
+    assert error.startswith(f"rollbus: --model {ID} is no folder here, and cannot be had from Hugging Face: {reason}")
+    assert "--model DIR" in error
+    assert "$HF_HOME" in error
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:
+    """The hub knows of no such model; or the cache has a part of it."""
+    with serving_hub({}) as (url, _):
+        unknown = rollbus(*UP[:-1], "org/other", env=hub_env(tmp_path / "empty", HF_ENDPOINT=url))
+    snapshot = write_cache(tmp_path / "hf", write_checkpoint(tmp_path / "one", seed=1))
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()
+    partial = rollbus(*UP, env=hub_env(tmp_path / "hf", HF_HUB_OFFLINE="1"))
+
+    assert (unknown.returncode, partial.returncode) == (ExitCode.FAILED, ExitCode.FAILED)
+    assert f"{url} has no such model, or shows it only to users with access" in unknown.stderr
+    assert f"{snapshot} has no weights" in partial.stderr
