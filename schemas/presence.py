@@ -100,6 +100,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Largest rank of an adapter; None: not known, or it takes none."""
     world_size: Positive | None = None
     """Processes that hold the model's weights, those of all replicas inside the engine; None: not announced."""
+    version_labels: bool = False
+    """It reads commands that give a version of the weights a `label`; workers of earlier releases do not."""
 
 
 class WorkerState(enum.StrEnum):

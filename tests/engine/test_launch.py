@@ -59,7 +59,7 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
 
     assert (capabilities.max_num_seqs, capabilities.max_loras) == (7, 3)
     assert (config.scheduler_config.max_num_seqs, config.lora_config.max_loras) == (8, 4)
-    assert (capabilities.max_lora_rank, capabilities.world_size) == (16, 1)
+    assert (capabilities.max_lora_rank, capabilities.world_size, capabilities.version_labels) == (16, 1, True)
     assert not capabilities.weight_updates
     assert "'dummy'" in str(find_refusals(config).weight_updates)
     config.model_config.model = "organization/name"

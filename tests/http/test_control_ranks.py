@@ -125,6 +125,23 @@ async def test_versions_come_back_as_they_were_given(nats_url: str, fleet: str, 
     ]
 
 
+async def test_a_text_as_version_waits_for_workers_of_earlier_releases(nats_url: str, fleet: str) -> None:
+    """They could not read the recorded command: 400 names the field as it was sent, and them; nothing is recorded."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(version_labels=False)) as http:
+        answers = [
+            await http.client.post(path, json={"weight_version": "step-42", **more})
+            for path, more in (("/update_weights", {"weight_dir": "/two"}), ("/finish_weight_update", {}))
+        ]
+        state = await http.rb.fleet.state()
+    assert [answer.status_code for answer in answers] == [400, 400]
+    for answer in answers:
+        error = answer.json()["error"]
+        assert error["param"] == "weight_version"
+        assert error["message"].startswith("weight_version is 'step-42', ")
+        assert f"until {state.workers[0].worker} are upgraded" in error["message"]
+    assert not state.desired
+
+
 async def test_adapters_by_the_routes_of_dynamo(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Listed, loaded from a folder of the workers', replaced unless told not to, and unloaded, slashes and all."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:

@@ -17,6 +17,7 @@ from rollbus.schemas.control import (
 from rollbus.schemas.errors import InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerState
 from tests.protocol.test_ledger import presence
+from tests.support.presences import capabilities
 
 SOURCE = WeightSource(path="/ckpt")
 SILENT = {"starting", "fenced", "stopped", "failed"}
@@ -84,3 +85,25 @@ def test_weights_are_of_one_model(command: AnyCommand) -> None:
     assert set(workers_that_must_ack([A, OTHER], replace(command, model="n"))) == {"n"}
     assert set(workers_that_must_ack([A, OTHER], replace(command, workers=("a",)))) == {"m"}
     assert set(workers_that_must_ack([A, OTHER], State())) == {"m", "n"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [UpdateWeights(model="m", source=SOURCE, version=2, label="step-2"), FinishWeightUpdate(version=2, label="step-2")],
+)
+def test_a_label_waits_for_every_worker_of_the_model(command: UpdateWeights | FinishWeightUpdate) -> None:
+    """What is recorded is read by all of them: also those that are not named, or are fenced."""
+    new = replace(A, capabilities=capabilities(version_labels=True))
+    old = replace(B, capabilities=capabilities(), state=WorkerState.FENCED)
+    starting = replace(B, state=WorkerState.STARTING, capabilities=None)
+
+    for wanted in (command, replace(command, workers=("a",))):
+        with pytest.raises(
+            InvalidRequest, match=r"label is 'step-2', .*without a label, until b are upgraded"
+        ) as caught:
+            workers_that_must_ack([new, old], wanted)
+        assert caught.value.field == "label"
+    assert ids(workers_that_must_ack([new, old], replace(command, label=None))) == {"m": ["a"]}
+    assert ids(workers_that_must_ack([new, starting], command)) == {"m": ["a"]}
+    other = replace(old, model="n")
+    assert ids(workers_that_must_ack([new, other], replace(command, model="m"))) == {"m": ["a"]}

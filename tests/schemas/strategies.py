@@ -275,6 +275,7 @@ capabilities = st.builds(
     data_parallel_size=st.integers(1, 2**31),
     max_lora_rank=st.none() | st.integers(1, 2**31),
     world_size=maybe(st.integers(1, 2**31)),
+    version_labels=st.booleans(),
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
 )

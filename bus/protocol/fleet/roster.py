@@ -40,8 +40,8 @@ def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand
 
     Raises:
         NoWorkers: none; the message says what those that are there are doing.
-        InvalidRequest: a worker that the command names is not among them; nobody has heard of its model; or it names
-            no model where it would have to.
+        InvalidRequest: a worker that the command names is not among them; nobody has heard of its model; it names
+            no model where it would have to; or it has a field that a worker of its model cannot read.
     """
     known = [worker for worker in workers if command.model in (None, worker.model)]
     if workers and not known:
@@ -68,4 +68,26 @@ def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand
         roster[worker.model] = (*roster.get(worker.model, ()), worker)
     if len(roster) > 1 and isinstance(command, _OF_ONE_MODEL):
         raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(roster)}")
+    _check_label([worker for worker in known if worker.model in roster], command)
     return roster
+
+
+def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None:
+    """Refuse a label while some worker of the model could not read it, whether or not the command names that worker.
+
+    What is recorded is one message for the whole model: with a field that is unknown to a worker, it could read
+    nothing of what is desired any more. A worker that starts says nothing yet, and is left out.
+    """
+    if not isinstance(command, UpdateWeights | FinishWeightUpdate) or command.label is None:
+        return
+    older = sorted(
+        worker.worker
+        for worker in workers
+        if worker.capabilities is not None and not worker.capabilities.version_labels
+    )
+    if older:
+        raise InvalidRequest(
+            field="label",
+            problem=f"is {command.label!r}, which workers of an earlier release cannot read",
+            allowed=f"a number as the version, without a label, until {', '.join(older)} are upgraded",
+        )

@@ -24,7 +24,7 @@ __all__ = [
     "status_of",
 ]
 
-NAMES: Final = {"source": "path"}
+NAMES: Final = {"label": "weight_version", "source": "path"}
 """What the routes call fields of commands, where they have names of their own."""
 
 

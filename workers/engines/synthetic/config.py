@@ -73,6 +73,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Largest rank of an adapter; None: any."""
     world_size: int | None = 1
     """Processes that it claims to have; None: it does not say, as earlier releases."""
+    version_labels: bool = True
+    """It announces that it reads labels of versions; False: it does not, as earlier releases."""
     reports_recomputed_kv: bool = True
     """It says when it has computed KV anew."""
     kv_cache_tokens: int = 4_194_304
@@ -133,4 +135,5 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             kv_connector=None if self.role == "both" else "synthetic",
             max_lora_rank=self.max_lora_rank,
             world_size=self.world_size,
+            version_labels=self.version_labels,
         )

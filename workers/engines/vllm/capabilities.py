@@ -63,6 +63,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         kv_connector=describe_connector(config),
         max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
         world_size=config.parallel_config.world_size_across_dp,
+        version_labels=True,
     )
 
 
