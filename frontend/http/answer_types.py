@@ -175,6 +175,8 @@ class ChatChoice(msgspec.Struct):
     stop_reason: int | str | None
     logprobs: ContentLogprobs | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExperts | msgspec.UnsetType | None = msgspec.UNSET
+    """With `return_routed_experts`."""
 
 
 class ChatAnswer(msgspec.Struct):
@@ -211,6 +213,8 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExperts | msgspec.UnsetType | None = msgspec.UNSET
+    """With `return_routed_experts`."""
 
 
 class CompletionAnswer(msgspec.Struct):

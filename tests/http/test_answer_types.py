@@ -40,6 +40,8 @@ ASKED: list[tuple[str, type, dict[str, Any]]] = [
         },
     ),
     (CHAT, ChatAnswer, {"tokens": PROMPT, "max_tokens": 2, "nvext": {"extra_fields": ["routed_experts"]}}),
+    (CHAT, ChatAnswer, {"tokens": PROMPT, "max_tokens": 2, "n": 2, "return_routed_experts": True}),
+    (COMPLETIONS, CompletionAnswer, {"prompt": PROMPT, "return_routed_experts": True}),
     (COMPLETIONS, CompletionAnswer, {"prompt": PROMPT}),
     (
         COMPLETIONS,
@@ -64,7 +66,7 @@ async def test_answers_are_as_described(nats_url: str, fleet: str, tmp_path: Pat
         for path, kind, body in ASKED:
             answer = await http.client.post(path, json=body)
             if answer.status_code == 400 and not config.num_experts:
-                assert answer.json()["error"]["param"] == "nvext.extra_fields"
+                assert answer.json()["error"]["param"] in {"nvext.extra_fields", "return_routed_experts"}
                 continue
             assert answer.status_code == 200, answer.text
             described: object = msgspec.json.decode(answer.content, type=kind)

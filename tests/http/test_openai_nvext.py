@@ -114,6 +114,25 @@ async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: P
     assert set(none.json()["nvext"]) == {"timing"}
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_rows_of_each_choice(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+    """Asked for at the top, each answer has the engine's rows, and a stream's events those of their tokens."""
+    body = {"tokens": PROMPT, "n": 2, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_routed_experts": True}
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+        whole = (await ask(http, path, **body)).json()
+        *texts, _, _ = (await ask(http, path, **body, stream=True)).text.split("\n\n")
+        expected = [(await by_bus(http.rb, PROMPT, seed=3 + i, max_tokens=6, ignore_eos=True)) for i in range(2)]
+    deltas = [json.loads(text.removeprefix("data: "))["choices"][0] for text in texts]
+    for child, direct in enumerate(expected):
+        choice = whole["choices"][child]
+        assert choice["routed_experts"]["start"] == 0
+        assert direct.routed_experts is not None
+        assert np.array_equal(rows_of(choice["routed_experts"]), direct.routed_experts)
+        found = [each.get("routed_experts") for each in deltas if each["index"] == child]
+        streamed = np.concatenate([rows_of(each) for each in found if each is not None])
+        assert np.array_equal(streamed, direct.routed_experts)
+
+
 async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Ids, logprobs and rows are cut together where the text ends."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):

@@ -74,6 +74,8 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    """Each choice has `routed_experts`, as in `/inference/v1/generate`; each event of a stream those of its tokens."""
     vllm_xargs: dict[str, Any] | None = None
     """The same as `extra_args`."""
     kv_hints: dict[str, Any] | None = None

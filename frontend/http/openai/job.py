@@ -13,15 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
+from ....schemas.rows import Rows
 from ...tokenization import Tokenizer
 from ..answer_types import Usage
 from ..answers import Choice, Update, collect_answers, updates, usage_of
 from ..calls import JsonPieces
 from ..logprobs_json import prompt_logprobs_json
 from ..request_target import RequestTarget, id_headers, named_errors
+from ..routing_json import routed_experts_json
 from ..service import Service
 from ..stops import AnswerText, text_of
-from ..tokens import Scores, Tokens, prompt_scores
+from ..tokens import Scores, Tokens, prompt_scores, whole_rows
 from .nvext import Clock, nvext_json
 from .options import Options
 from .parsers import AnswerParts, AnswerReader
@@ -135,6 +137,11 @@ class CompletionHandler:
         of_prompts = [
             prompt_scores(choice.request, whole[choice.index - choice.index % n].tokens) for choice in choices
         ]
+        with_rows = self.options.routed_experts
+        rows = [
+            whole_rows(choice.request, self.target, update.tokens) if with_rows else None
+            for choice, update in zip(choices, whole, strict=True)
+        ]
         nvext = self._nvext(whole[0].tokens) if self.options.extra else None
         head = {
             "id": self._id,
@@ -147,10 +154,10 @@ class CompletionHandler:
 
         def pieces() -> Iterator[bytes]:
             yield msgspec.json.encode(head)[:-1] + b',"choices":['
-            for choice, update, of_prompt, text in zip(choices, whole, of_prompts, shown, strict=True):
+            for choice, update, of_prompt, text, of_choice in zip(choices, whole, of_prompts, shown, rows, strict=True):
                 yield b"," if choice.index else b""
                 more = self._prompt_ids(choice.request, of_answer=False)
-                yield from self._choice_json(choice, update, text, more, of_prompt)
+                yield from self._choice_json(choice, update, {**text, **more}, of_prompt, rows=of_choice)
             yield b"]"
             if self.shape.prompt_is_common:
                 yield b',"prompt_logprobs":'
@@ -167,9 +174,9 @@ class CompletionHandler:
         choice: Choice,
         update: Update,
         shown: dict[str, Any],
-        more: dict[str, Any],
         of_prompt: Scores | None = None,
         *,
+        rows: Rows | None,
         delta: bool = False,
     ) -> Iterator[bytes]:
         """One answer, or what a stream tells of it, in pieces."""
@@ -177,7 +184,6 @@ class CompletionHandler:
             "index": choice.index,
             **shown,
             "stop_reason": choice.stop_reason,
-            **more,
         }
         if self.options.token_ids:
             found["token_ids"] = update.tokens.ids.tolist()
@@ -190,6 +196,9 @@ class CompletionHandler:
         if not (delta or self.shape.prompt_is_common):
             yield b',"prompt_logprobs":'
             yield from prompt_logprobs_json(of_prompt, self._namer.name)
+        if self.options.routed_experts:
+            yield b',"routed_experts":'
+            yield from (b"null",) if rows is None else routed_experts_json(rows, update.tokens.start)
         yield b"}"
 
     def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
@@ -218,7 +227,9 @@ class CompletionHandler:
                         continue
                     more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
                     text = self._shown(choice, update, reader, parts, delta=True)
-                    shown = b"".join(self._choice_json(choice, update, text, more, delta=True))
+                    shown = b"".join(
+                        self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True)
+                    )
                     nvext = b""
                     if choice.finish_reason and self.options.extra:
                         nvext = b"".join(self._nvext(choice.pop_update().tokens))
@@ -228,7 +239,8 @@ class CompletionHandler:
 
     def _is_news(self, choice: Choice, update: Update, parts: AnswerParts | None) -> bool:
         """Whether a stream's reader learns anything from it."""
-        shows_tokens = self.options.token_ids or self.options.top_logprobs is not None
+        options = self.options
+        shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
         text = update.text if parts is None else parts
         return bool(text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
 

@@ -51,6 +51,8 @@ class Options:
     """Tokens in logprobs are `token_id:N`."""
     extra: frozenset[str]
     """Fields of its `nvext`."""
+    routed_experts: bool
+    """Each choice has its rows."""
     usage: bool
     """A stream ends with the usage."""
     continuous_usage: bool
@@ -58,8 +60,8 @@ class Options:
 
     @property
     def routing(self) -> bool:
-        """Its `nvext` holds routing, if the model has experts."""
-        return not self.extra.isdisjoint({"engine_data", "routed_experts"})
+        """It holds routing, if the model has experts."""
+        return self.routed_experts or not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
 
 def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, returns_tokens: bool) -> Options:
@@ -81,6 +83,8 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, retu
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
+    if body.return_routed_experts and target.capabilities.routed_experts is None:
+        raise invalid("return_routed_experts", "is true", "null or false: this model returns no routing")
     if returns_tokens and top_logprobs is None:
         top_logprobs = 0
     stream = body.stream_options
@@ -93,6 +97,7 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, retu
         token_ids=returns_tokens or bool(body.return_token_ids),
         as_token_ids=bool(body.return_tokens_as_token_ids),
         extra=_extra_fields(body, target),
+        routed_experts=body.return_routed_experts is True,
         usage=stream is not None and bool(stream.include_usage),
         continuous_usage=stream is not None and bool(stream.include_usage and stream.continuous_usage_stats),
     )
