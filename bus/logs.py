@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 __all__ = [
     "EVENT",
@@ -53,7 +53,7 @@ def set_up(level: int | str, log_format: LogFormat, text: str = TEXT) -> None:
         text: the form of lines that are text.
     """
     if log_format == "text":
-        handler: logging.Handler = logging.StreamHandler()
+        handler: logging.Handler = _TextHandler()
         handler.setFormatter(TextFormatter(text))
     else:
         handler = LineHandler()
@@ -88,6 +88,15 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = _without_users(self.formatException(record.exc_info))
         return json.dumps(line)
+
+
+class _TextHandler(logging.StreamHandler[TextIO]):
+    """Writes on what `sys.stderr` is at the time: a line that changes in place puts itself there, to stay below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line."""
+        self.setStream(sys.stderr)
+        super().emit(record)
 
 
 class LineHandler(logging.Handler):

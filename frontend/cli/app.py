@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _apply_login(args)
         outcome = command.run(args)
         return outcome if isinstance(outcome, int) else run_async(outcome)
-    except KeyboardInterrupt:
-        note("rollbus: interrupted")
+    except KeyboardInterrupt as exc:
+        # A command that can be continued says how far it is.
+        note(f"rollbus: {exc}" if exc.args else "rollbus: interrupted")
         return INTERRUPTED
     except (RollbusError, OSError) as exc:
         return _report(exc, exc, args)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from ... import bus
 from ...bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
 from ...schemas.presence import WorkerPresence
 from ..tokenization import Tokenizer, load_tokenizer
-from .console import progress
 from .exits import CommandFailed, ExitCode
+from .generate_bar import GenerateBar, count_text
 from .prompts import Defaults, InputSummary, PromptLine, read_prompts
 from .results import ResultsFile, error_line, first_error, result_line
 from .serving import warn_of_wait
@@ -42,9 +42,9 @@ class GenerateRun:
     summary: InputSummary
     results: ResultsFile
     max_in_flight: int
+    bar: GenerateBar
     tokenizer_dir: Path | None = None
     """None: that of a worker on this machine, if there are text prompts."""
-    shows_progress: bool = True
     counts: Counts = field(default_factory=Counts)
     _tokenizer: Tokenizer | None = None
     _in_flight: dict[str, PromptLine] = field(default_factory=dict)
@@ -57,37 +57,38 @@ class GenerateRun:
         Raises:
             CommandFailed: no worker serves, or the last one went away; what is finished is in the output.
         """
+        self.bar.show("connecting")
         async with bus.connect(nats_url, fleet=fleet) as rb:
             state = await rb.fleet.state()
             await warn_of_wait(rb, state, nats_url=nats_url)
             folder = await asyncio.to_thread(self._find_tokenizer, state.workers)
             if folder is not None:
+                self.bar.show("loading the tokenizer")
                 self._tokenizer = await asyncio.to_thread(load_tokenizer, folder)
             await self._generate(rb)
         return ExitCode.OK
 
+    def count_text(self) -> str:
+        """How far it is with what was done before, and how it goes on."""
+        done = len(self.results.finished) + self.counts.done
+        return count_text(done, self.counts.failed, self.summary.num_prompts)
+
     async def _generate(self, rb: bus.Client) -> None:
         started = time.monotonic()
-        before = len(self.results.finished)
-        with progress("generating", self.summary.num_prompts, done=before, shown=self.shows_progress) as advance:
-            try:
-                async for generation in rb.complete_many(self._requests(advance), max_in_flight=self.max_in_flight):
-                    self._add_generation(generation)
-                    advance()
-                    self.counts.seconds = round(time.monotonic() - started, 3)
-            except NoWorkers as exc:
-                raise CommandFailed(
-                    f"{exc.message}; {self.counts.done} prompts were done, run the same command again to go on",
-                    ExitCode.NO_WORKERS,
-                ) from exc
+        self.bar.start_count(self.summary.num_prompts, len(self.results.finished))
+        try:
+            async for generation in rb.complete_many(self._requests(), max_in_flight=self.max_in_flight):
+                self._add_generation(generation)
+                self.counts.seconds = round(time.monotonic() - started, 3)
+        except NoWorkers as exc:
+            raise CommandFailed(f"{exc.message}; {self.count_text()}", ExitCode.NO_WORKERS) from exc
 
-    def _requests(self, advance: Callable[[], None]) -> Iterator[GenerateRequest]:
+    def _requests(self) -> Iterator[GenerateRequest]:
         for prompt in read_prompts(self.input, self.defaults, skip=self.results.finished):
             try:
                 request = prompt.request(self._tokenizer)
             except InvalidRequest as exc:
                 self._add_error(prompt, exc)
-                advance()
                 continue
             self._in_flight[prompt.request_id] = prompt
             yield request
@@ -101,12 +102,17 @@ class GenerateRun:
         self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
         self.counts.done += 1
         self.counts.tokens += sum(len(sample.token_ids) for sample in (generation, *generation.siblings))
+        self._show_counts()
 
     def _add_error(self, prompt: PromptLine, error: RequestError) -> None:
         self.results.append(error_line(prompt, error))
         self.counts.failed += 1
         self.counts.retryable += error.retryable
         self.counts.first_error = self.counts.first_error or f"line {prompt.index + 1}: {error.message}"
+        self._show_counts()
+
+    def _show_counts(self) -> None:
+        self.bar.set_counts(self.counts.done + self.counts.failed, self.counts.tokens)
 
     def _find_tokenizer(self, workers: tuple[WorkerPresence, ...]) -> Path | None:
         """The folder that was named, or that of the model which the workers on this machine serve."""

@@ -7,6 +7,7 @@ import pytest
 from rollbus.frontend.cli.commands.generate import describe
 from rollbus.frontend.cli.console import plain_table, print_table, progress, waiting, write
 from rollbus.frontend.cli.expert_counts import count_experts, expert_rows
+from rollbus.frontend.cli.generate_bar import GenerateBar, count_text, pace_text
 
 
 def test_a_piped_table_is_plain_text() -> None:
@@ -62,9 +63,11 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Logs and pipes get no bar."""
-    with progress("working", 2) as advance, waiting("waiting") as show:
+    with progress("working", 2) as advance, waiting("waiting") as show, GenerateBar(is_shown=True) as bar:
         advance()
         show("still waiting")
+        bar.show("connecting")
+        bar.start_count(2, 0)
 
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -86,6 +89,26 @@ def test_the_most_and_the_least_used_experts_are_named() -> None:
         ["0", "0 (60%), 1 (30%), 2 (10%)", "1 (30%), 2 (10%), 3 (0%)", "1"],
         ["1", "0 (0%), 1 (0%), 2 (0%)", "1 (0%), 2 (0%), 3 (0%)", "4"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "tokens", "seconds", "text"),
+    [
+        (1000, 0, 7.0, "1,000/9,000  7 s"),
+        (2000, 123_456, 10.0, "2,000/9,000  12,346 tokens/s  1:10 left"),
+        (1001, 1, 2.0, "1,001/9,000  0 tokens/s  4:26:38 left"),
+        (9000, 16_000, 8.0, "9,000/9,000  2,000 tokens/s"),
+    ],
+)
+def test_the_pace_is_that_of_this_run(ended: int, tokens: int, seconds: float, text: str) -> None:
+    """The 1,000 prompts of earlier runs count as done, and not for the rate or the time left."""
+    assert pace_text(9000, ended, before=1000, tokens=tokens, seconds=seconds) == text
+
+
+def test_an_end_before_the_end_says_how_far_it_is() -> None:
+    """Failures are counted where there are some."""
+    assert count_text(290, 0, 1260) == "290 of 1,260 done; the same command continues"
+    assert count_text(1290, 2, 2260) == "1,290 of 2,260 done, 2 failed; the same command continues"
 
 
 def test_a_run_is_summed_up_in_one_line() -> None:

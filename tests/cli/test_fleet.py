@@ -16,7 +16,7 @@ import pytest
 
 from rollbus import bus
 from rollbus.frontend.cli.exits import ExitCode
-from tests.cli.support import ENV, command, processes_with, rollbus, running_up, serves
+from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up, serves
 from tests.support.processes import becomes_true
 from tests.support.requests import greedy
 from tests.support.shared import Shared
@@ -184,7 +184,7 @@ def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
-    """An interrupted run says so in one line, ends with 130, and leaves a complete .npz."""
+    """An interrupted run says in one line how far it is, ends with 130, and leaves a complete .npz."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
     args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
@@ -195,10 +195,31 @@ def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate()
 
-    assert (process.returncode, stderr) == (130, "rollbus: interrupted\n")
     results = read(output)
+    told = f"rollbus: {len(results):,} of 5,000 done; the same command continues\n"
+    assert (process.returncode, stderr) == (130, told)
     with np.load(tmp_path / "out.npz") as arrays:
         assert {int(key) for key in arrays} >= set(results)
+
+
+def test_a_terminal_shows_a_bar_from_the_first_moment(nats: str, tmp_path: Path) -> None:
+    """It says what the run does before it generates, and is gone in the end; Ctrl-C counts what earlier runs did."""
+    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
+    output = tmp_path / "out.jsonl"
+    args = ("--input", str(path), "--output", str(output), "--max-in-flight", "16", "--nats", nats)
+    counts = [0]
+    for _ in range(2):
+        with on_terminal("generate", *args) as terminal:
+            for words in ("checking the prompts", "connecting", "generating", " tokens/s", " left"):
+                terminal.read_until(words)
+            terminal.press_ctrl_c()
+            code = terminal.read_to_end()
+        counts.append(len(read(output)))
+
+        assert code == 130
+        assert terminal.lines()[-1] == f"rollbus: {counts[-1]:,} of 5,000 done; the same command continues"
+        assert [line for line in terminal.lines() if "tokens/s" in line] == []
+    assert counts == sorted(set(counts))
 
 
 def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:

@@ -62,13 +62,16 @@ def run(args: argparse.Namespace) -> int:
     """Check the files, generate, and say what came of it."""
     from ..app import run_async
     from ..console import print_json, write
+    from ..generate_bar import GenerateBar
     from ..job import GenerateRun
     from ..prompts import Defaults, check_input
     from ..results import open_results
 
     rows_path = _check_paths(args)
     defaults = Defaults(*_default_fields(args))
-    with open_results(args.output, rows_path) as results:
+    bar = GenerateBar(is_shown=not args.json and args.log_format == "text")
+    with bar, open_results(args.output, rows_path) as results:
+        bar.show("checking the prompts")
         job = GenerateRun(
             input=args.input,
             defaults=defaults,
@@ -76,10 +79,13 @@ def run(args: argparse.Namespace) -> int:
             results=results,
             max_in_flight=args.max_in_flight,
             tokenizer_dir=args.tokenizer,
-            shows_progress=not args.json,
+            bar=bar,
         )
         if len(results.finished) < job.summary.num_prompts:
-            run_async(job.run(args.nats, args.fleet))
+            try:
+                run_async(job.run(args.nats, args.fleet))
+            except KeyboardInterrupt as exc:
+                raise KeyboardInterrupt(job.count_text()) from exc
     report = {
         "prompts": job.summary.num_prompts,
         "resumed": len(results.finished),
@@ -123,14 +129,14 @@ def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object
 
 def describe(report: Mapping[str, object]) -> str:
     """The report in one line for people."""
-    text = f"{report['done']} of {report['prompts']} prompts done"
+    text = f"{report['done']:,} of {report['prompts']:,} prompts done"
     if report["resumed"]:
-        text += f", {report['resumed']} were done before"
+        text += f", {report['resumed']:,} were done before"
     if report["failed"]:
-        text += f", {report['failed']} failed (the first, {report['first_error']})"
+        text += f", {report['failed']:,} failed (the first, {report['first_error']})"
     if report["retryable"]:
-        text += f", run again to retry {report['retryable']} of them"
+        text += f", run again to retry {report['retryable']:,} of them"
     if report["tokens"]:
-        text += f"; {report['tokens']} tokens in {report['seconds']} s"
+        text += f"; {report['tokens']:,} tokens in {report['seconds']} s"
     places = [str(report[name]) for name in ("output", "npz") if report[name] is not None]
     return f"{text}: {', '.join(places)}"
