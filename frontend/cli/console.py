@@ -10,17 +10,34 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-__all__ = ["log_notes", "note", "plain_table", "print_json", "print_table", "program", "progress", "waiting", "write"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "log_notes",
+    "note",
+    "plain_table",
+    "print_json",
+    "print_table",
+    "program",
+    "progress",
+    "rich_table",
+    "waiting",
+    "write",
+]
 
 # Above all: notes are no log until `log_notes` says so. None of `getLogger`, which would be above our modules' loggers.
 _notes = logging.Logger("rollbus", logging.CRITICAL + 1)  # noqa: LOG001
 _notes.parent = logging.getLogger()
 
 
-def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> None:
-    """Write a line on `out`, by default stdout, at once; nothing when its reader has had enough, as `head` has."""
+def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> bool:
+    """Write a line on `out`, by default stdout, at once; nothing when its reader has had enough, as `head` has.
+
+    Returns False in that case, for commands that would write for ever.
+    """
     out = out or sys.stdout
     try:
         out.write(text + end)
@@ -29,6 +46,8 @@ def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> Non
         # How the command ends says its exit code still. Also for what is written at the interpreter's end.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), out.fileno())
+        return False
+    return True
 
 
 def note(text: str, level: int = logging.INFO) -> None:
@@ -44,11 +63,11 @@ def log_notes() -> None:
     _notes.setLevel(logging.INFO)
 
 
-def print_json(value: object) -> None:
-    """Print `value` as one line of JSON on stdout."""
+def print_json(value: object) -> bool:
+    """Print `value` as one line of JSON on stdout; return False if nobody reads it."""
     import msgspec
 
-    write(msgspec.json.encode(value).decode())
+    return write(msgspec.json.encode(value).decode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: IO[str] | None = None) -> None:
@@ -58,6 +77,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
         write(plain_table(columns, rows), out=out)
         return
     from rich.console import Console
+
+    Console(file=out, markup=False, highlight=False).print(rich_table(columns, rows))
+
+
+def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+    """The table as it is shown on a terminal, for a console without markup."""
     from rich.table import Table
 
     table = Table()
@@ -66,7 +91,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(file=out, markup=False, highlight=False).print(table)
+    return table
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

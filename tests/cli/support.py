@@ -1,6 +1,7 @@
 """Runs `rollbus` as its users do: as a command of its own."""
 
 import asyncio
+import codecs
 import json
 import os
 import re
@@ -132,11 +133,13 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self._process = process
         self._end = end
+        # What is read at once may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.text = ""
 
-    def read_until(self, words: str) -> None:
-        """Read until these were shown; the test's own time limit ends the wait."""
-        while words not in self.text:
+    def read_until(self, words: str, *, times: int = 1) -> None:
+        """Read until these were shown so many times; the test's own time limit ends the wait."""
+        while self.text.count(words) < times:
             if not self._read():
                 raise AssertionError(f"it ended without {words!r}:\n{self.text}")
 
@@ -169,7 +172,7 @@ class Terminal:
             data = os.read(self._end, 65536)
         except OSError:  # how Linux says that nobody has the terminal open any more
             return False
-        self.text += data.decode()
+        self.text += self._decoder.decode(data)
         return bool(data)
 
 

@@ -84,6 +84,47 @@ def test_status_shows_the_workers(nats: str) -> None:
     assert {queue["lane"] for queue in json.loads(line)["queues"]} == {"resume", "high", "normal", "low"}
 
 
+def test_status_is_watched_in_place(nats: str) -> None:
+    """On a terminal the tables are drawn again where they stand; Ctrl-C ends that with 0, with the last ones left."""
+    with on_terminal("status", "--watch", "--nats", nats) as terminal:
+        terminal.read_until("Ctrl-C ends", times=2)
+        terminal.press_ctrl_c()
+        code = terminal.read_to_end()
+
+    assert code == ExitCode.OK
+    assert sum("Ctrl-C ends" in line for line in terminal.lines()) == 1
+    assert sum("local-0" in line and "serving" in line for line in terminal.lines()) == 1
+
+
+@pytest.mark.parametrize(("options", "fleet"), [((), "default"), (("--json",), "default"), ((), "nobody")])
+def test_status_is_watched_through_a_pipe(nats: str, options: tuple[str, ...], fleet: str) -> None:
+    """States follow each other, also of a fleet without workers; Ctrl-C ends with 0."""
+    args = ("status", "--watch", "--fleet", fleet, *options)
+    first = '{"' if options else f"fleet {fleet} at "
+    with subprocess.Popen(
+        command(*args), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        num_states = 0
+        while num_states < 2:
+            num_states += process.stdout.readline().startswith(first)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
+
+    assert (process.returncode, stderr) == (ExitCode.OK, "")
+
+
+def test_a_watch_ends_with_its_reader(nats: str) -> None:
+    """`status --watch --json | head -1` ends."""
+    with subprocess.Popen(
+        command("status", "--watch", "--json"), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait() == ExitCode.OK
+
+
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
 def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
     """No workers: exit code 5, at once, in one line that names fleet and server; nothing is sent."""

@@ -1,63 +1,70 @@
 """Show the live workers of the fleet: what they do, what they should do, what they can do; and what waits for them.
 
-Exits with 5 when no worker answers.
+Exits with 5 when no worker answers. With --watch it goes on, also without workers, and Ctrl-C ends it with 0.
 """
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ..arguments import without_password
 from ..exits import CommandFailed, ExitCode
-
-if TYPE_CHECKING:
-    from ....bus import FleetState
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "show the workers of the fleet and their queues"
 EXAMPLES = (
     "rollbus status",
+    "rollbus status --watch",
     "rollbus status --json",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add the command's options."""
+    parser.add_argument(
+        "--watch", action="store_true", help="show it each second until Ctrl-C; --json: one line each second"
+    )
 
 
-async def run(args: argparse.Namespace) -> int:
-    """Print the fleet's state."""
+def run(args: argparse.Namespace) -> int:
+    """Print the fleet's state, once or again and again."""
+    from ..app import run_async
+
+    if not args.watch:
+        return run_async(_print(args))
+    try:
+        return run_async(_watch(args))
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+async def _print(args: argparse.Namespace) -> int:
     from .... import bus
     from ..console import print_json
     from ..fleet_tables import state_as_json
+    from ..status_display import print_state
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
     if args.json:
         print_json(state_as_json(state))
     elif state.workers:
-        _show(state)
+        print_state(state)
     if not state.workers:
-        raise CommandFailed(
-            f"no live workers in fleet {args.fleet!r} at {without_password(args.nats)}; "
-            "start some with `rollbus up` or `rollbus worker`",
-            ExitCode.NO_WORKERS,
-        )
+        raise CommandFailed(_nothing(args), ExitCode.NO_WORKERS)
     return ExitCode.OK
 
 
-def _show(state: "FleetState") -> None:
-    from .. import fleet_tables as tables
-    from ..console import print_table, write
+async def _watch(args: argparse.Namespace) -> int:
+    from .... import bus
+    from ..status_display import watch_state
 
-    print_table(tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers])
-    for columns, rows in (
-        (tables.QUEUE_COLUMNS, tables.queue_rows(state.queues)),
-        (tables.PROBLEM_COLUMNS, tables.problem_rows(state.queue_problems)),
-        (tables.DESIRED_COLUMNS, tables.desired_rows(state.desired)),
-        (tables.ENGINE_COLUMNS, tables.engine_rows(state.workers)),
-        (tables.ERROR_COLUMNS, tables.error_rows(state.workers)),
-    ):
-        if rows:
-            write()
-            print_table(columns, rows)
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        await watch_state(rb, nothing=_nothing(args), as_json=args.json)
+    return ExitCode.OK
+
+
+def _nothing(args: argparse.Namespace) -> str:
+    return (
+        f"no live workers in fleet {args.fleet!r} at {without_password(args.nats)}; "
+        "start some with `rollbus up` or `rollbus worker`"
+    )

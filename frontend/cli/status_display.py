@@ -1,0 +1,88 @@
+"""What `rollbus status` shows of a fleet: once, or again each second."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from ...bus import BusBroken, Client, FleetState
+from . import fleet_tables as tables
+from .console import note, plain_table, print_json, print_table, rich_table, write
+from .fleet_tables import state_as_json
+
+__all__ = ["print_state", "watch_state"]
+
+INTERVAL_S: Final = 1.0
+"""Workers announce themselves as often."""
+
+
+def print_state(state: FleetState) -> None:
+    """Print the tables of a fleet on stdout."""
+    for number, (columns, rows) in enumerate(_tables(state)):
+        if number:
+            write()
+        print_table(columns, rows)
+
+
+async def watch_state(rb: Client, *, nothing: str, as_json: bool) -> None:
+    """Show the fleet each second until cancelled, or until nobody reads it: in place on a terminal, else as lines.
+
+    While the server does not answer, that is said and the watch goes on.
+
+    Args:
+        nothing: what is shown where no worker lives.
+        as_json: print each state as one line of JSON.
+    """
+    with _shown_in_place(nothing) if sys.stdout.isatty() and not as_json else _printed(nothing, as_json) as show:
+        is_read = True
+        while is_read:
+            began = time.monotonic()
+            try:
+                is_read = show(await rb.fleet.state())
+            except BusBroken as exc:
+                note(f"rollbus: {exc}")
+            await asyncio.sleep(began + INTERVAL_S - time.monotonic())
+
+
+@contextmanager
+def _shown_in_place(nothing: str) -> Iterator[Callable[[FleetState], bool]]:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    def show(state: FleetState) -> bool:
+        shown = [rich_table(columns, rows) for columns, rows in _tables(state)]
+        live.update(Group(f"{_heading(state)}; Ctrl-C ends", *(shown if state.workers else [nothing])), refresh=True)
+        return True
+
+    with Live(console=Console(markup=False, highlight=False), auto_refresh=False) as live:
+        yield show
+
+
+@contextmanager
+def _printed(nothing: str, as_json: bool) -> Iterator[Callable[[FleetState], bool]]:
+    def show(state: FleetState) -> bool:
+        if as_json:
+            return print_json(state_as_json(state))
+        shown = [plain_table(columns, rows) for columns, rows in _tables(state)]
+        return write("\n\n".join((_heading(state), *(shown if state.workers else [nothing]))) + "\n")
+
+    yield show
+
+
+def _heading(state: FleetState) -> str:
+    return f"fleet {state.fleet} at {time.strftime('%H:%M:%S')}"
+
+
+def _tables(state: FleetState) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """Columns and rows of each table; those that are empty are left out."""
+    every = (
+        (tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers]),
+        (tables.QUEUE_COLUMNS, tables.queue_rows(state.queues)),
+        (tables.PROBLEM_COLUMNS, tables.problem_rows(state.queue_problems)),
+        (tables.DESIRED_COLUMNS, tables.desired_rows(state.desired)),
+        (tables.ENGINE_COLUMNS, tables.engine_rows(state.workers)),
+        (tables.ERROR_COLUMNS, tables.error_rows(state.workers)),
+    )
+    return [(columns, rows) for columns, rows in every if rows]
