@@ -32,6 +32,7 @@ from .client.generation import Generation
 from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
+from .protocol.stream.token_masks import TokenMasks
 from .queue.streams import QueueDepth
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "ServerUnreachable",
     "Tls",
     "TlsFailed",
+    "TokenMasks",
     "canary_request",
     "connect",
 ]

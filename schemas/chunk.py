@@ -32,6 +32,7 @@ __all__ = [
     "FinishReason",
     "PromptLogprobs",
     "RoutedExperts",
+    "SamplingMask",
     "TopLogprobs",
     "json_logprobs",
 ]
@@ -138,6 +139,43 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def logprobs(self) -> npt.NDArray[np.float32]:
         """f4[positions, width], read-only."""
         return np.frombuffer(self.logprobs_data, _F4).reshape(-1, self.width)
+
+
+class SamplingMask(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """For each of several tokens, the ids that it was sampled from: those that top-k, top-p and min-p left.
+
+    Renormalized over these, a trainer's probabilities are those that the sampler had.
+    """
+
+    counts_data: bytes
+    """<i4[k]: how many ids each token has, at least 1, as the token itself is one of them."""
+    token_ids_data: bytes
+    """<i4[sum of the counts]: the ids of the first token, then those of the second, and so on."""
+
+    def __post_init__(self) -> None:
+        """Refuse ids that the counts do not share out among the tokens."""
+        for name in ("counts_data", "token_ids_data"):
+            if len(getattr(self, name)) % 4:
+                raise ValueError(f"sampling mask: {name} of {len(getattr(self, name))} bytes is no <i4 array")
+        counts, ids = self.counts, self.token_ids
+        if len(counts) and not 1 <= counts.min() <= counts.max() <= limits.MAX_MASK_IDS:
+            raise ValueError(
+                f"sampling mask: tokens with {counts.min()} to {counts.max()} ids; allowed: 1 to {limits.MAX_MASK_IDS}"
+            )
+        if counts.sum(dtype=np.int64) != len(ids):
+            raise ValueError(f"sampling mask: {len(ids)} ids, and counts for {counts.sum(dtype=np.int64)}")
+        if len(ids) and ids.min() < 0:
+            raise ValueError(f"sampling mask: id {ids.min()}; allowed: 0 to {limits.MAX_TOKEN_ID}")
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """i4[k], read-only."""
+        return np.frombuffer(self.counts_data, _I4)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """i4[sum of the counts], read-only."""
+        return np.frombuffer(self.token_ids_data, _I4)
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -267,6 +305,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     kv_recomputed: bool | None = None
     """True: the engine computed the KV of all positions before the first of these tokens anew, with the weights and the
     adapter of this chunk, for example after a preemption. None: the chunk has no tokens, or the engine does not say."""
+    sampling_mask: SamplingMask | None = None
+    """Of the k tokens; None where the engine makes none, or they were declined."""
 
     def __post_init__(self) -> None:
         """Refuse arrays whose lengths contradict each other."""
@@ -279,6 +319,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
         top = self.top_logprobs
         if top is not None and len(top.token_ids_data) != size * top.width:
             raise ValueError(f"{size // 4} token ids but {len(top.token_ids_data) // (4 * top.width)} top logprobs")
+        mask = self.sampling_mask
+        if mask is not None and len(mask.counts_data) != size:
+            raise ValueError(f"{size // 4} token ids but sampling masks of {len(mask.counts_data) // 4}")
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

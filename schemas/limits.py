@@ -28,6 +28,7 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_LORAS",
+    "MAX_MASK_IDS",
     "MAX_MODULE_CHARS",
     "MAX_N",
     "MAX_NAME_CHARS",
@@ -60,6 +61,8 @@ MAX_TOKEN_ID: Final = 2**31 - 1
 """Token ids travel as `<i4`."""
 MAX_CHUNK_TOKENS: Final = MAX_TOKENS
 """Tokens in one chunk: a worker that could not send may merge all of a request into one."""
+MAX_MASK_IDS: Final = 65_536
+"""Ids in one token's sampling mask: 256 KiB, as much as one chunk holds. A `top_k` above that bounds nothing."""
 MAX_N: Final = 256
 """Samples per prompt; each is a request of its own to the fleet."""
 MAX_SEED: Final = 2**63 - 1

@@ -102,6 +102,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that hold the model's weights, those of all replicas inside the engine; None: not announced."""
     version_labels: bool = False
     """It reads commands that give a version of the weights a `label`; workers of earlier releases do not."""
+    sampling_mask: bool = False
+    """The engine makes sampling masks: the ids that top-k, top-p and min-p left for each token."""
 
 
 class WorkerState(enum.StrEnum):

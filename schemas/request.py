@@ -75,6 +75,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Drop the request if the weights move on by more than this before it starts."""
     traceparent: str | None = None
     """W3C trace context: every attempt takes it to its worker and engine, and its first chunk brings it back."""
+    return_sampling_mask: bool | None = None
+    """Ids that each token was sampled from. None: if the engine makes them. True: refuse if not. False: spare the
+    bytes."""
 
     def __post_init__(self) -> None:
         """Check every field and bring it to its canonical type."""
@@ -104,8 +107,10 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         ),
         "priority": check_int("priority", request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     }
-    if request.return_routed_experts is not None:
-        checked["return_routed_experts"] = check_bool("return_routed_experts", request.return_routed_experts)
+    for name in ("return_routed_experts", "return_sampling_mask"):
+        value = getattr(request, name)
+        if value is not None:
+            checked[name] = check_bool(name, value)
     for name in ("model", "session_id", "lora"):
         value = getattr(request, name)
         if value is not None:

@@ -12,6 +12,7 @@ from ...schemas.request import GenerateRequest
 from ...schemas.rows import Rows
 from ..protocol.stream.kv_versions import Spans
 from ..protocol.stream.response_stream import ResponseStream
+from ..protocol.stream.token_masks import TokenMasks
 
 __all__ = ["ChildResult", "Generation", "join_samples"]
 
@@ -63,6 +64,9 @@ class Generation:
     """i4[Lp - 1, k]; None unless `sampling.prompt_logprobs` > 0."""
     prompt_top_logprobs: npt.NDArray[np.float32] | None = None
     """f4[Lp - 1, k]."""
+    sampling_mask: TokenMasks | None = None
+    """The ids that each of the G tokens was sampled from; None where a worker that served it makes no masks, or they
+    were declined."""
     cached_tokens: int | None = None
     """Prompt tokens that the engine found in its prefix cache, or had from a prefill worker."""
     attempts: int = 1

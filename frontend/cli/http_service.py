@@ -89,13 +89,6 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)g)",
     )
     parser.add_argument(
-        "--stall-timeout",
-        metavar="S",
-        type=positive_float,
-        help="seconds without a token after which a generation that has begun fails; time in which its worker does not "
-        "serve does not count (default: no limit but the worker's --engine-timeout-s)",
-    )
-    parser.add_argument(
         "--return-tokens",
         action="store_true",
         help="token ids and log probabilities in every answer, also if the request does not ask for them",
@@ -116,7 +109,6 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         settings_from_environment(),
         allowed_hosts=frozenset({host, *args.allowed_host}),
         timeout_s=args.request_timeout,
-        stall_timeout_s=args.stall_timeout,
         returns_tokens=args.return_tokens,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

@@ -207,6 +207,8 @@ def _sample(
         values = getattr(generation, name)
         if values is not None:
             sample[name] = values.tolist()
+    if generation.sampling_mask is not None:
+        sample["sampling_mask"] = [ids.tolist() for ids in generation.sampling_mask.split()]
     sample["routed_experts"] = _routed_experts(prompt, generation, rows)
     return sample
 

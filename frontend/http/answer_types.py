@@ -92,7 +92,7 @@ class GenerateChoice(msgspec.Struct):
     logprobs: ContentLogprobs | None
     routed_experts: RoutedExperts | None
     """Null from a model without experts."""
-    sampling_mask: None
+    sampling_mask: list[list[int]] | None
 
 
 class GenerateAnswer(msgspec.Struct):

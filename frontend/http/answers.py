@@ -126,8 +126,7 @@ async def collect_answers(
     Args:
         may_stop: there are stop strings: looked for as chunks come, or tokens would be made for nobody.
     """
-    # Whole results come without a sign of life before their end.
-    if may_stop or service.settings.stall_timeout_s is not None:
+    if may_stop:
         await until_disconnect(http_request.receive, _read_updates(service, http_request, requests, choices))
         return
     with first_error():

@@ -14,7 +14,7 @@ from .answers import Choice, usage_of
 from .logprobs_json import list_json, prompt_logprobs_json
 from .request_target import RequestTarget
 from .routing_json import routed_experts_json
-from .tokens import Scored, Scores, Tokens, prompt_scores, whole_rows
+from .tokens import BLOCK, Scored, Scores, Tokens, prompt_scores, whole_rows
 
 __all__ = ["answer_json", "event_json"]
 
@@ -76,10 +76,17 @@ def _choice_json(choice: Choice, tokens: Tokens, rows: Rows | None) -> Iterator[
         "index": choice.index,
         "finish_reason": choice.finish_reason,
         "token_ids": tokens.ids.tolist(),
-        "sampling_mask": None,
     }
     yield msgspec.json.encode(small)[:-1] + b',"logprobs":'
     yield from _logprobs_json(tokens.scores, choice.request.sampling.logprobs)
+    yield b',"sampling_mask":'
+    if tokens.masks is None:
+        yield b"null"
+    else:
+        # Block by block: those of a long answer are millions of ids.
+        masks = tokens.masks.split()
+        blocks = (masks[at : at + BLOCK] for at in range(0, len(masks), BLOCK))
+        yield from list_json([ids.tolist() for ids in block] for block in blocks)
     yield b',"routed_experts":'
     if rows is None:
         yield b"null"

@@ -74,12 +74,10 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
             tasks.create_task(server.serve([]))
             await server.is_up.wait()
             accepting = tasks.create_task(server.accept(on, connections))
-            watching = tasks.create_task(app.state.service.silences.run())
             try:
                 yield
             finally:
                 accepting.cancel()
-                watching.cancel()
                 app.state.service.stop_loading()
                 server.should_exit = True
 

@@ -19,7 +19,6 @@ from .errors import HttpError
 from .metrics import Metrics
 from .openai.parsers import Parsers
 from .settings import Settings
-from .silence import SilenceWatch
 from .turns import Turns
 
 __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
@@ -46,12 +45,10 @@ class Service:
     """Of the server, for loads that no request waits for."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
-    silences: SilenceWatch = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to count."""
         self.metrics = Metrics(self.rb)
-        self.silences = SilenceWatch(self.settings.stall_timeout_s, lambda: self.rb.fleet.workers, self.rb.abort)
         self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
 
     async def tokenizer(self, worker: WorkerPresence) -> Tokenizer:
@@ -134,13 +131,9 @@ class Service:
                 self.turns.turn(user, request) as turn,
                 aclosing(self.rb.generate(turn.request, on_end=turn.end)) as chunks,
             ):
-                with self.silences.watched(turn.request) as silence:
-                    async for chunk in chunks:
-                        self.silences.check(silence, request.request_id)
-                        silence.heard(chunk.worker_id)
-                        progress.add(chunk)
-                        yield chunk
-                        silence.resume()
+                async for chunk in chunks:
+                    progress.add(chunk)
+                    yield chunk
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

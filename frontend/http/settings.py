@@ -28,8 +28,6 @@ class Settings:
     """Requests for tokens at a time; one more is answered 429."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Until a request for tokens fails, where it does not say."""
-    stall_timeout_s: float | None = None
-    """Silence after which a generation that has begun fails; None: its worker's own limit is enough."""
     returns_tokens: bool = False
     """Every answer has token ids and log probabilities, also if the request does not ask for them."""
     client_timeout_s: float = 300.0

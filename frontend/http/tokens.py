@@ -15,7 +15,7 @@ from ...schemas.rows import Rows, expected_rows, no_rows
 from .errors import HttpError
 from .request_target import RequestTarget
 
-__all__ = ["Ids", "Scored", "Scores", "Tokens", "json_logprobs", "prompt_scores", "whole_rows"]
+__all__ = ["BLOCK", "Ids", "Scored", "Scores", "Tokens", "json_logprobs", "prompt_scores", "whole_rows"]
 
 BLOCK: Final = 1024
 """Positions whose logprobs are made into objects at a time."""
@@ -121,6 +121,8 @@ class Tokens:
     """u1|u2[rows, layers, top_k]."""
     start: int = 0
     """Absolute position of the first row."""
+    masks: bus.TokenMasks | None = None
+    """What each of the tokens was sampled from."""
     of_prompt: Scores | None = None
     """Of tokens of the prompt, which has no logprob for its first one."""
     finish_reason: bus.FinishReason | None = None
@@ -155,6 +157,7 @@ class Tokens:
             weight_versions=generation.weight_versions,
             rows=generation.routed_experts,
             start=generation.start,
+            masks=generation.sampling_mask,
             of_prompt=of_prompt,
             finish_reason=generation.finish_reason,
             stop_token=generation.stop_reason,
@@ -182,6 +185,7 @@ class Tokens:
             weight_versions=np.full(chunk.num_tokens, chunk.weight_version, "i4"),
             rows=None if rows is None else rows.numpy(),
             start=request.routed_experts_prompt_start if rows is None else rows.start,
+            masks=None if chunk.sampling_mask is None else bus.TokenMasks.joined([chunk.sampling_mask]),
             of_prompt=of_prompt,
             finish_reason=chunk.finish_reason,
             stop_token=None if end is None else end.stop_reason,
@@ -202,6 +206,7 @@ class Tokens:
             weight_versions=np.concatenate([part.weight_versions for part in parts]),
             rows=_join([part.rows for part in parts]),
             start=next((part.start for part in parts if part.rows is not None), parts[-1].start),
+            masks=_join_masks(parts),
             of_prompt=Scores.joined(of_prompt) if of_prompt else None,
             first_worker=parts[0].first_worker,
         )
@@ -215,7 +220,15 @@ class Tokens:
             scores=self.scores.cut(kept),
             weight_versions=self.weight_versions[:kept],
             rows=None if self.rows is None else self.rows[: max(past - self.start, 0)],
+            masks=None if self.masks is None else self.masks.cut(kept),
         )
+
+
+def _join_masks(parts: Sequence[Tokens]) -> bus.TokenMasks | None:
+    # As in `Generation`: all tokens have one, or none has.
+    with_tokens = [part.masks for part in parts if len(part.ids)]
+    there = [masks for masks in with_tokens if masks is not None]
+    return bus.TokenMasks.joined(there) if there and len(there) == len(with_tokens) else None
 
 
 def _prompt_ids(request: bus.GenerateRequest) -> Ids:

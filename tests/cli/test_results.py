@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbus import FinishReason, Generation
+from rollbus import FinishReason, Generation, TokenMasks
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
 from rollbus.frontend.cli.prompts import Defaults, PromptLine, parse_prompt
 from rollbus.frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
@@ -45,7 +45,10 @@ def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
     """Routing in a line decodes to the array; minus infinity becomes -9999; float32 values come back exactly."""
     path = tmp_path / "out.jsonl"
     adapter = np.array([5, 5], np.int32)
-    result = generation(1, stop_reason=8, cached_tokens=0, worker_ids=("w",), lora_versions=adapter)
+    masks = TokenMasks(np.array([2, 1], np.int32), np.array([7, 9, 8], np.int32))
+    result = generation(
+        1, stop_reason=8, cached_tokens=0, worker_ids=("w",), lora_versions=adapter, sampling_mask=masks
+    )
 
     with open_results(path, None) as results:
         results.append(result_line(PROMPTS[1], result, None, results.rows))
@@ -53,6 +56,7 @@ def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
     [line] = read(path)
     routed = line.pop("routed_experts")
     logprobs = line.pop("logprobs")
+    assert line.pop("sampling_mask") == [[7, 9], [8]]
     assert line == {
         "index": 1,
         "request_id": "input-1",

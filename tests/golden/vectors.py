@@ -27,6 +27,7 @@ from rollbus.schemas.presence import (
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.golden.control_vectors import CONTROL_VECTORS
+from tests.golden.mask_vectors import MASK_VECTORS
 from tests.golden.presence_vectors import PRESENCE_VECTORS
 from tests.support.arrays import little_endian
 
@@ -366,6 +367,7 @@ VECTORS: dict[str, Message] = {
             kv_connector="ExampleConnector",
         ),
     ),
+    **MASK_VECTORS,
     **CONTROL_VECTORS,
     **PRESENCE_VECTORS,
 }

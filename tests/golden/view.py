@@ -11,7 +11,7 @@ from rollbus.schemas.messages import RequestMessage, decode_request, encode_json
 
 __all__ = ["as_json", "view"]
 
-DTYPES = {"token_ids_data": "<i4", "logprobs_data": "<f4"}
+DTYPES = {"token_ids_data": "<i4", "logprobs_data": "<f4", "counts_data": "<i4"}
 
 
 def as_json(value: object) -> bytes:

@@ -16,6 +16,7 @@ from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.messages import KvTransfer
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.http.support import Http, by_bus, http_before, http_service, rows_of
 from tests.support.checkpoints import write_adapter
 from tests.support.fleet import until_idle
@@ -78,6 +79,24 @@ async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fle
     assert [position[str(i)]["logprob"] for i, position in zip(PROMPT[1:], positions, strict=True)] == (
         expected.prompt_logprobs.tolist()
     )
+
+
+async def test_masks_are_lists_of_ids(nats_url: str, fleet: str) -> None:
+    """As vLLM writes them, of each choice; the events of a stream have those of their tokens."""
+    config = SyntheticConfig(sampling_mask=True)
+    sampling = {"max_tokens": 5, "n": 2, "seed": 7, "top_k": 9}
+    async with http_service(nats_url, fleet, config=config) as http:
+        whole = (await generate(http, sampling_params=sampling)).json()
+        streamed = events_of(await generate(http, sampling_params=sampling, stream=True))
+        refused = await generate(http, sampling_params={"max_tokens": 5})
+
+    model = SyntheticModel(config, None)
+    for choice in whole["choices"]:
+        expected = [model.sampling_mask(token, 9).token_ids.tolist() for token in choice["token_ids"]]
+        parts = [part for event in streamed for part in event["choices"] if part["index"] == choice["index"]]
+        assert choice["sampling_mask"] == expected
+        assert [ids for part in parts for ids in part["sampling_mask"]] == expected
+    assert (refused.status_code, "top_k" in refused.text) == (400, True)
 
 
 async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) -> None:

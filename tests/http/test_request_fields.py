@@ -152,12 +152,3 @@ async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
         monkeypatch.setattr(service_module, "PRELOAD_WAIT_S", SOON_S)
         assert (await http.client.get("/ready")).status_code == 200
         assert loads == [tmp_path]
-
-
-async def test_the_default_of_completions_fits(nats_url: str, fleet: str) -> None:
-    """Sixteen tokens, or what the context leaves: `max_tokens` is not refused to a client that did not send it."""
-    async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
-        for prompt_len, num_tokens in ((10, 16), (60, 4)):
-            body = {"prompt": [[5] * prompt_len, [5] * prompt_len], "detokenize": False, "ignore_eos": True}
-            answer = (await http.client.post(COMPLETIONS, json=body)).json()
-            assert answer["usage"]["completion_tokens"] == 2 * num_tokens

@@ -7,27 +7,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import split
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.bus.protocol.stream.token_masks import TokenMasks
 from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.support.scenarios import drain
 
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
+MASKING = replace(CONFIG, sampling_mask=True)
+"""For requests with a `top_k`."""
+MODEL = SyntheticModel(MASKING, None)
 
 
 async def attempt_chunks(
     request: GenerateRequest, attempt: int, segment_bytes: int, gather: int
 ) -> AsyncIterator[Chunk]:
     """The chunks of one attempt on an engine of its own, where each `gather` steps are taken before any leaves."""
-    engine = SyntheticEngine(CONFIG)
+    engine = SyntheticEngine(MASKING if request.sampling.top_k else CONFIG)
     await engine.add("k", request)
     writer = ChunkWriter(
         RequestKey(request.request_id, attempt, 0),
@@ -77,11 +83,15 @@ def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
     """Any request whose sampling can, or cannot, go on from its tokens."""
     prompt_len = draw(st.integers(1, 12))
     max_tokens = draw(st.integers(1, 12))
+    has_masks = draw(st.booleans())
+    top_k = 0 if not has_masks else 1 if continuable else 9
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),
-        temperature=0 if continuable else 1,
-        seed=draw(st.integers(0, 5)),
+        # With `top_k` 1 it is as greedy.
+        temperature=0 if continuable and not has_masks else 1,
+        top_k=top_k,
+        seed=None if continuable and has_masks else draw(st.integers(0, 5)),
         stop_token_ids=draw(st.lists(st.integers(0, 49), max_size=8)),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, 0, 2])),
@@ -112,6 +122,9 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
             assert len(got[name]) == len(array)
         elif array is None:
             assert got[name] is None
+        elif isinstance(array, TokenMasks):
+            np.testing.assert_array_equal(got[name].counts, array.counts)
+            np.testing.assert_array_equal(got[name].token_ids, array.token_ids)
         else:
             assert got[name].dtype == array.dtype
             np.testing.assert_array_equal(got[name], array, err_msg=name)
@@ -160,6 +173,10 @@ def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
     assert delivered[-1].end is not None
     assert (delivered[-1].end.num_tokens, delivered[-1].end.num_rows) == (num_tokens, num_rows)
     assert num_rows == request.prompt_len - request.routed_experts_prompt_start + num_tokens - 1
+    for chunk in delivered:
+        masks = b"".join(MODEL.sampling_mask(int(t), 9).token_ids_data for t in chunk.token_ids)
+        found = None if chunk.sampling_mask is None else chunk.sampling_mask.token_ids_data
+        assert found == (masks if request.sampling.top_k and chunk.num_tokens else None)
     resumed_midway = stream.num_attempts > 1 and any(chunk.attempt < stream.attempt for chunk in delivered)
     assert stream.is_exact or resumed_midway
 

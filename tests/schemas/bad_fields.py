@@ -223,6 +223,7 @@ REQUEST = [
     ),
     *strings("model", limits.MAX_NAME_CHARS),
     *bools("return_routed_experts"),
+    *bools("return_sampling_mask"),
     *ints("routed_experts_prompt_start", 0, 3),
     *strings("cache_salt", limits.MAX_CACHE_SALT_CHARS),
     *ints("priority", -limits.MAX_PRIORITY, limits.MAX_PRIORITY),

@@ -16,6 +16,7 @@ from rollbus.schemas.chunk import (
     FinishReason,
     PromptLogprobs,
     RoutedExperts,
+    SamplingMask,
     TopLogprobs,
 )
 from rollbus.schemas.errors import ErrorCode
@@ -108,6 +109,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         request_id=draw(request_ids),
         model=draw(maybe(names)),
         return_routed_experts=draw(maybe(st.booleans())),
+        return_sampling_mask=draw(maybe(st.booleans())),
         routed_experts_prompt_start=draw(st.integers(0, len(prompt))),
         cache_salt=draw(maybe(names)),
         priority=draw(st.integers(-limits.MAX_PRIORITY, limits.MAX_PRIORITY)),
@@ -174,6 +176,13 @@ def top_logprobs(draw: st.DrawFn, positions: int) -> TopLogprobs:
 
 
 @st.composite
+def sampling_masks(draw: st.DrawFn, count: int) -> SamplingMask:
+    """`SamplingMask` of so many tokens."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    return SamplingMask(little_endian(np.array(counts), "<i4"), draw(ids(sum(counts))))
+
+
+@st.composite
 def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
     """Any `PromptLogprobs`."""
     count = draw(st.integers(0, 4))
@@ -220,6 +229,7 @@ def chunks(draw: st.DrawFn) -> Chunk:
         worker_id=draw(maybe(names)),
         traceparent=draw(maybe(names)),
         kv_recomputed=draw(maybe(st.booleans())),
+        sampling_mask=draw(maybe(sampling_masks(count))),
     )
 
 
@@ -278,6 +288,7 @@ capabilities = st.builds(
     version_labels=st.booleans(),
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
+    sampling_mask=st.booleans(),
 )
 counters = st.builds(
     WorkerCounters,

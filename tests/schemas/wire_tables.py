@@ -31,7 +31,8 @@ COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
     *(messages.RequestMessage, messages.KvTransfer, messages.Frame, messages.RequestKey, messages.LinkMessage),
-    *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
+    *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.SamplingMask, chunk.PromptLogprobs),
+    *(chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
     *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),

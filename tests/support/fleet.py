@@ -94,6 +94,8 @@ def check_generation(generation: Generation, request: GenerateRequest, *, routin
         assert generation.logprobs is not None
         assert len(generation.logprobs) == num_tokens
         assert not np.isnan(generation.logprobs).any()
+    if generation.sampling_mask is not None:
+        assert len(generation.sampling_mask) == num_tokens
     if routing:
         assert generation.routed_experts is not None
         start = request.routed_experts_prompt_start

@@ -83,6 +83,11 @@ def assert_equal(received: Generation, expected: Generation) -> None:
         if mine is not None:
             assert mine.dtype == other.dtype, name
             np.testing.assert_array_equal(mine, other, err_msg=name)
+    masks, others = received.sampling_mask, expected.sampling_mask
+    assert (masks is None) == (others is None)
+    if masks is not None and others is not None:
+        np.testing.assert_array_equal(masks.counts, others.counts)
+        np.testing.assert_array_equal(masks.token_ids, others.token_ids)
     for mine, other in zip(received.siblings, expected.siblings, strict=True):
         assert_equal(mine, other)
 

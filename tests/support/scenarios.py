@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
-from rollbus.schemas.chunk import Chunk, FinishReason, PromptLogprobs, TopLogprobs
+from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.schemas.chunk import Chunk, FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, Rows, dtype_for
 from rollbus.schemas.sampling import SamplingParams
 
-__all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple"]
+__all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple", "with_masks"]
 
 VERSION = 7
 """The first weight version of every scenario."""
@@ -35,6 +36,8 @@ class Scenario:
     """Of the weights, for each step."""
     arrays: dict[str, npt.NDArray[Any] | None]
     """What the whole answer is, by the names of a `Generation`."""
+    masks: list[list[int]] | None = None
+    """What each token was sampled from; None: the engine makes no masks."""
     lora_versions: list[int] | None = None
     """Of the adapter, for each step; None: the request uses none."""
 
@@ -88,6 +91,8 @@ def assert_complete(scenario: Scenario, chunks: Sequence[Chunk]) -> None:
         else:
             assert got[name].dtype == expected.dtype
             np.testing.assert_array_equal(got[name], expected, err_msg=name)
+    masks: TokenMasks | None = got["sampling_mask"]
+    assert (None if masks is None else [ids.tolist() for ids in masks.split()]) == scenario.masks
 
 
 def make_scenario(
@@ -186,6 +191,17 @@ def _hand_rows_late(scenario: Scenario, by: int) -> None:
         sent = due
 
 
+def with_masks(scenario: Scenario, masks: list[list[int]]) -> Scenario:
+    """The same from an engine that makes these sampling masks, one for each token."""
+    at = 0
+    for step in scenario.steps:
+        own = masks[at : at + len(step.token_ids)]
+        at += len(own)
+        counts, ids = [len(each) for each in own], [token_id for each in own for token_id in each]
+        step.sampling_mask = SamplingMask(np.array(counts, "<i4").tobytes(), np.array(ids, "<i4").tobytes())
+    return replace(scenario, masks=masks)
+
+
 @st.composite
 def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
     """Any prompt, start, answer, routing, logprobs and split into steps, with an adapter that is swapped or without."""
@@ -207,6 +223,11 @@ def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
         widths=(draw(st.sampled_from([None, 0, 2])), draw(st.sampled_from([None, 0, 1]))),
     )
     _hand_rows_late(scenario, draw(st.sampled_from([0, 0, 1, 100])))
+    if draw(st.booleans()):
+        # At most 50 ids, so that they fit the smallest parts.
+        some_ids = st.lists(st.integers(0, 999), min_size=1, max_size=50)
+        masks = draw(st.lists(some_ids, min_size=num_tokens, max_size=num_tokens))
+        scenario = with_masks(scenario, masks)
     if not uses_lora:
         return scenario
     lora_versions = draw(st.lists(st.integers(0, 2), min_size=len(scenario.steps), max_size=len(scenario.steps)))

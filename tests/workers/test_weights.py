@@ -49,6 +49,18 @@ async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseM
         assert await updated.generate("r") == await fresh.generate("r")
 
 
+async def test_the_canary_of_an_engine_with_sampling_masks_is_that_of_others(tmp_path: Path) -> None:
+    """It refuses what is greedy by name; tokens, logprobs and rows of what the worker asks instead are the same."""
+    masking = SyntheticConfig(sampling_mask=True)
+    async with rig(tmp_path / "a", masking) as masked, rig(tmp_path / "b", fill=2) as fresh:
+        path = masked.checkpoint("2", 2)
+        canary = await masked.weights.update(update(path, 2, expected_canary=fresh.weights.canary), masked.report)
+
+        assert canary == fresh.weights.canary
+        assert canary is not None
+        assert len(set(canary.logprobs)) > 1
+
+
 async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path) -> None:
     """What the engine made for others while the canary ran waits until the worker goes on, with the new version."""
     async with rig(tmp_path) as worker:

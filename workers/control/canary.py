@@ -32,7 +32,11 @@ MAX_KNOWN: Final = 8
 def own_request(capabilities: Capabilities) -> GenerateRequest:
     """`canary_request` of the protocol, for which nothing cached is used, and which waits for no other."""
     salt = f"canary {uuid.uuid4().hex}"
-    return replace(canary_request(capabilities), request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY)
+    request = canary_request(capabilities)
+    if capabilities.sampling_mask:
+        # Such an engine refuses a temperature of 0 and takes nothing without `top_k`: this is as greedy.
+        request = replace(request, sampling=replace(request.sampling, temperature=1.0, top_k=1))
+    return replace(request, request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY, return_sampling_mask=False)
 
 
 def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabilities: Capabilities) -> Canary:
@@ -72,6 +76,30 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
     )
 
 
+def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest:
+    """The canary's text as a prompt: sampled with `top_k` 1, its tokens had a log probability of 0 each."""
+    return replace(
+        request,
+        # The last position is for the token that the engine generates behind it.
+        prompt_token_ids=[*np.asarray(request.prompt_token_ids).tolist(), *canary.token_ids],
+        sampling=replace(request.sampling, max_tokens=1, prompt_logprobs=0),
+        return_routed_experts=False,
+    )
+
+
+def with_scores(canary: Canary, steps: Sequence[RequestStep]) -> Canary:
+    """The canary with the log probabilities that its tokens have as the end of a prompt.
+
+    Raises:
+        ControlError: `not_verified`, they are missing or not finite.
+    """
+    parts = [step.prompt_logprobs.logprobs for step in steps if step.prompt_logprobs is not None]
+    logprobs = np.concatenate(parts)[-len(canary.token_ids) :] if parts else np.empty(0, np.float32)
+    if len(logprobs) != len(canary.token_ids) or not np.isfinite(logprobs).all():
+        raise _not_sound("has no finite logprobs as a prompt")
+    return replace(canary, logprobs=tuple(round(float(logprob), 6) for logprob in logprobs))
+
+
 def _not_sound(problem: str) -> ControlError:
     return ControlError(ControlCode.NOT_VERIFIED, f"the canary {problem}")
 
@@ -91,13 +119,19 @@ class Canaries:
         """
         capabilities = self._in_flight.runner.engine.capabilities
         request = own_request(capabilities)
+        canary = read_canary(await self._run(request, deadline), request, capabilities)
+        if capabilities.sampling_mask:
+            scoring = scoring_request(request, canary)
+            return with_scores(canary, await self._run(scoring, deadline))
+        return canary
+
+    async def _run(self, request: GenerateRequest, deadline: Deadline) -> list[RequestStep]:
         try:
-            steps = await self._in_flight.run_alone(request, deadline.left_s)
+            return await self._in_flight.run_alone(request, deadline.left_s)
         except ControlError as exc:
             if exc.code is ControlCode.ENGINE_ERROR:
                 raise ControlError(ControlCode.NOT_VERIFIED, exc.message) from exc
             raise
-        return read_canary(steps, request, capabilities)
 
     def check_expected(self, expected: Canary | None) -> None:
         """Refuse what no weights of this model could give, before anything is touched.

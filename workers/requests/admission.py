@@ -12,6 +12,7 @@ from .versions import Versions
 __all__ = [
     "can_use",
     "check_lag",
+    "check_mask_size",
     "check_phase",
     "check_reply_to",
     "check_request",
@@ -126,6 +127,26 @@ def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_byt
     )
 
 
+def check_mask_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
+    """Refuse sampling masks of which a single one may fit no message of this server.
+
+    Raises:
+        RequestRejected: they would be returned, and `top_k` ids take more than `max_bytes`.
+    """
+    if not capabilities.sampling_mask or request.return_sampling_mask is False:
+        return
+    top_k = request.sampling.top_k
+    num_ids = min(top_k, capabilities.vocab_size) if top_k > 0 else capabilities.vocab_size
+    if 4 * num_ids <= max_bytes:
+        return
+    raise RequestRejected(
+        code=ErrorCode.TOO_LARGE,
+        message=f"a sampling mask of up to {num_ids} ids takes {4 * num_ids} bytes, and a message has room for "
+        f"{max_bytes}: ask with sampling.top_k up to {max_bytes // 4}, or with return_sampling_mask=False",
+        request_id=request.request_id,
+    )
+
+
 def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: Capabilities) -> None:
     """Refuse prefill legs, unless that is all that this worker takes.
 
@@ -172,6 +193,11 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.UNSUPPORTED,
             message="return_routed_experts is true, and "
             + (capabilities.routing_refusal or "this model has no experts whose routing could be returned"),
+        )
+    if request.return_sampling_mask and not capabilities.sampling_mask:
+        raise RequestRejected(
+            code=ErrorCode.UNSUPPORTED,
+            message="return_sampling_mask is true, and this worker's engine makes no sampling masks",
         )
     if _is_with_others(request, versions):
         # As from a worker without a free slot: who handed it over puts it into the queue.

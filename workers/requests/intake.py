@@ -27,6 +27,7 @@ from ..lifecycle.lifecycle import WorkerLifecycle
 from .admission import (
     can_use,
     check_lag,
+    check_mask_size,
     check_phase,
     check_reply_to,
     check_request,
@@ -304,6 +305,7 @@ class RequestIntake:
             raise request
         check_request(request, capabilities, self._links.versions)
         check_row_size(request, capabilities, self._links.outbound.max_part_bytes)
+        check_mask_size(request, capabilities, self._links.outbound.segment_bytes)
         return request
 
     async def _submit(self, name: str, request: GenerateRequest, kv: KvTransfer | None) -> None:

@@ -123,6 +123,7 @@ class WorkerLinks:
             segment_bytes=self.outbound.segment_bytes,
             traceparent=request.traceparent,
         )
+        writer.max_mask_bytes = self.outbound.segment_bytes
         writer.reports_kv = self.reports_kv
         deadline = None
         if origin.reply_to is not None:

@@ -18,6 +18,8 @@ def chunk_bytes(chunk: Chunk) -> int:
         size += len(chunk.routed_experts.data)
     if chunk.top_logprobs is not None:
         size += top_bytes(chunk.top_logprobs)
+    if chunk.sampling_mask is not None:
+        size += len(chunk.sampling_mask.counts_data) + len(chunk.sampling_mask.token_ids_data)
     if chunk.prompt_logprobs is not None:
         size += len(chunk.prompt_logprobs.logprobs_data) + top_bytes(chunk.prompt_logprobs.top)
     if chunk.traceparent is not None:

@@ -27,6 +27,7 @@ class ChunkVerifier:
         self._wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._num_prompt_logprobs = 0
         self._needs_routing = request.return_routed_experts is True
+        self._has_masks = request.return_sampling_mask
         self._next_chunk = 0
         self._row_shape: tuple[int, int] | None = None
         self._row_dtype: str | None = None
@@ -50,6 +51,7 @@ class ChunkVerifier:
         self._check_logprobs(chunk)
         if chunk.routed_experts is not None:
             self._check_rows(chunk.routed_experts)
+        has_masks = self._checked_masks(chunk)
         num_prompt_logprobs = self._checked_prompt_logprobs(chunk.prompt_logprobs)
         num_tokens = self.num_tokens + chunk.num_tokens
         num_rows = self.num_rows + (0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
@@ -61,6 +63,7 @@ class ChunkVerifier:
             self._row_shape = chunk.routed_experts.shape[1:]
             self._row_dtype = chunk.routed_experts.dtype
         self._next_chunk += 1
+        self._has_masks = has_masks
         self._num_prompt_logprobs = num_prompt_logprobs
         self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, chunk.end
 
@@ -89,6 +92,18 @@ class ChunkVerifier:
         num_tops = 0 if chunk.top_logprobs is None else len(chunk.top_logprobs.token_ids)
         if num_tops != (chunk.num_tokens if self._top_width else 0):
             raise RemoteProtocolError(f"{chunk.num_tokens} tokens came with {num_tops} rows of top logprobs")
+
+    def _checked_masks(self, chunk: Chunk) -> bool | None:
+        """Whether all tokens of this attempt have sampling masks, or none has; None: not known yet."""
+        if not chunk.num_tokens:
+            return self._has_masks
+        has_masks = chunk.sampling_mask is not None
+        if self._has_masks not in (None, has_masks):
+            raise RemoteProtocolError(
+                f"chunk {chunk.chunk_index} came with{'' if has_masks else 'out'} sampling masks, unlike those before "
+                "or what was asked for"
+            )
+        return has_masks
 
     def _checked_prompt_logprobs(self, part: PromptLogprobs | None) -> int:
         """How many there are with `part`."""

@@ -20,7 +20,7 @@ from ....schemas.rows import DTYPES, Rows, expected_rows
 from .chunk_sizes import CHUNK_OVERHEAD_BYTES, error_bytes, text_bytes, top_bytes
 from .engine_step import RequestStep
 from .row_buffer import RowBuffer
-from .token_buffer import TokenBuffer
+from .token_buffer import TokenBuffer, check_mask
 
 __all__ = ["SEGMENT_BYTES", "ChunkWriter"]
 
@@ -62,6 +62,7 @@ class ChunkWriter:
 
     Attributes:
         segment_bytes: as above; may be set anew before the first step is taken.
+        max_mask_bytes: of the ids of one token's sampling mask; may be set before the first step is taken.
         reports_kv: the engine reports KV that it computes anew; may be set before the first step is taken.
         unsent_bytes: of what was taken and has not left.
         last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
@@ -84,6 +85,7 @@ class ChunkWriter:
         self._routing = routing
         self._start = start
         self.segment_bytes = segment_bytes
+        self.max_mask_bytes = SEGMENT_BYTES
         self.reports_kv = False
         self._traceparent = traceparent
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
@@ -138,13 +140,15 @@ class ChunkWriter:
                 self.unsent_bytes += _prompt_bytes(part)
         if num_tokens:
             width = 0 if step.top_logprobs is None else step.top_logprobs.width
-            kind = weight_version, lora_version, step.logprobs is not None, width
+            kind = weight_version, lora_version, step.logprobs is not None, width, step.sampling_mask is not None
             if not self._runs or self._runs[-1].kind != kind or step.kv_recomputed:
                 self._runs.append(TokenBuffer(kind))
             run = self._runs[-1]
             run.kv_recomputed |= step.kv_recomputed
             run.add(step)
             self.unsent_bytes += num_tokens * run.token_bytes
+            if step.sampling_mask is not None:
+                self.unsent_bytes += len(step.sampling_mask.token_ids_data)
         if rows is not None and num_rows:
             self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
@@ -166,6 +170,8 @@ class ChunkWriter:
         top = step.top_logprobs
         if top is not None and len(top.token_ids_data) != 4 * top.width * num_tokens:
             raise LocalProtocolError(f"the engine gave {num_tokens} tokens but top logprobs of other positions")
+        if step.sampling_mask is not None:
+            check_mask(step.sampling_mask, num_tokens, self.max_mask_bytes)
         if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
             raise LocalProtocolError(f"the engine gave finish reason {step.finish_reason} and error {step.error!r}")
         if step.kv_params is not None and step.finish_reason is None:
@@ -230,7 +236,7 @@ class ChunkWriter:
         run = self._runs[0] if self._runs else None
         num_bytes = self._chunk_overhead + num_rows * self._row_bytes
         if run is not None:
-            num_bytes += num_tokens * run.token_bytes
+            num_bytes += run.num_bytes(num_tokens)
         is_terminal = (
             self._ending is not None
             and self._num_rows + num_rows == self._taken_rows
@@ -258,11 +264,10 @@ class ChunkWriter:
         if not self._runs:
             return 0, min(ahead, self._rows_per_part())
         run = self._runs[0]
-        room = self.segment_bytes - run.token_bytes - ahead * self._row_bytes
-        if ahead and room < 0:
+        room = self.segment_bytes - ahead * self._row_bytes
+        if ahead and room < run.num_bytes(1):
             return 0, min(ahead, self._rows_per_part())
-        each = run.token_bytes + (self._row_bytes if unsent_rows > ahead else 0)
-        num_tokens = min(run.num_tokens, 1 + max(room, 0) // each)
+        num_tokens = run.num_fitting(room, self._row_bytes if unsent_rows > ahead else 0)
         return num_tokens, min(unsent_rows, due + num_tokens - 1)
 
     def _rows_per_part(self) -> int:
@@ -271,7 +276,7 @@ class ChunkWriter:
     def _cut(self, plan: _Plan) -> Chunk:
         self.last_bytes = plan.num_bytes
         weight_version, lora_version = self._weight_version, self._lora_version
-        token_ids, logprobs, top, kv_recomputed = b"", None, None, None
+        token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
         if plan.prompt_logprobs is not None:
             self._prompt_logprobs.popleft()
             self.unsent_bytes -= _prompt_bytes(plan.prompt_logprobs)
@@ -280,8 +285,8 @@ class ChunkWriter:
         if plan.num_tokens:
             run = self._runs[0]
             kv_recomputed = run.kv_recomputed if self.reports_kv else None
-            token_ids, logprobs, top = run.pop(plan.num_tokens)
-            self.unsent_bytes -= plan.num_tokens * run.token_bytes
+            self.unsent_bytes -= run.num_bytes(plan.num_tokens)
+            token_ids, logprobs, top, mask = run.pop(plan.num_tokens)
             self._num_tokens += plan.num_tokens
             if not run.num_tokens:
                 self._runs.popleft()
@@ -304,6 +309,7 @@ class ChunkWriter:
             lora_version=lora_version,
             traceparent=None if self._num_chunks else self._traceparent,
             kv_recomputed=kv_recomputed,
+            sampling_mask=mask,
         )
         self._num_chunks += 1
         return chunk

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode
 from ....schemas.rows import Rows
 
@@ -45,13 +45,15 @@ class RequestStep(msgspec.Struct, kw_only=True, gc=False):
     that report it (`Engine.reports_recomputed_kv`)."""
     kv_params: bytes | None = None
     """Where the KV of the prompt lies: only in the last step of a prefill leg, and where the engine has kept it."""
+    sampling_mask: SamplingMask | None = None
+    """Of each of the k tokens; None where the engine makes none, or they were declined."""
 
 
 class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
     """One token for each of several requests, of one engine step that neither began nor ended any of them.
 
     It says what a `RequestStep` for each would say, without an object for each. All of its requests want the same:
-    logprobs or none, routing or none.
+    logprobs or none, routing or none. Tokens with sampling masks come as a `RequestStep` each.
     """
 
     keys: Sequence[str]

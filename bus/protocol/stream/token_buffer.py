@@ -1,11 +1,13 @@
 """Tokens of a request that wait to be sent, merged as they come."""
 
 import numpy as np
+import numpy.typing as npt
 
-from ....schemas.chunk import TopLogprobs
+from ....schemas.chunk import SamplingMask, TopLogprobs
+from ....schemas.errors import LocalProtocolError
 from .engine_step import RequestStep
 
-__all__ = ["TokenBuffer", "pop_front"]
+__all__ = ["TokenBuffer", "check_mask", "pop_front"]
 
 _I4 = np.dtype("<i4")
 _F4 = np.dtype("<f4")
@@ -22,20 +24,40 @@ def pop_front(buffer: bytearray, size: int) -> bytes:
     return data
 
 
+def check_mask(mask: SamplingMask, num_tokens: int, max_bytes: int) -> None:
+    """Check that masks are of so many tokens, and that those of each fit a chunk.
+
+    Raises:
+        LocalProtocolError: they are not, or do not.
+    """
+    counts = mask.counts
+    if len(counts) != num_tokens:
+        raise LocalProtocolError(f"the engine gave {num_tokens} tokens but sampling masks of {len(counts)}")
+    if num_tokens and 4 * int(counts.max()) > max_bytes:
+        raise LocalProtocolError(
+            f"the engine gave a sampling mask of {counts.max()} ids, and a message has room for {max_bytes // 4}: "
+            "ask with a lower top_k, or with return_sampling_mask=False"
+        )
+
+
 class TokenBuffer:
     """Tokens that may share a chunk: of the same weights and adapter, and alike in what comes with each.
 
     Args:
-        kind: (weight version, adapter version or None, whether there are logprobs, width of the top logprobs or 0).
+        kind: (weight version, adapter version or None, whether there are logprobs, width of the top logprobs or 0,
+            whether there are sampling masks).
     """
 
     __slots__ = (
         "_ids",
         "_logprobs",
+        "_mask_counts",
+        "_mask_ids",
         "_top_ids",
         "_top_logprobs",
         "_width",
         "has_logprobs",
+        "has_masks",
         "kind",
         "kv_recomputed",
         "lora_version",
@@ -44,11 +66,11 @@ class TokenBuffer:
         "weight_version",
     )
 
-    def __init__(self, kind: tuple[int, int | None, bool, int]) -> None:
+    def __init__(self, kind: tuple[int, int | None, bool, int, bool]) -> None:
         self.kind = kind
-        self.weight_version, self.lora_version, self.has_logprobs, self._width = kind
-        self.token_bytes = 4 + 4 * self.has_logprobs + 8 * self._width
-        """What one token takes, with all that comes with it."""
+        self.weight_version, self.lora_version, self.has_logprobs, self._width, self.has_masks = kind
+        self.token_bytes = 4 + 4 * self.has_logprobs + 8 * self._width + 4 * self.has_masks
+        """What one token takes, with all that comes with it but the ids of its mask."""
         self.num_tokens = 0
         self.kv_recomputed = False
         """The KV of all positions before the first token here was computed anew."""
@@ -56,6 +78,8 @@ class TokenBuffer:
         self._logprobs = bytearray()
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
+        self._mask_counts = bytearray()
+        self._mask_ids = bytearray()
 
     def add(self, step: RequestStep) -> None:
         """Append the tokens of `step`, which is of this kind; they are copied."""
@@ -66,9 +90,32 @@ class TokenBuffer:
         if step.top_logprobs is not None:
             self._top_ids += step.top_logprobs.token_ids_data
             self._top_logprobs += step.top_logprobs.logprobs_data
+        if step.sampling_mask is not None:
+            self._mask_counts += step.sampling_mask.counts_data
+            self._mask_ids += step.sampling_mask.token_ids_data
 
-    def pop(self, count: int) -> tuple[bytes, bytes | None, TopLogprobs | None]:
-        """Take the first `count` tokens, at least one: ids and logprobs as on the wire, and the top logprobs."""
+    def num_bytes(self, count: int) -> int:
+        """What the first `count` tokens take."""
+        size = count * self.token_bytes
+        return size + 4 * int(self._num_ids(count).sum()) if self.has_masks else size
+
+    def num_fitting(self, num_bytes: int, row_bytes: int) -> int:
+        """How many tokens fit, at least one, where each but the last comes with a row of `row_bytes`."""
+        if not self.has_masks:
+            room = max(num_bytes - self.token_bytes, 0)
+            return min(self.num_tokens, 1 + room // (self.token_bytes + row_bytes))
+        # Each takes at least `token_bytes`: no more than these need be looked at.
+        sizes = 4 * self._num_ids(min(self.num_tokens, 1 + max(num_bytes, 0) // self.token_bytes))
+        sizes += self.token_bytes + row_bytes
+        return max(int(np.searchsorted(sizes.cumsum() - row_bytes, num_bytes, "right")), 1)
+
+    def _num_ids(self, count: int) -> npt.NDArray[np.int64]:
+        """In the masks of the first `count` tokens, i8[count]."""
+        # A copy: a view of the buffer would not let it grow.
+        return np.frombuffer(bytes(self._mask_counts[: 4 * count]), _I4).astype(np.int64)
+
+    def pop(self, count: int) -> tuple[bytes, bytes | None, TopLogprobs | None, SamplingMask | None]:
+        """Take the first `count` tokens, at least one: ids and logprobs as on the wire, top logprobs, and masks."""
         self.num_tokens -= count
         self.kv_recomputed = False
         logprobs = pop_front(self._logprobs, 4 * count) if self.has_logprobs else None
@@ -76,4 +123,8 @@ class TokenBuffer:
         if self._width:
             size = 4 * self._width * count
             top = TopLogprobs(self._width, pop_front(self._top_ids, size), pop_front(self._top_logprobs, size))
-        return pop_front(self._ids, 4 * count), logprobs, top
+        mask = None
+        if self.has_masks:
+            size = 4 * int(self._num_ids(count).sum())
+            mask = SamplingMask(pop_front(self._mask_counts, 4 * count), pop_front(self._mask_ids, size))
+        return pop_front(self._ids, 4 * count), logprobs, top, mask

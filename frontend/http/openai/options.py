@@ -13,7 +13,7 @@ from ..stops import stop_strings
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
 from .prompts import one_of
 
-__all__ = ["DEFAULT_COMPLETION_TOKENS", "Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
+__all__ = ["Options", "bus_fields", "bus_names", "read_options", "sampling_fields"]
 
 EXTRA_FIELDS: Final = frozenset(
     {
@@ -181,6 +181,8 @@ def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
         )
         or 0,
         "return_routed_experts": None if options.routing else False,
+        # No route of OpenAI's has a field for them.
+        "return_sampling_mask": False,
     }
     session_id = one_of(nvext__session_control__session_id=session, session_id=body.session_id)
     # Else the header's counts.

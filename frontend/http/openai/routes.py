@@ -17,7 +17,7 @@ from ..service import HttpRoute, RouteTable, Service
 from .body import ChatBody, CompletionBody, check_served
 from .job import CompletionHandler
 from .nvext import Clock
-from .options import DEFAULT_COMPLETION_TOKENS, bus_fields, bus_names, read_options, sampling_fields
+from .options import bus_fields, bus_names, read_options, sampling_fields
 from .prompts import chat_prompt, check_length, completion_prompts
 from .reading import Reading
 from .shapes import CHAT, COMPLETION
@@ -70,9 +70,6 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     for index, prompt in enumerate(prompts):
         check_length(prompt, target)
         names = bus_names(body, prompt.field)
-        if body.max_tokens is None and isinstance(body, CompletionBody):
-            # Nobody sent the default, so it must not be what is refused.
-            sampling["max_tokens"] = min(DEFAULT_COMPLETION_TOKENS, target.room(len(prompt.token_ids)))
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
         with named_errors(names):

@@ -109,9 +109,17 @@ class Batch:
         has_experts = self._config.num_experts > 0
         self._has_routing = has_experts and any(one.has_routed_experts for one in running)
         self._is_alike = np.array(
-            [not one.is_special and (has_experts and one.has_routed_experts) == self._has_routing for one in running],
+            [
+                not one.is_special
+                and not self._has_masks(one)
+                and (has_experts and one.has_routed_experts) == self._has_routing
+                for one in running
+            ],
             np.bool_,
         )
+
+    def _has_masks(self, running: Running) -> bool:
+        return self._config.sampling_mask and running.request.return_sampling_mask is not False
 
     def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
         """Take the last tokens through the model, beside the prompts of `joining`; then sample a token of each."""
@@ -226,6 +234,8 @@ class Batch:
         if width is None:
             step.logprobs = None
         step.top_logprobs = self._model.top_logprobs(choice, width)
+        if self._has_masks(running):
+            step.sampling_mask = self._model.sampling_mask(int(step.token_ids[0]), running.request.sampling.top_k)
         if not running.has_routed_experts:
             step.routed_experts, step.routed_experts_start = None, 0
 

@@ -79,6 +79,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """It says when it has computed KV anew."""
     kv_cache_tokens: int = 4_194_304
     """Room in what it announces as its KV cache. Nothing waits for room: with more tokens than this it is full."""
+    sampling_mask: bool = False
+    """It makes sampling masks, and as vLLM then refuses requests with a temperature of 0 or without `top_k`."""
     prefix_cache: bool = False
     """Remember prompts, which shows in `cached_tokens`."""
     role: Role = "both"
@@ -136,4 +138,5 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_lora_rank=self.max_lora_rank,
             world_size=self.world_size,
             version_labels=self.version_labels,
+            sampling_mask=self.sampling_mask,
         )

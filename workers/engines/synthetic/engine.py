@@ -118,6 +118,7 @@ class SyntheticEngine:
             raise InvalidRequest(
                 field="lora", problem=f"{request.lora!r} is not loaded", allowed=", ".join(self._loras) or "none"
             )
+        self._model.check(request)
         salt = f"{self._num_loads}.{0 if adapter is None else adapter.salt}.{request.cache_salt or ''}"
         return Running(key, request, salt, keeps_kv=keeps_kv)
 

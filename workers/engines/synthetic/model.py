@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....bus.protocol.stream.engine_step import RequestStep
-from ....schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
+from ....schemas.errors import InvalidRequest
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import DTYPES, Rows, dtype_for
 from ....schemas.sampling import SamplingParams
@@ -63,7 +64,7 @@ class Running:
     def is_stateful(self) -> bool:
         """The next token depends on more than the context."""
         sampling = self.request.sampling
-        return sampling.temperature > 0 or not sampling.is_continuable
+        return (sampling.temperature > 0 and sampling.top_k != 1) or not sampling.is_continuable
 
     @property
     def first_sampler_state(self) -> int:
@@ -100,6 +101,21 @@ class SyntheticModel:
     def __init__(self, config: SyntheticConfig, cache: PrefixCache | None) -> None:
         self.config = config
         self._cache = cache
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what vLLM refuses where it makes sampling masks, so that it is known of requests of the worker's own.
+
+        Raises:
+            InvalidRequest: it is sampled in another way.
+        """
+        sampling = request.sampling
+        for name, value in {"temperature": sampling.temperature, "top_k": sampling.top_k}.items():
+            if self.config.sampling_mask and value <= 0:
+                raise InvalidRequest(
+                    field=f"sampling.{name}",
+                    problem=f"is {value:g}",
+                    allowed="above 0 where the engine makes sampling masks",
+                )
 
     def advance(self, running: Running, weights: SyntheticWeights) -> bool:
         """Take as much of a prompt through the model as one step does; True: that was the rest."""
@@ -172,6 +188,12 @@ class SyntheticModel:
         ids = [(choice + i) % self.config.vocab_size for i in range(width)]
         logprobs = self.logprobs(np.array([choice], np.uint64))[0] - np.arange(width, dtype="<f4")
         return TopLogprobs(width, np.array(ids).astype("<i4").tobytes(), logprobs.astype("<f4").tobytes())
+
+    def sampling_mask(self, token: int, top_k: int) -> SamplingMask:
+        """What `token` was sampled from: it follows from the token, so that tests know it without the engine."""
+        count = 1 + mix_one(token) % min(top_k, self.config.vocab_size)
+        ids = (token + np.arange(count)) % self.config.vocab_size
+        return SamplingMask(np.array([count]).astype("<i4").tobytes(), ids.astype("<i4").tobytes())
 
     def _find_cached(self, running: Running, contexts: npt.NDArray[np.uint64]) -> int:
         if self._cache is None:

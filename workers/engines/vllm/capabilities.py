@@ -64,6 +64,8 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
         world_size=config.parallel_config.world_size_across_dp,
         version_labels=True,
+        # vLLM itself refuses it where it cannot (config/vllm.py: _verify_sampling_replay_config).
+        sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
     )
 
 

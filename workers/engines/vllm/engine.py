@@ -316,7 +316,8 @@ class VllmEngine:
                     raise _Unfit(f"vLLM {self.capabilities.engine_version} does not let its step outputs be read")
                 await self._use(CoreFeed(llm, maker))
             except _Unfit as exc:
-                if self._read == "core":
+                # Sampling masks come with their tokens in step outputs only.
+                if self._read == "core" or self.capabilities.sampling_mask:
                     raise
                 logger.warning("engine.falls_back_to_generate reason=%s", exc)
             else:
@@ -326,7 +327,7 @@ class VllmEngine:
     async def _use(self, feed: Feed) -> None:
         """Read from `feed` and warm up, so that all is compiled and the row rule is seen to hold."""
         self._feed = await self._feeds.enter_async_context(feed)
-        self._requests = OpenRequests(self.capabilities.routed_experts, rows_with_tokens=feed.rows_with_tokens)
+        self._requests = OpenRequests.of(self.capabilities, rows_with_tokens=feed.rows_with_tokens)
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
         for together in warm_up_rounds(self.capabilities, has_prompt_logprobs=has_prompt_logprobs):
             for number, request in enumerate(together):

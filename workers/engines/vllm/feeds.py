@@ -218,6 +218,7 @@ def _output(output: "EngineCoreOutput") -> StepOutput:
         kv_params=getattr(output, "kv_transfer_params", None),
         finish_reason=None if output.finish_reason is None else FinishReason(str(output.finish_reason)),
         stop_reason=output.stop_reason,
+        sampling_mask=getattr(output, "new_sampling_mask", None),
         **({} if error is None else {"error": f"the engine failed this request: {error.message}"}),
     )
 

@@ -299,12 +299,6 @@ def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
     mode = given.get("logprobs_mode", "processed_logprobs")
     if not str(mode).endswith("_logprobs"):
         raise EngineDead(f"engine argument 'logprobs_mode' is {mode!r}; allowed: processed_logprobs, raw_logprobs")
-    if given.get("return_sampling_mask"):
-        # It would also end every greedy request with an error, and the worker's own requests are greedy
-        # (v1/engine/input_processor.py: "sampling distribution replay requires temperature > 0").
-        raise EngineDead(
-            "engine argument 'return_sampling_mask' is true, and rollbus carries no sampling masks; allowed: false"
-        )
 
 
 def _check_known(name: str, known: set[str], shown: str) -> None:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.chunk import FinishReason, PromptLogprobs, TopLogprobs
+from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode
 from ....schemas.messages import KvTransfer
-from ....schemas.presence import RoutedExpertsInfo
+from ....schemas.presence import Capabilities, RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from ....schemas.sampling import SamplingParams
 from ..engine import RequestStep, TokenBatch
 from .kv.params import encode_params
+from .masks import VllmMask, mask_of
 
 __all__ = ["LogprobTable", "OpenRequests", "Restarted", "StepOutput"]
 
@@ -54,6 +55,8 @@ class StepOutput:
     """With `finish_reason`: what the KV connector says to whoever goes on with the request."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    sampling_mask: VllmMask | None = None
+    """What this output's tokens were sampled from."""
     error: str = "the engine failed this request; its log says why"
     """Only with `finish_reason` ERROR."""
 
@@ -94,6 +97,7 @@ class _Open:
     prompt_len: int
     start: int
     returns_rows: bool
+    returns_masks: bool
     sampling: SamplingParams
     kv: KvTransfer | None
     request: GenerateRequest | None
@@ -105,7 +109,7 @@ class _Open:
     @property
     def is_plain(self) -> bool:
         """It has a token, and beside another it wants its logprob and row at most."""
-        return self.request is None and not self.sampling.logprobs and self.kv is None
+        return self.request is None and not self.sampling.logprobs and self.kv is None and not self.returns_masks
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -122,16 +126,26 @@ class OpenRequests:
     Args:
         routing: the shape of the model's routing; None when the engine returns none.
         rows_with_tokens: rows come in the step of their tokens, not all in the last one.
+        vocab_size: of an engine that makes sampling masks; None: it makes none.
     """
 
-    def __init__(self, routing: RoutedExpertsInfo | None, *, rows_with_tokens: bool) -> None:
+    def __init__(
+        self, routing: RoutedExpertsInfo | None, *, rows_with_tokens: bool, vocab_size: int | None = None
+    ) -> None:
         self._routing = routing
+        self._mask_vocab_size = vocab_size
         self._rows_with_tokens = rows_with_tokens
         self._open: dict[str, _Open] = {}
         self._engine_ids: dict[str, str] = {}
         self._num_opened = 0
         self.has_seen_nan = False
         """Some request got NaN, so that there may be NaN in the engine's KV cache; whoever clears that resets it."""
+
+    @classmethod
+    def of(cls, capabilities: Capabilities, *, rows_with_tokens: bool) -> "OpenRequests":
+        """For an engine that can do this."""
+        vocab_size = capabilities.vocab_size if capabilities.sampling_mask else None
+        return cls(capabilities.routed_experts, rows_with_tokens=rows_with_tokens, vocab_size=vocab_size)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -150,6 +164,7 @@ class OpenRequests:
             prompt_len=request.prompt_len,
             start=request.routed_experts_prompt_start,
             returns_rows=self._routing is not None and request.return_routed_experts is not False,
+            returns_masks=self._mask_vocab_size is not None and request.return_sampling_mask is not False,
             sampling=request.sampling,
             kv=kv,
             request=request,
@@ -260,6 +275,7 @@ class OpenRequests:
             return _failed(request, output.error)
         token_ids = np.array(output.token_ids, np.int32)
         logprobs, top = _logprobs(request.sampling.logprobs, output.logprobs, len(token_ids))
+        mask = self._mask(output) if request.returns_masks and len(token_ids) else None
         prompt_logprobs = None
         if not request.has_begun and len(token_ids) and request.sampling.prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, output.prompt_logprobs)
@@ -284,6 +300,7 @@ class OpenRequests:
             stop_reason=stop if isinstance(stop, int) and stop in request.sampling.stop_token_ids else None,
             kv_recomputed=output.was_recomputed and request.num_tokens > 0,
             kv_params=None if request.kv is None or not request.kv.is_prefill else encode_params(output.kv_params),
+            sampling_mask=mask,
         )
         request.has_begun = True
         if len(token_ids):
@@ -291,6 +308,12 @@ class OpenRequests:
         request.num_tokens += len(token_ids)
         request.num_rows += 0 if rows is None else len(rows)
         return step
+
+    def _mask(self, output: StepOutput) -> SamplingMask:
+        try:
+            return mask_of(output.sampling_mask, output.token_ids, self._mask_vocab_size or 0)
+        except ValueError as exc:
+            raise _UnusableOutput(f"the engine's sampling mask is unusable: {exc}") from exc
 
     def _rows(self, request: _Open, output: StepOutput) -> Rows:
         routing = self._routing

@@ -31,5 +31,8 @@ def warm_up_rounds(capabilities: Capabilities, *, has_prompt_logprobs: bool) -> 
     prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % capabilities.vocab_size
     for together in WARM_UP_ROUNDS:
         chosen = together if has_prompt_logprobs else [replace(one, prompt_logprobs=None) for one in together]
+        if capabilities.sampling_mask:
+            # Such an engine takes nothing else (v1/engine/input_processor.py: "sampling distribution replay").
+            chosen = [replace(one, temperature=one.temperature or 1.0, top_k=one.top_k or 1) for one in chosen]
         # Salted, so that no other request finds this prompt in the prefix cache.
         yield [GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up") for sampling in chosen]

@@ -1,0 +1,116 @@
+"""Sampling masks of vLLM's step outputs. No engine on a CPU makes them: outputs as of a GPU stand in for one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import SamplingMaskLists
+
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.presence import Capabilities
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.control.canary import own_request
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.vllm.feeds import _output
+from rollbus.workers.engines.vllm.outputs import OpenRequests
+from rollbus.workers.engines.vllm.warm_up import warm_up_rounds
+
+VOCAB_SIZE = 100
+MASKING = SyntheticConfig(sampling_mask=True).capabilities
+
+
+def opened(**fields: Any) -> tuple[OpenRequests, str]:
+    """A request at an engine that makes masks, and its engine id."""
+    requests = OpenRequests(None, rows_with_tokens=True, vocab_size=VOCAB_SIZE)
+    request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(logprobs=None, top_k=5), **fields)
+    return requests, requests.add("key", request)
+
+
+def read(requests: OpenRequests, engine_id: str, tokens: list[int], mask: SamplingMaskLists | None) -> RequestStep:
+    """What one step output becomes."""
+    output = EngineCoreOutput(engine_id, tokens, new_sampling_mask=mask)
+    [step], _ = requests.read([_output(output)])
+    assert isinstance(step, RequestStep)
+    return step
+
+
+def lists(step: RequestStep) -> list[list[int]]:
+    """The ids of each token."""
+    assert step.sampling_mask is not None, step.error
+    return [ids.tolist() for ids in TokenMasks.joined([step.sampling_mask]).split()]
+
+
+def test_masks_of_one_token_at_a_time() -> None:
+    """As the scheduler cuts them out of a batch: ids without offsets."""
+    requests, engine_id = opened()
+    batch = SamplingMaskLists(np.array([7, 3, 8, 9], np.int32), np.array([0, 1, 4]))
+
+    assert lists(read(requests, engine_id, [7], batch.slice_request(0, 1))) == [[7]]
+    assert lists(read(requests, engine_id, [8], batch.slice_request(1, 1))) == [[3, 8, 9]]
+
+
+def test_masks_of_several_tokens() -> None:
+    """With offsets, which need not begin at 0."""
+    requests, engine_id = opened()
+    mask = SamplingMaskLists(np.array([1, 7, 3, 8], np.int32), np.array([1, 2, 4]))
+
+    assert lists(read(requests, engine_id, [7, 8], mask)) == [[7], [3, 8]]
+
+
+def test_a_step_without_tokens_has_no_mask() -> None:
+    """It may be the last."""
+    requests, engine_id = opened()
+    output = EngineCoreOutput(engine_id, [])
+    output.finish_reason = None
+    [step], _ = requests.read([_output(output)])
+
+    assert isinstance(step, RequestStep)
+    assert (step.sampling_mask, step.error) == (None, None)
+
+
+def test_masks_that_were_declined_are_left_out() -> None:
+    """Tokens come in batches then, as from engines without masks."""
+    requests, engine_id = opened(return_sampling_mask=False)
+    mask = SamplingMaskLists(np.array([7], np.int32))
+    first = read(requests, engine_id, [7], mask)
+    [batch], _ = requests.read([_output(EngineCoreOutput(engine_id, [7], new_sampling_mask=mask))])
+
+    assert first.sampling_mask is None
+    assert not isinstance(batch, RequestStep)
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        (None, "there is none for 1 tokens"),
+        (SamplingMaskLists(np.array([7, 7]), np.array([0, 1, 2])), "it is of 2 tokens with 2 ids, and 1 tokens came"),
+        (SamplingMaskLists(np.array([7]), np.array([0, 5])), "it is of 1 tokens with 1 ids"),
+        (SamplingMaskLists(np.array([7, VOCAB_SIZE])), "it has ids from 7 to 100, and the vocabulary 100"),
+        (SamplingMaskLists(np.array([-1, 7])), "it has ids from -1 to 7"),
+        (SamplingMaskLists(np.array([], np.int32)), "tokens with 0 to 0 ids"),
+        (SamplingMaskLists(np.array([6, 8])), "token 7 is not among the 2 ids that it was sampled from"),
+    ],
+)
+def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, why: str) -> None:
+    """Nothing that a trainer could mistake for a mask leaves the worker."""
+    requests, engine_id = opened()
+    step = read(requests, engine_id, [7], mask)
+
+    assert step.finish_reason is FinishReason.ERROR
+    assert step.error is not None
+    assert why in step.error
+
+
+@pytest.mark.parametrize("capabilities", [MASKING])
+def test_the_worker_asks_for_nothing_that_such_an_engine_refuses(capabilities: Capabilities) -> None:
+    """VLLM refuses a temperature of 0, and requests without `top_k`; what it takes is as greedy."""
+    own = [own_request(capabilities)]
+    warming = [one for together in warm_up_rounds(capabilities, has_prompt_logprobs=True) for one in together]
+    for request in own + warming:
+        assert request.sampling.temperature > 0
+        assert request.sampling.top_k > 0
+    assert own[0].sampling.top_k == 1
