@@ -156,6 +156,14 @@ class Fleet:
         model, epoch = check_name("model", model), check_int("epoch", epoch, 0, 2**53)
         return await self._thread.run(self._runtime.controller.store.recorded_at(model, epoch))
 
+    async def mute_pause(self) -> None:
+        """Log no `client.waiting` for a pause of now: the caller has said it.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._runtime.pauses.mute_present())
+
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
         """Clear what is desired of the workers of `model`, or of all models of the fleet, also where it is unreadable.
 

@@ -27,6 +27,7 @@ from .durations import Durations
 from .exchange import AttemptCoordinator
 from .links import ClientLinks
 from .losses import Losses
+from .pauses import PauseWarnings
 from .presence_watcher import PresenceWatcher
 
 __all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
@@ -109,6 +110,7 @@ class ClientRuntime:
             nats, config.subjects, identity, self.coordinator, self.losses, self.watcher.table.incarnations_of
         )
         self.dispatcher = RequestDispatcher(nats, config, self.watcher, self.coordinator)
+        self.pauses = PauseWarnings(self.watcher, self.coordinator, self.controller.store)
         self.coordinator.connect(self.dispatcher, self.links)
 
     def __repr__(self) -> str:
@@ -125,6 +127,7 @@ class ClientRuntime:
 
     def _on_fleet_change(self) -> None:
         self.dispatcher.wake()
+        self.pauses.forget_ended()
 
     async def start(self) -> None:
         """Listen, and say that this client is there.
@@ -300,6 +303,7 @@ async def open_client_runtime(config: ClientConfig) -> AsyncIterator[ClientRunti
                     tasks.create_task(runtime.dispatcher.publisher.run(), name="client.publish_again"),
                     tasks.create_task(runtime.dispatcher.check_deadlines(), name="client.check_deadlines"),
                     tasks.create_task(runtime.check_leases(), name="client.leases"),
+                    tasks.create_task(runtime.pauses.run(), name="client.pauses"),
                 ]
                 yield runtime
                 for task in background:

@@ -45,6 +45,7 @@ async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
     if not paused:
         note(f"no worker serves now{_others(state.workers)}: the requests wait")
         return
+    await rb.fleet.mute_pause()
     since = await _paused_since(rb, state, paused)
     when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
     note(f"the fleet is paused{when}; the requests wait for: {program()} resume{_options(nats_url, state.fleet)}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbus import FinishReason
+from rollbus.bus.client import pauses
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
@@ -14,6 +15,7 @@ from tests.control.support import MODEL, ask, assert_same, folders, serving, sta
 from tests.support.fleet_states import until_state, until_worker
 from tests.support.invariants import check_stream
 from tests.support.streams import start_stream
+from tests.support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +86,45 @@ async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str,
         f"the fleet is paused since {paused_at.astimezone():%Y-%m-%d %H:%M:%S}; the requests wait for: "
         f"python -m rollbus.frontend.cli resume --nats {nats_url} --fleet {fleet}\n"
     )
+
+
+async def test_a_wait_on_a_paused_fleet_is_logged_once(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each pause is one warning, however many requests wait, with its time and what ends it; none for a muted one."""
+    monkeypatch.setattr(pauses, "WARN_AFTER_S", 0.0)
+    one, _ = folders(tmp_path)
+
+    def warned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "client.waiting" in record.getMessage()]
+
+    async def count() -> int:
+        return len(warned())
+
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        times = []
+        for number, is_muted in ((1, True), (1, False), (2, False)):
+            await rb.fleet.pause()
+            await until_worker(rb, "w0", WorkerState.PAUSED)
+            times.append(await rb.fleet.recorded_at(MODEL, (await rb.fleet.state()).desired[MODEL].epoch))
+            if is_muted:
+                await rb.fleet.mute_pause()
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(2):
+                    tasks.create_task(rb.complete(ask(1)))
+                if not is_muted:
+                    await until(count, number)
+                # Several rounds, in which nothing more may be said.
+                await asyncio.sleep(3 * pauses.ROUND_S)
+                await rb.fleet.resume()
+
+    assert warned() == [
+        f"client.waiting model={MODEL} reason=the fleet is paused since "
+        f"{paused_at.astimezone():%Y-%m-%d %H:%M:%S}; rollbus resume"
+        for paused_at in times[1:]
+        if paused_at is not None
+    ]
+    assert len(warned()) == 2
 
 
 async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:

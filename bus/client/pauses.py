@@ -1,0 +1,86 @@
+"""Says once in the log that requests wait because their fleet is paused. On the bus thread."""
+
+import asyncio
+import logging
+import time
+from datetime import datetime
+from typing import Final
+
+from ...schemas.errors import RollbusError
+from ...schemas.presence import WorkerState
+from ..control.store import DesiredStore
+from ..protocol.fleet.desired import effective
+from ..protocol.fleet.presence_table import accepts_whole_requests
+from .exchange import AttemptCoordinator
+from .presence_watcher import PresenceWatcher
+
+__all__ = ["PauseWarnings"]
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER_S: Final = 10.0
+"""Updates of weights pause a fleet for some seconds; a longer wait is one that somebody may have forgotten."""
+ROUND_S: Final = 0.5
+"""How often what waits is looked at."""
+
+
+class PauseWarnings:
+    """Which models are paused while requests of this client are open, and for which of these pauses that was said."""
+
+    def __init__(self, watcher: PresenceWatcher, coordinator: AttemptCoordinator, store: DesiredStore) -> None:
+        self._watcher = watcher
+        self._coordinator = coordinator
+        self._store = store
+        # By model: since when something waits for the end of its pause.
+        self._waiting: dict[str, float] = {}
+        # Models whose present pause was told.
+        self._told: set[str] = set()
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<PauseWarnings waiting={len(self._waiting)} told={len(self._told)}>"
+
+    def forget_ended(self) -> None:
+        """Forget the pauses that have ended; called when a worker comes, goes or changes its state."""
+        paused = self._paused()
+        self._told &= paused
+        self._waiting = {model: since for model, since in self._waiting.items() if model in paused}
+
+    async def mute_present(self) -> None:
+        """Log nothing of the pauses of now."""
+        self._told |= self._paused()
+
+    async def run(self) -> None:
+        """Look for requests that wait, until cancelled."""
+        while True:
+            await asyncio.sleep(ROUND_S)
+            now, paused = time.monotonic(), self._paused() - self._told
+            if not paused:
+                continue
+            open_models = {child.open_call.model for child in self._coordinator.open_children(lambda _: True)}
+            self._waiting = {model: self._waiting.get(model, now) for model in paused & open_models}
+            for model in [model for model, since in self._waiting.items() if now - since >= WARN_AFTER_S]:
+                self._told.add(model)
+                since = await self._paused_since(model)
+                when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
+                logger.warning("client.waiting model=%s reason=%s", model, f"the fleet is paused{when}; rollbus resume")
+
+    def _paused(self) -> set[str]:
+        """The models that have paused workers, and none that takes requests."""
+        able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
+        serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
+        return {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
+
+    async def _paused_since(self, model: str) -> datetime | None:
+        """When the last of its workers was told to pause; None: that is not known any more."""
+        try:
+            state = await self._store.read(model)
+            if state is None:
+                return None
+            registers = [effective(state, worker.worker) for worker in self._watcher.table.workers(model)]
+            epochs = {found["pause"].epoch for found in registers if "pause" in found}
+            times = [await self._store.recorded_at(model, epoch) for epoch in epochs]
+        except RollbusError:
+            # The line is true without it; a user may also lack the permission.
+            return None
+        return max((time for time in times if time is not None), default=None)
