@@ -197,8 +197,9 @@ class TextLogprobs(msgspec.Struct):
     """Of the tokens of an answer, in columns."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """Both are null for the first token of a prompt, which stands there with `echo`."""
     text_offset: list[int]
 
 

@@ -29,7 +29,7 @@ class Scored(NamedTuple):
 
     token_id: int
     logprob: float
-    """-inf is -9999, as with vLLM: JSON has no infinity."""
+    """-inf is -9999, as with vLLM: JSON has no infinity. NaN: there is none, which JSON shows as null."""
     rank: int | None
     """1 is the most likely one; None: not among those that were asked for."""
 

@@ -102,7 +102,6 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    echo: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
 
@@ -138,6 +137,7 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
     prediction: dict[str, Any] | None = None
 
     # Known and not served.
+    echo: bool | None = None
     chat_template: str | None = None
     documents: list[Any] | None = None
     functions: list[Any] | None = None
@@ -153,6 +153,8 @@ class CompletionBody(CommonBody, kw_only=True, frozen=True):
     """A text, token ids, or a list of either. May be left out where `nvext` has token ids."""
     logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    """The prompt stands before its answer; with `logprobs`, so do its own. `max_tokens` may then be 0."""
     suffix: str | None = None
     prompt_embeds: Any = None
 
@@ -161,7 +163,6 @@ NOT_SERVED: Final = {
     "use_beam_search": "answers are sampled",
     "truncate_prompt_tokens": "prompts are used as they are",
     "truncation_side": "prompts are used as they are",
-    "echo": "answers hold what was generated",
     "kv_transfer_params": "caches are not handed from engine to engine by clients",
     "ec_transfer_params": "caches are not handed from engine to engine by clients",
     "chat_template": "a template is a program; only the model's own is run",
@@ -174,6 +175,8 @@ NOT_SERVED: Final = {
     "prompt_embeds": "this service takes text and tokens only",
 }
 """Fields that are known and not served, and why."""
+NOT_IN_CHATS: Final = {"echo": "answers hold what was generated"}
+"""The same, of chats alone."""
 NOTHING: Final[tuple[object, ...]] = ([], {}, "", "none")
 """What such a field may be, besides null and false."""
 
@@ -184,7 +187,8 @@ def check_served(body: CommonBody) -> None:
     Raises:
         HttpError: 400, naming the field.
     """
-    for name, reason in NOT_SERVED.items():
+    refused = {**NOT_SERVED, **NOT_IN_CHATS} if isinstance(body, ChatBody) else NOT_SERVED
+    for name, reason in refused.items():
         value = getattr(body, name, None)
         if value is not None and value is not False and value not in NOTHING:
             raise unsupported(name, reason)

@@ -24,6 +24,7 @@ from ..routing_json import routed_experts_json
 from ..service import Service
 from ..stops import AnswerText, text_of
 from ..tokens import Scores, Tokens, prompt_scores, whole_rows
+from .echo import Echo, EchoedScores
 from .nvext import Clock, nvext_json
 from .options import Options
 from .parsers import AnswerParts, AnswerReader
@@ -51,6 +52,8 @@ class CompletionHandler:
     clock: Clock
     reading: Reading | None = None
     """How a chat's answers are parsed; None: their text is content."""
+    echo: Echo | None = None
+    """What stands before answers; None: nothing."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def answer(self) -> Response:
@@ -64,7 +67,7 @@ class CompletionHandler:
             await collect_answers(
                 self.service, self.http_request, self.requests, choices, may_stop=bool(self.options.stops)
             )
-            whole = [choice.pop_update() for choice in choices]
+            whole = [self._echoed(choice, choice.pop_update()) for choice in choices]
             readers = self._readers(choices)
             parts = [
                 None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
@@ -105,6 +108,10 @@ class CompletionHandler:
             include_stop=self.options.include_stop,
             skip_special_tokens=self.options.skip_special_tokens,
         )
+
+    def _echoed(self, choice: Choice, update: Update, *, is_first: bool = True) -> Update:
+        at = choice.index // self.requests[0].sampling.n
+        return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
 
     def _readers(self, choices: Sequence[Choice]) -> list[AnswerReader | None]:
         reading = self.reading if self.options.text else None
@@ -192,7 +199,10 @@ class CompletionHandler:
         if width is None or (delta and not len(update.tokens.ids)):
             yield b"null"
         else:
-            yield from self.shape.logprobs(choice, update.tokens.scores, self._namer, width)
+            scores: Scores | EchoedScores = update.tokens.scores
+            if self.echo is not None and of_prompt is not None:
+                scores = self.echo.scores(choice.request, of_prompt, update.tokens.scores)
+            yield from self.shape.logprobs(choice, scores, self._namer, width)
         if not (delta or self.shape.prompt_is_common):
             yield b',"prompt_logprobs":'
             yield from prompt_logprobs_json(of_prompt, self._namer.name)
@@ -211,10 +221,11 @@ class CompletionHandler:
             readers = self._readers(choices)
             user = self.service.user_of(self.http_request)
             async with aclosing(updates(self.service, user, self.requests, choices)) as found:
-                async for choice, update in found:
-                    if len(update.tokens.ids):
+                async for choice, part in found:
+                    if len(part.tokens.ids):
                         self.clock.token()
                     is_first = not has_begun[choice.index]
+                    update = self._echoed(choice, part, is_first=is_first)
                     opening = self.shape.opening(choice) if is_first else None
                     if opening is not None:
                         yield self._event(msgspec.json.encode(opening), choices, prompt=not any(has_begun))

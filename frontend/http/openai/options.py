@@ -126,6 +126,10 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **bus_sampling(body, tokenizer)}
     if isinstance(body, ChatBody):
         fields["max_tokens"] = one_of(max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens)
+    elif body.echo:
+        # As vLLM does: the engine makes at least one token, also where only the prompt is asked for.
+        fields["max_tokens"] = fields["max_tokens"] or 1
+        fields.setdefault("prompt_logprobs", options.top_logprobs)
     if body.nvext is not None and body.nvext.greed_sampling:
         fields["temperature"] = 0.0
     # Of the sampled token alone they cost little, and engine_data always has them.
@@ -207,6 +211,8 @@ def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, s
         names["sampling.logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             names["sampling.max_tokens"] = "max_completion_tokens"
+    elif body.echo and body.prompt_logprobs is None:
+        names["sampling.prompt_logprobs"] = "logprobs"
     for name in ("cache_salt", "routed_experts_prompt_start"):
         if getattr(nvext, name) is not None:
             names[name] = f"nvext.{name}"

@@ -36,6 +36,8 @@ class BodyPrompt:
     token_ids: Sequence[int]
     field: str
     """Where in the body it comes from."""
+    text: str | None = None
+    """What it was given as; None: as token ids, or as a chat."""
 
 
 def one_of(**values: T | None) -> T | None:
@@ -94,9 +96,8 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
     add_special_tokens = body.add_special_tokens is not False
     token_ids: Sequence[int]
     if isinstance(body.prompt, str):
-        return [
-            BodyPrompt(await encode_text(await load(), body.prompt, add_special_tokens=add_special_tokens), "prompt")
-        ]
+        token_ids = await encode_text(await load(), body.prompt, add_special_tokens=add_special_tokens)
+        return [BodyPrompt(token_ids, "prompt", body.prompt)]
     ids = [item for item in body.prompt if isinstance(item, int)]
     if len(ids) == len(body.prompt):
         return [BodyPrompt(ids, "prompt")]
@@ -110,7 +111,7 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
             token_ids = await encode_text(await load(), item, add_special_tokens=add_special_tokens)
         else:
             token_ids = item if isinstance(item, list) else []
-        prompts.append(BodyPrompt(token_ids, f"prompt[{index}]"))
+        prompts.append(BodyPrompt(token_ids, f"prompt[{index}]", item if isinstance(item, str) else None))
     return prompts
 
 

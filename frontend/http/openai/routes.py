@@ -15,6 +15,7 @@ from ..errors import invalid
 from ..request_target import build_request, find_target, named_errors
 from ..service import HttpRoute, RouteTable, Service
 from .body import ChatBody, CompletionBody, check_served
+from .echo import read_echo
 from .job import CompletionHandler
 from .nvext import Clock
 from .options import bus_fields, bus_names, read_options, sampling_fields
@@ -86,6 +87,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         names=bus_names(body, prompts[0].field),
         clock=clock,
         reading=reading,
+        echo=await read_echo(body, prompts, options, tokenizer),
     )
     return await (job.stream() if body.stream else job.answer())
 

@@ -1,6 +1,7 @@
 """How the two routes write answers: a chat's messages, or plain text."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
@@ -8,9 +9,16 @@ from ...tokenization import Tokenizer, token_text
 from ..answer_types import Message, SampledToken, TopToken
 from ..answers import Choice
 from ..logprobs_json import list_json
-from ..tokens import Scored, Scores
+from ..tokens import Scored
 
 __all__ = ["CHAT", "COMPLETION", "Namer", "Shape"]
+
+
+class Blocks(Protocol):
+    """Tokens and their log probabilities, block by block."""
+
+    def blocks(self) -> Iterator[list[list[Scored]]]:
+        """What stands at each position: its own token first."""
 
 
 class Shape(Protocol):
@@ -28,7 +36,7 @@ class Shape(Protocol):
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         """The text of an answer, or a part of it."""
 
-    def logprobs(self, choice: Choice, scores: Scores, namer: "Namer", width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: Choice, scores: Blocks, namer: "Namer", width: int) -> Iterator[bytes]:
         """The logprobs of the answer's next tokens, with `width` alternatives of each, in pieces."""
 
 
@@ -73,7 +81,7 @@ class _ChatShape:
             return {"delta": {"content": text}}
         return {"message": Message("assistant", text, None)}
 
-    def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: Choice, scores: Blocks, namer: Namer, width: int) -> Iterator[bytes]:
         def named(each: Scored) -> tuple[str, float, list[int] | None]:
             data = namer.bytes(each.token_id)
             return namer.name(each.token_id), each.logprob, None if data is None else list(data)
@@ -101,7 +109,7 @@ class _Completion:
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, choice: Choice, scores: Scores, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: Choice, scores: Blocks, namer: Namer, width: int) -> Iterator[bytes]:
         def names() -> Iterator[list[str]]:
             return ([namer.name(position[0].token_id) for position in block] for block in scores.blocks())
 
@@ -110,7 +118,9 @@ class _Completion:
                 *places, choice.text_offset = itertools.accumulate(map(len, block), initial=choice.text_offset)
                 yield places
 
-        def top(position: list[Scored]) -> dict[str, float]:
+        def top(position: list[Scored]) -> dict[str, float] | None:
+            if math.isnan(position[0].logprob):
+                return None
             # The sampled token is among them, also where it is none of the most likely.
             return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
 
