@@ -14,11 +14,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import bus
+from ...schemas.checks import describe
 from ...schemas.errors import RollbusError
 from . import about, control, generate, openapi, reference_page, status, tokenize
 from .access import check_access
 from .calls import Admission
-from .errors import HttpError, error_response, http_error
+from .errors import HttpError, error_response, http_error, nearest
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .origins import check_media_type, check_origin
@@ -132,8 +133,17 @@ class _Endpoint:
 async def _no_route(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, HTTPException):
         raise exc
-    code = {404: "unknown_route", 405: "wrong_method"}.get(exc.status_code, "http_error")
-    error = HttpError(exc.status_code, exc.detail, code=code, headers=exc.headers)
+    path, code, message = describe(request.url.path), "http_error", exc.detail
+    if exc.status_code == 404:
+        known = {path for table in (OPEN, DATA, ADMIN) for _, path in table}
+        code, message = (
+            "unknown_route",
+            f"the path {path} is unknown{nearest(request.url.path, known)}; /docs lists all",
+        )
+    elif exc.status_code == 405:
+        allowed = ", ".join(sorted((exc.headers or {}).get("Allow", "").split(", ")))
+        code, message = "wrong_method", f"{request.method} is not allowed for the path {path}; allowed: {allowed}"
+    error = HttpError(exc.status_code, message, code=code, headers=exc.headers)
     return _refused(request.app.state.service, error)
 
 

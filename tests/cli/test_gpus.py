@@ -11,7 +11,7 @@ import pytest
 from rollbus.frontend.cli import gpus
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
 from rollbus.frontend.cli.gpus import Gpus, divide_gpus, find_gpus, gpu_shares, gpus_per_engine
-from tests.cli.support import processes_with, rollbus, running_up
+from tests.cli.support import ENV, processes_with, rollbus, running_up
 from tests.support.processes import becomes_true
 
 FOUR = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000{i}-a1b2)\n" for i in range(4))
@@ -197,10 +197,10 @@ def is_back(worker: str, old: int, nats: str) -> bool:
 def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill workers too; a worker that is started again gets the same ones; the log says who has what."""
     driver(tmp_path, monkeypatch, lists(FOUR))
-    monkeypatch.setattr("tests.cli.support.ENV", {**os.environ, "PYTHONPATH": "src"})
+    env = {**ENV, "PATH": os.environ["PATH"]}
     log = tmp_path / "log"
     workers = ("--workers", "1", "--prefill-workers", "1", "--gpus-per-worker", "2")
-    with running_up("--engine", "synthetic", *workers, log=log) as (_, info):
+    with running_up("--engine", "synthetic", *workers, log=log, env=env) as (_, info):
         nats = info["nats"]
         assert info.keys() == {"nats", "http", "workers"}
         old, first = visible("local-0", nats)
@@ -212,11 +212,11 @@ def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_up_refuses_more_workers_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_refuses_more_workers_than_there_are_gpus() -> None:
     """Nothing is started; the numbers are in the one line."""
-    monkeypatch.setattr("tests.cli.support.ENV", {**os.environ, "PYTHONPATH": "src", "CUDA_VISIBLE_DEVICES": "0,1"})
+    env = {**ENV, "CUDA_VISIBLE_DEVICES": "0,1"}
 
-    done = rollbus("up", "--engine", "synthetic", "--workers", "3", "--gpus-per-worker", "1")
+    done = rollbus("up", "--engine", "synthetic", "--workers", "3", "--gpus-per-worker", "1", env=env)
 
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert "3 workers with 1 GPU each need 3 GPUs, and $CUDA_VISIBLE_DEVICES lists 2 (0, 1)" in done.stderr

@@ -46,8 +46,14 @@ async def test_tokens_are_asked_for(nats_url: str, fleet: str) -> None:
 
 
 async def test_unknown_routes_and_methods_are_json_errors(nats_url: str, fleet: str) -> None:
-    """404 and 405 have the same shape as all other errors."""
+    """404 and 405 have the same shape as all other errors, and say what is near or allowed."""
     async with http_before(nats_url, fleet) as http:
-        for answer, status in ((await http.client.get("/nowhere"), 404), (await http.client.delete("/v1/models"), 405)):
+        for answer, status, words in (
+            (await http.client.get("/zzz"), 404, "the path '/zzz' is unknown; /docs"),
+            (await http.client.get("/v1/modells"), 404, "did you mean /v1/models?"),
+            (await http.client.get("/" + "x" * 5000), 404, "x…"),
+            (await http.client.delete("/v1/models"), 405, "allowed: GET, HEAD"),
+        ):
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert words in answer.json()["error"]["message"]

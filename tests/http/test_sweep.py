@@ -23,6 +23,7 @@ BASES: dict[str, dict[str, Any]] = {
     "TokenizeBody": {"prompt": "the"},
     "DetokenizeBody": {"tokens": [1]},
     "InitTransferBody": {"init_info": {}},
+    "AddLoraBody": {"lora_name": "x", "source": {"uri": "file:///x"}},
     "AbortBody": {"request_ids": ["x"]},
 }
 """A request that is right, by the name of what is decoded; all others may be empty."""

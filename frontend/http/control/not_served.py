@@ -27,6 +27,17 @@ INSTEAD: Final = {
     ("POST", "/collective_rpc"): (
         "methods inside the engines cannot be called; use the commands, such as /v1/rl/update_weights"
     ),
+    ("POST", "/release_kv_cache_memory"): "use /sleep, which gives up the KV cache with all other memory",
+    ("POST", "/shutdown_weight_transfer_engine"): (
+        "engines keep the group of /init_weight_transfer_engine until they end; restart the workers to leave it"
+    ),
+    ("POST", "/weight_checker"): "use /v1/rl/state: workers compare what they loaded with the files, and by a canary",
+    (
+        "POST",
+        "/v1/embeddings",
+    ): "there are no models that embed, classify or rank; /v1/models lists those that generate",
+    ("POST", "/v1/messages"): "use /v1/chat/completions",
+    ("POST", "/v1/responses"): "use /v1/chat/completions",
     ("POST", "/reset_mm_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
     ("POST", "/reset_encoder_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
 }
