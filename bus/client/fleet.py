@@ -144,17 +144,16 @@ class Fleet:
             desired = {}
         return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
 
-    async def recorded_at(self, model: str, epoch: int) -> datetime | None:
-        """Return when the command of this epoch was recorded for `model`, by the clock of the NATS server.
+    async def paused_since(self, model: str) -> datetime | None:
+        """Return when the last of a model's workers was told to pause, by the clock of the NATS server.
 
-        None if it is not known any more: NATS keeps the last 64 states of each model.
+        None if none is paused, or it is not known any more: NATS keeps the last 64 states of each model, and a user may
+        lack the permission to read them.
 
         Raises:
-            BusBroken: JetStream or the connection failed.
             BusClosed: the client was closed.
         """
-        model, epoch = check_name("model", model), check_int("epoch", epoch, 0, 2**53)
-        return await self._thread.run(self._runtime.controller.store.recorded_at(model, epoch))
+        return await self._thread.run(self._runtime.pauses.paused_since(check_name("model", model)))
 
     async def mute_pause(self) -> None:
         """Log no `client.waiting` for a pause of now: the caller has said it.

@@ -61,7 +61,7 @@ class PauseWarnings:
             self._waiting = {model: self._waiting.get(model, now) for model in paused & open_models}
             for model in [model for model, since in self._waiting.items() if now - since >= WARN_AFTER_S]:
                 self._told.add(model)
-                since = await self._paused_since(model)
+                since = await self.paused_since(model)
                 when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
                 logger.warning("client.waiting model=%s reason=%s", model, f"the fleet is paused{when}; rollbus resume")
 
@@ -71,8 +71,8 @@ class PauseWarnings:
         serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
         return {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
 
-    async def _paused_since(self, model: str) -> datetime | None:
-        """When the last of its workers was told to pause; None: that is not known any more."""
+    async def paused_since(self, model: str) -> datetime | None:
+        """Return when the last of a model's workers was told to pause; None if that is not known, or none is."""
         try:
             state = await self._store.read(model)
             if state is None:

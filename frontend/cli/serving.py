@@ -1,10 +1,8 @@
 """Which workers serve, for commands that have nothing to do without one."""
 
 from collections.abc import Sequence
-from datetime import datetime
 
 from ...bus import Client, FleetState
-from ...bus.protocol.fleet.desired import effective
 from ...bus.protocol.fleet.presence_table import FleetSnapshot, accepts_whole_requests
 from ...schemas.presence import WorkerPresence, WorkerState
 from .arguments import without_password
@@ -46,21 +44,10 @@ async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
         note(f"no worker serves now{_others(state.workers)}: the requests wait")
         return
     await rb.fleet.mute_pause()
-    since = await _paused_since(rb, state, paused)
+    times = [await rb.fleet.paused_since(model) for model in {worker.model for worker in paused}]
+    since = max((time for time in times if time is not None), default=None)
     when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
     note(f"the fleet is paused{when}; the requests wait for: {program()} resume{_options(nats_url, state.fleet)}")
-
-
-async def _paused_since(rb: Client, state: FleetState, paused: Sequence[WorkerPresence]) -> datetime | None:
-    """When the last of these workers was told to pause; None: that is not known any more."""
-    told = {
-        (worker.model, recorded.epoch)
-        for worker in paused
-        if worker.model in state.desired
-        and (recorded := effective(state.desired[worker.model], worker.worker).get("pause")) is not None
-    }
-    times = [await rb.fleet.recorded_at(model, epoch) for model, epoch in told]
-    return max((time for time in times if time is not None), default=None)
 
 
 def _others(workers: Sequence[WorkerPresence]) -> str:

@@ -69,8 +69,7 @@ async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str,
     prompts.write_text(json.dumps({"prompt_token_ids": [1, 2], "max_tokens": 2}) + "\n")
     async with serving(nats_url, fleet, one, 1) as (rb, _), asyncio.TaskGroup() as tasks:
         await rb.fleet.pause()
-        epoch = (await rb.fleet.state()).desired[MODEL].epoch
-        paused_at = await rb.fleet.recorded_at(MODEL, epoch)
+        paused_at = await rb.fleet.paused_since(MODEL)
         await rb.fleet.flush_cache()
         args = ("generate", "--input", str(prompts), "--output", str(output), "--json")
         job = tasks.create_task(run_rollbus(nats_url, fleet, *args))
@@ -106,7 +105,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
         for number, is_muted in ((1, True), (1, False), (2, False)):
             await rb.fleet.pause()
             await until_worker(rb, "w0", WorkerState.PAUSED)
-            times.append(await rb.fleet.recorded_at(MODEL, (await rb.fleet.state()).desired[MODEL].epoch))
+            times.append(await rb.fleet.paused_since(MODEL))
             if is_muted:
                 await rb.fleet.mute_pause()
             async with asyncio.TaskGroup() as tasks:
