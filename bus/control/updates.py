@@ -210,8 +210,7 @@ class Updates:
         result = outcome.result
         is_refused = result.failed or result.unsupported or result.stale or result.late
         if is_refused or not result.applied or result.missing.keys() - outcome.lost.keys():
-            # What was asked for is the update: the check is a part of it.
-            raise CommandIncomplete(structs.replace(result, command=command.command), "Nothing was changed.")
+            raise CommandIncomplete(result, "Nothing was changed.", check_of=command.command)
         return outcome.lost
 
     async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:

@@ -79,17 +79,34 @@ class CommandIncomplete(RollbusError):
     Attributes:
         ledger: of all of them.
         note: what else there is to know, for people: whether anything was recorded; may be empty.
+        check_of: the command that was asked for, where the ledger is of the check before it.
     """
 
-    def __init__(self, ledger: CommandResult, note: str = "") -> None:
+    def __init__(self, ledger: CommandResult, note: str = "", *, check_of: str | None = None) -> None:
         self.ledger = ledger
         self.note = note
-        super().__init__(_message(ledger, note, _reasons(ledger)))
+        self.check_of = check_of
+        super().__init__(self._message(_reasons(ledger)))
 
     @property
     def headline(self) -> str:
         """The message without the workers' reasons, for where these stand already."""
-        return _message(self.ledger, self.note, [])
+        return self._message([])
+
+    def _message(self, reasons: list[str]) -> str:
+        ledger = self.ledger
+        shown = "; ".join(reasons[:MAX_NAMED])
+        if len(reasons) > MAX_NAMED:
+            shown += f"; and {len(reasons) - MAX_NAMED} more"
+        of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(_reasons(ledger))} workers"
+        text = f"{ledger.command} was applied by {of_all}"
+        if self.check_of is not None:
+            text = f"{self.check_of} was not begun, as {of_all} passed its check"
+        if ledger.has_found_nothing:
+            text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
+            text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
+        text += f": {shown}" if shown else ""
+        return f"{text}. {self.note}" if self.note else text
 
 
 class AckTracker:
@@ -216,28 +233,6 @@ def _reasons(ledger: CommandResult) -> list[str]:
         *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
         *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
     ]
-
-
-def _message(ledger: CommandResult, note: str, reasons: list[str]) -> str:
-    shown = "; ".join(reasons[:MAX_NAMED])
-    if len(reasons) > MAX_NAMED:
-        shown += f"; and {len(reasons) - MAX_NAMED} more"
-    total = sum(
-        (
-            len(ledger.applied),
-            len(ledger.failed),
-            len(ledger.unsupported),
-            len(ledger.stale),
-            len(ledger.late),
-            len(ledger.missing),
-        )
-    )
-    text = f"{ledger.command} was applied by {len(ledger.applied)} of {total} workers"
-    if ledger.has_found_nothing:
-        text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
-        text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
-    text += f": {shown}" if shown else ""
-    return f"{text}. {note}" if note else text
 
 
 def _reason_of(ack: Ack) -> str:
