@@ -40,6 +40,7 @@ class Bucket:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.messages[sequence] = {
             "seq": sequence,
+            "time": "2026-01-01T00:00:00Z",
             "data": base64.b64encode(data).decode(),
             "hdrs": base64.b64encode(f"NATS/1.0\r\n{lines}\r\n".encode()).decode(),
         }

@@ -28,7 +28,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"priority": 2**40}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"echo": True}, "echo"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
