@@ -35,7 +35,7 @@ MAX_TEXT: Final = 1 << 20
 MIN_GROWTH: Final = 64
 """A parser that looks at all of the text each time is asked again once the text has grown by a 64th: its work is then
 linear in the text."""
-POOL: Final = ThreadPoolExecutor(2, "rollbus-parser")
+POOL: Final = ThreadPoolExecutor(2, "answer-parser")
 """Parses long texts, so that other requests go on. It is no larger: a parser of Python holds the interpreter."""
 
 
