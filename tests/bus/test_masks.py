@@ -5,6 +5,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import rollbus
 from rollbus import ErrorCode, GenerateRequest, RequestRejected, SamplingParams, TokenMasks
@@ -15,6 +16,7 @@ from rollbus.workers.engines.synthetic.model import SyntheticModel
 from rollbus.workers.worker import Worker
 from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import UNHURRIED_LEASE_S
+from tests.support.waits import until_true
 
 TOP_K = 40
 MASKING = SyntheticConfig(sampling_mask=True, step_s=0.001)
@@ -48,7 +50,9 @@ async def test_each_token_has_its_mask(one_worker: StartServed) -> None:
 @pytest.mark.slow
 async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
     """What one worker sampled and what another did after its death: every token has its mask, once."""
-    engines = {name: SyntheticEngine(MASKING) for name in ("a", "b")}
+    # Of eight samples each worker runs at least three: so the stream's worker has some when it dies.
+    config = structs.replace(MASKING, max_num_seqs=5)
+    engines = {name: SyntheticEngine(config) for name in ("a", "b")}
     workers = [
         Worker(
             WorkerConfig(
@@ -67,8 +71,9 @@ async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
         for worker in workers:
             tasks.create_task(run(worker))
         await rb.fleet.wait_for_workers(2)
-        wholes = [request(300, n=2) for _ in range(4)]
+        wholes = [request(2000, n=2) for _ in range(4)]
         completing = [tasks.create_task(rb.complete(whole)) for whole in wholes]
+        await until_true(lambda: sum(engine.stats.running or 0 for engine in engines.values()) == 8)
         chunks: list[rollbus.Chunk] = []
         async for chunk in rb.generate(request(300)):
             chunks.append(chunk)

@@ -133,8 +133,9 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self._process = process
         self._end = end
-        # What is read at once may end within a character.
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        # What is read at once may end within a character. The terminal's echo of Ctrl-C, `^C`, may split one of the
+        # command's characters: that character is lost.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.text = ""
 
     def read_until(self, words: str, *, times: int = 1) -> None:
