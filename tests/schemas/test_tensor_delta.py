@@ -1,0 +1,151 @@
+"""Encoded tensors: applying is the inverse of encoding, for any bytes; and nothing that comes is believed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.schemas import tensor_delta
+from rollbus.schemas.tensor_delta import DeltaError, Encoded, apply_delta, encode_delta, max_body_bytes
+
+ITEM_BYTES = (1, 2, 4, 8)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """Old and new content of one tensor: few changes, many, none or all."""
+    item_bytes = draw(st.sampled_from(ITEM_BYTES))
+    num_items = draw(st.integers(0, 5000))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    old = rng.integers(0, 256, num_items * item_bytes, np.uint8)
+    new = old.copy()
+    is_changed = rng.random(num_items) < draw(st.sampled_from((0.0, 0.0005, 0.02, 0.4, 0.6, 1.0)))
+    new.reshape(num_items, item_bytes)[is_changed] ^= rng.integers(
+        1, 256, (int(is_changed.sum()), item_bytes), np.uint8
+    )
+    return old, new, item_bytes
+
+
+@given(pair=pairs(), has_old=st.booleans())
+def test_applying_is_the_inverse_of_encoding(pair: tuple[np.ndarray, np.ndarray, int], has_old: bool) -> None:
+    """Whatever changed, the new content comes out bit for bit; a second time too."""
+    old, new, item_bytes = pair
+    encoded = encode_delta(old if has_old else None, new, item_bytes)
+    content = old.copy() if has_old else np.zeros_like(new)
+    for _ in range(2):
+        apply_delta(encoded, content, item_bytes)
+        assert content.tobytes() == new.tobytes()
+    assert len(encoded.data) <= encoded.body_bytes <= max(len(new), max_body_bytes("sparse", 1, 0, 8))
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 300])
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 5000])
+def test_gaps_at_the_bounds_of_bytes_and_blocks(gap: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap of each length around those where a byte more is needed, wherever a block ends."""
+    monkeypatch.setattr(tensor_delta, "BLOCK", block)
+    old = np.zeros(2 * (3 * gap + 4 + 300), np.uint8)
+    new = old.copy()
+    for number in range(3):
+        new.view("<u2")[(number + 1) * gap + number] = number + 1
+    encoded = encode_delta(old, new, 2)
+    assert (encoded.encoding, encoded.num_changed) == ("sparse", 3)
+    apply_delta(encoded, old, 2)
+    assert old.tobytes() == new.tobytes()
+
+
+def test_floats_are_compared_as_bits() -> None:
+    """Minus zero is not zero, and a NaN that stays is no change."""
+    old = np.array([0.0, np.nan, 1.0, 2.0, 3.0], "<f4").view(np.uint8)
+    new = np.array([-0.0, np.nan, 1.0, 2.0, 3.0], "<f4").view(np.uint8)
+    assert encode_delta(old, old.copy(), 4).encoding == "same"
+    assert encode_delta(old, new, 4).num_changed == 1
+
+
+def test_no_more_than_half_is_sparse() -> None:
+    """Gaps and values of more take more bytes than the whole."""
+    old = np.zeros(200, np.uint8)
+    for num_changed, encoding in ((50, "sparse"), (51, "dense")):
+        new = old.copy()
+        new.view("<u2")[:num_changed] = 1
+        assert encode_delta(old, new, 2).encoding == encoding
+
+
+@given(
+    encoding=st.sampled_from(("same", "sparse", "dense")),
+    count=st.integers(-5, 200),
+    body=st.binary(max_size=300),
+    body_bytes=st.none() | st.integers(0, 2**40),
+    is_packed=st.booleans(),
+    item_bytes=st.sampled_from(ITEM_BYTES),
+)
+def test_hostile_bytes(
+    encoding: tensor_delta.Encoding,
+    count: int,
+    body: bytes,
+    body_bytes: int | None,
+    is_packed: bool,
+    item_bytes: int,
+) -> None:
+    """Anything may come: it is applied within the content, or refused as damaged."""
+    data = zstandard.compress(body) if is_packed else body
+    encoded = Encoded(encoding, count, len(body) if body_bytes is None else body_bytes, data)
+    content = np.zeros(64 * item_bytes, np.uint8)
+    try:
+        apply_delta(encoded, content, item_bytes)
+    except DeltaError as error:
+        assert str(error)
+
+
+def test_every_flipped_bit_and_every_cut() -> None:
+    """A damaged delta is refused, or gives another content of the same size, which its hash will tell."""
+    old = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
+    new = old.copy()
+    new[::97] += 1
+    encoded = encode_delta(old, new, 2)
+    damaged = [
+        bytes(byte ^ (1 << bit if at == place else 0) for place, byte in enumerate(encoded.data))
+        for at, bit in itertools.product(range(0, len(encoded.data), 3), range(8))
+    ]
+    damaged += [encoded.data[:end] for end in range(len(encoded.data))]
+    for data in damaged:
+        content = old.copy()
+        try:
+            apply_delta(encoded._replace(data=data), content, 2)
+        except DeltaError:
+            continue
+        assert len(content) == len(old)
+
+
+def test_bombs_are_refused_before_anything_is_allocated() -> None:
+    """Neither a frame that unpacks to more than was said, nor one that says nothing, nor sizes that cannot be."""
+    content = np.zeros(1024, np.uint8)
+    bomb = zstandard.compress(bytes(1 << 26))
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1024))
+    for encoded in (
+        Encoded("dense", 0, 1024, bomb),
+        Encoded("dense", 0, 1024, unsized),
+        Encoded("dense", 0, 1 << 26, bomb),
+        Encoded("sparse", 512, 1 << 26, bomb),
+        Encoded("sparse", 1 << 60, 1 << 62, bomb),
+        Encoded("same", 0, 1 << 26, bomb),
+    ):
+        with pytest.raises(DeltaError):
+            apply_delta(encoded, content, 2)
+
+
+def test_gaps_past_the_end() -> None:
+    """Positions behind the last element, an open gap, and gaps for more or fewer values than there are."""
+    content = np.zeros(64, np.uint8)
+    for gaps, values in (
+        (b"\x40", b"ab"),
+        (b"\xff" * 9, b""),
+        (b"\x00\xff", b"ab"),
+        (b"\x00", b"abcd"),
+        (b"\x00\x00", b"ab"),
+    ):
+        body = gaps + values
+        with pytest.raises(DeltaError):
+            apply_delta(Encoded("sparse", len(values) // 2, len(body), body), content, 2)
