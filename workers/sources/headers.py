@@ -12,6 +12,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ...schemas.manifest import DTYPE_BITS
 from .roots import bad_source, open_regular
 
 __all__ = ["FLOATS", "Tensor", "read_header"]
@@ -22,14 +23,6 @@ MAX_DIMS: Final = 16
 """Of a tensor; models have up to 5."""
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of adapters."""
-_BITS: Final = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
 
 
 class Tensor(NamedTuple):
@@ -102,10 +95,10 @@ def _check_entries(path: Path, header: bytes, file_bytes: int) -> dict[str, Tens
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         shown = f"the tensor {name[:200]!r}"
-        if entry.dtype not in _BITS:
+        if entry.dtype not in DTYPE_BITS:
             raise bad_source(path, f"has {shown} of the unknown dtype {entry.dtype[:40]!r}")
         begin, previous_end, end = entry.data_offsets[0], end, entry.data_offsets[1]
-        bits = math.prod(entry.shape) * _BITS[entry.dtype]
+        bits = math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
         if begin != previous_end or (end - begin) * 8 != bits:
             raise bad_source(
                 path,

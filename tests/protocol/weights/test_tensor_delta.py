@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.schemas import tensor_delta
-from rollbus.schemas.tensor_delta import DeltaError, Encoded, apply_delta, encode_delta, max_body_bytes
+from rollbus.bus.protocol.weights import tensor_delta
+from rollbus.bus.protocol.weights.tensor_delta import DeltaError, Encoded, apply_delta, encode_delta, max_body_bytes
 
 ITEM_BYTES = (1, 2, 4, 8)
 
