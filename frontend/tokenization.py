@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ..schemas.errors import InvalidRequest, RollbusError
+from ..schemas.foreign_code import ForeignError, foreign_code
 
 __all__ = ["Encoder", "Tokenizer", "TokenizerUnavailable", "load_tokenizer", "token_text"]
 
@@ -182,8 +183,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint as vLLM does, with transformers; nothing is downloaded.
 
     Raises:
-        TokenizerUnavailable: no such folder, no tokenizer in it, or transformers is not installed.
+        TokenizerUnavailable: no such folder, no tokenizer in it that can be read, or transformers is not installed.
     """
+    try:
+        with foreign_code(TokenizerUnavailable):
+            return _load(folder)
+    except ForeignError as exc:
+        raise TokenizerUnavailable(f"no tokenizer in {folder}: {exc}") from exc.cause
+
+
+def _load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise TokenizerUnavailable(f"no tokenizer: {folder} is not a folder")
     try:
@@ -192,10 +201,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerUnavailable(
             "a tokenizer needs the package transformers: pip install 'rollbus[frontend]'"
         ) from None
-    try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError, KeyError) as exc:
-        raise TokenizerUnavailable(f"no tokenizer in {folder}: {exc}") from exc
+    return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 def _spelled_bytes(token: str) -> bytes:

@@ -70,7 +70,6 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     )
     with closing(on):
         async with asyncio.TaskGroup() as tasks:
-            app.state.service.tasks = tasks
             tasks.create_task(server.serve([]))
             await server.is_up.wait()
             accepting = tasks.create_task(server.accept(on, connections))
@@ -78,8 +77,8 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
                 yield
             finally:
                 accepting.cancel()
-                app.state.service.stop_loading()
                 server.should_exit = True
+                await app.state.service.loads.stop()
 
 
 class _HttpServer(uvicorn.Server):

@@ -1,30 +1,27 @@
 """What the routes share."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
 from ...schemas.presence import WorkerPresence
-from ..tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
+from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
 from .calls import Admission, EventStream, until_disconnect
 from .errors import HttpError
 from .metrics import Metrics
 from .openai.parsers import Parsers
 from .settings import Settings
+from .tokenizer_loads import TokenizerLoads
 from .turns import Turns
 
 __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
-
-PRELOAD_WAIT_S: Final = 5.0
-"""Tokenizers mostly load in less; a probe that asks whether the service is ready waits no longer."""
 
 
 @dataclass(slots=True)
@@ -36,13 +33,8 @@ class Service:
     admission: Admission
     parsers: Parsers | None = None
     """Of tool calls and reasoning; None: none were asked for."""
-    _tokenizers: dict[Path, Tokenizer] = field(default_factory=dict)
-    """By folder; a fleet serves a few models."""
-    _preloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """By model; a fleet serves a few."""
-    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    tasks: asyncio.TaskGroup = field(init=False)
-    """Of the server, for loads that no request waits for."""
+    loads: TokenizerLoads = field(default_factory=TokenizerLoads)
+    """Of the models' tokenizers."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
 
@@ -57,6 +49,20 @@ class Service:
         Raises:
             HttpError: 501, it is not on this machine.
         """
+        folder = self._tokenizer_folder(worker)
+        try:
+            return await self.loads.tokenizer(folder)
+        except TokenizerUnavailable as exc:
+            raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
+
+    async def has_loaded(self, worker: WorkerPresence) -> bool:
+        """True if the tokenizer of a worker's model is loaded, or cannot be; waits for a load for some seconds."""
+        try:
+            return await self.loads.has_ended(self._tokenizer_folder(worker))
+        except HttpError:
+            return True
+
+    def _tokenizer_folder(self, worker: WorkerPresence) -> Path:
         folder = self.settings.tokenizer
         if folder is None:
             folder = Path(worker.model_path or "")
@@ -66,33 +72,7 @@ class Service:
                     f"no tokenizer: the model {worker.model!r} has no folder; start the service with --tokenizer DIR"
                 )
                 raise HttpError(501, message, code="no_tokenizer")
-        # One after another: several threads that import transformers at once find it half imported.
-        async with self._loading:
-            if folder not in self._tokenizers:
-                try:
-                    self._tokenizers[folder] = await asyncio.to_thread(load_tokenizer, folder)
-                except TokenizerUnavailable as exc:
-                    raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
-        return self._tokenizers[folder]
-
-    async def has_loaded(self, worker: WorkerPresence) -> bool:
-        """True if the tokenizer of a worker's model is loaded, or cannot be; waits for a load for some seconds.
-
-        The load goes on if the caller is cancelled: a probe that gives up early must not begin it anew each time.
-        """
-        if worker.model not in self._preloads:
-            self._preloads[worker.model] = self.tasks.create_task(self._preload(worker))
-        done, _ = await asyncio.wait({self._preloads[worker.model]}, timeout=PRELOAD_WAIT_S)
-        return bool(done)
-
-    async def _preload(self, worker: WorkerPresence) -> None:
-        with suppress(HttpError):
-            await self.tokenizer(worker)
-
-    def stop_loading(self) -> None:
-        """Wait for no tokenizer any more."""
-        for task in self._preloads.values():
-            task.cancel()
+        return folder
 
     def admit(self, request: Request, count: int = 1) -> None:
         """Count an HTTP request as one for tokens, or as several, until its answer has been sent.

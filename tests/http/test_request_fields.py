@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.http import service as service_module
+from rollbus.frontend.http import tokenizer_loads as loads_module
 from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S
@@ -117,7 +117,7 @@ async def test_errors_say_what_is_allowed_before_anything_slow(
         loads.append(folder)
         return byte_level()
 
-    monkeypatch.setattr(service_module, "load_tokenizer", load)
+    monkeypatch.setattr(loads_module, "load_tokenizer", load)
     async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
         for path, fields, param, said in WRONG:
             answer = await http.client.post(path, json={**BODIES[path], **fields})
@@ -143,12 +143,12 @@ async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
         may_end.wait(SOON_S)
         return byte_level()
 
-    monkeypatch.setattr(service_module, "load_tokenizer", load)
-    monkeypatch.setattr(service_module, "PRELOAD_WAIT_S", 0.05)
+    monkeypatch.setattr(loads_module, "load_tokenizer", load)
+    monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", 0.05)
     async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
         for _ in range(2):
             assert (await http.client.get("/ready")).status_code == 503
         may_end.set()
-        monkeypatch.setattr(service_module, "PRELOAD_WAIT_S", SOON_S)
+        monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", SOON_S)
         assert (await http.client.get("/ready")).status_code == 200
         assert loads == [tmp_path]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ControlCode, ControlError, EngineDead
-from ..foreign_code import ForeignError, foreign_code
+from ....schemas.foreign_code import ForeignError, foreign_code
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

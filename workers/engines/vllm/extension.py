@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from ....schemas.errors import ControlCode
-from ..foreign_code import ForeignError, foreign_code
+from ....schemas.foreign_code import ForeignError, foreign_code
 from .answers import done, failed
 from .reloading import Reload, clear_nan
 from .rotations import rotate_all_heads

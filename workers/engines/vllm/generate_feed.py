@@ -8,8 +8,8 @@ import numpy as np
 
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import EngineDead
+from ....schemas.foreign_code import ForeignError, foreign_code
 from ....schemas.request import GenerateRequest
-from ..foreign_code import ForeignError, foreign_code
 from .feeds import DrainMarker, RequestMaker
 from .load_meter import LoadMeter
 from .outputs import LogprobTable, StepOutput

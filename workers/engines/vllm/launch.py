@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....bus.logs import is_json
 from ....schemas.errors import EngineDead
-from ..foreign_code import ForeignError, foreign_code
+from ....schemas.foreign_code import ForeignError, foreign_code
 from . import plugin
 from .contract_check import check as check_contract
 from .cores import compute_in_core

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ....schemas.foreign_code import ForeignError, foreign_code
 from ....schemas.weights import Verified
-from ..foreign_code import ForeignError, foreign_code
 from .convolutions import Copies, check_convolution, copy_unpacked, find_copies
 from .probe_checks import Unknown, check_latent, checks_of
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ....schemas.errors import ControlCode
-from ..foreign_code import ForeignError, foreign_code
+from ....schemas.foreign_code import ForeignError, foreign_code
 from .answers import done, failed
 from .probing import Probing
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ...foreign_code import ForeignError, foreign_code
+from .....schemas.foreign_code import ForeignError, foreign_code
 from .folder import KvFolder
 from .phase_tracker import BlockTransfer
 

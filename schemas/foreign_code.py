@@ -1,4 +1,4 @@
-"""The boundary to code that is not ours: no document says what vLLM, torch or safetensors may raise."""
+"""The boundary to code that is not ours: no document says what vLLM, torch, transformers and others may raise."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,5 +30,5 @@ def foreign_code(*known: type[Exception]) -> Iterator[None]:
     except known:
         raise
     except Exception as exc:
-        # Boundary: without it, an error that a new release of vLLM raises would end an engine or a worker.
+        # Boundary: without it, an error that a new release of theirs raises would end an engine, a worker or a service.
         raise ForeignError(exc) from exc

@@ -1,0 +1,121 @@
+"""Tokenizers that cannot be loaded, or whose load hangs: the service serves everything else, and ends."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollbus.frontend.http import tokenizer_loads as loads_module
+from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.tokenizer_loads import TokenizerLoads
+from rollbus.frontend.tokenization import Tokenizer, TokenizerUnavailable
+from tests.cli.support import ENV
+from tests.http.openai_support import COMPLETIONS
+from tests.http.small_tokenizers import byte_level, make_byte_level, save
+from tests.http.support import http_service
+from tests.support.patience import SOON_S
+
+TEXT = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.slow
+async def test_a_malformed_tokenizer_ends_no_service(
+    nats_url: str, fleet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of which transformers raises a `TypeError`: 501 for text, until they are mended; logged once."""
+    monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", SOON_S)
+    (tmp_path / "config.json").write_text("[1]")
+    async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+        for _ in range(2):
+            assert (await http.client.get("/ready")).status_code == 200
+        answer = await http.client.post(COMPLETIONS, json=TEXT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_tokenizer")
+        assert f"no tokenizer in {tmp_path}" in answer.json()["error"]["message"]
+        (tmp_path / "config.json").unlink()
+        save(make_byte_level(), tmp_path)
+        assert (await http.client.post(COMPLETIONS, json=TEXT)).status_code == 200
+
+    [logged] = [line for line in caplog.messages if line.startswith("tokenizer.")]
+    assert logged.startswith(f"tokenizer.load_failed error=no tokenizer in {tmp_path}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_panic_of_a_library_is_an_error_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of Rust is no `Exception`; a load that failed is done again only for a request."""
+    loads, panics = TokenizerLoads(), [True, True]
+
+    class Panic(BaseException):
+        """As pyo3 raises it."""
+
+    def load(_folder: Path) -> Tokenizer:
+        if panics:
+            panics.pop()
+            raise Panic("index out of bounds")
+        return byte_level()
+
+    monkeypatch.setattr(loads_module, "load_tokenizer", load)
+    for _ in range(3):
+        while not await loads.has_ended(tmp_path):
+            pass
+    with pytest.raises(TokenizerUnavailable, match="a library failed"):
+        await loads.tokenizer(tmp_path)
+    assert await loads.tokenizer(tmp_path) is byte_level()
+
+
+async def test_a_service_stops_while_a_load_hangs(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits so long and no longer; a load whose turn comes later is not begun any more."""
+    may_end, begun = threading.Event(), []
+
+    def load(folder: Path) -> Tokenizer:
+        begun.append(folder)
+        may_end.wait()
+        return byte_level()
+
+    monkeypatch.setattr(loads_module, "load_tokenizer", load)
+    monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", 0.05)
+    monkeypatch.setattr(loads_module, "STOP_WAIT_S", 0.05)
+    loads = TokenizerLoads()
+    try:
+        async with asyncio.timeout(SOON_S):
+            async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+                assert (await http.client.get("/ready")).status_code == 503
+            for name in "ab":
+                assert not await loads.has_ended(tmp_path / name)
+            await loads.stop()
+    finally:
+        may_end.set()
+    await asyncio.to_thread(_join_loads)
+    assert begun == [tmp_path, tmp_path / "a"]
+
+
+def _join_loads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer-load":
+            thread.join(SOON_S)
+
+
+HANGS = """
+import asyncio, pathlib, threading
+from rollbus.frontend.http import tokenizer_loads
+
+tokenizer_loads.load_tokenizer = lambda folder: threading.Event().wait()
+tokenizer_loads.PRELOAD_WAIT_S = tokenizer_loads.STOP_WAIT_S = 0.01
+
+async def main():
+    loads = tokenizer_loads.TokenizerLoads()
+    assert not await loads.has_ended(pathlib.Path("/a"))
+    await loads.stop()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_while_a_load_hangs() -> None:
+    """Python waits for no thread of a load."""
+    subprocess.run([sys.executable, "-P", "-c", HANGS], env=ENV, timeout=SOON_S, check=True)
