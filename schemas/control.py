@@ -15,7 +15,7 @@ from msgspec import Meta
 from . import limits
 from .checks import check_float, check_int, check_name, check_request_id, check_subject_token
 from .errors import ControlCode, InvalidRequest
-from .weights import Canary, Verified, WeightSource
+from .weights import Canary, Staging, UpdateTiming, Verified, WeightSource
 
 __all__ = [
     "LORA_REGISTER",
@@ -379,6 +379,10 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After `state`: the worker's presence, as a map."""
     verified: Verified | None = None
     """After an update: what of the new weights was compared; None: the engine does not say, or nothing was loaded."""
+    timing: UpdateTiming | None = None
+    """After a check or an update: where its time went; None: it does not say."""
+    progress: Staging | None = None
+    """With `progress`: how far it is with staging; None: it does not say."""
 
     def __post_init__(self) -> None:
         """Refuse ids that no command has, and names that no worker has."""

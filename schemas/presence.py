@@ -10,6 +10,7 @@ from . import limits
 from .checks import check_name, check_subject_token
 from .control import PauseMode
 from .rows import DTYPES
+from .weights import Staging
 
 __all__ = [
     "Capabilities",
@@ -19,6 +20,7 @@ __all__ = [
     "LoraInfo",
     "Role",
     "RoutedExpertsInfo",
+    "Staging",
     "WorkerCounters",
     "WorkerPresence",
     "WorkerState",
@@ -104,6 +106,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """It reads commands that give a version of the weights a `label`; workers of earlier releases do not."""
     sampling_mask: bool = False
     """The engine makes sampling masks: the ids that top-k, top-p and min-p left for each token."""
+    weight_deltas: bool = False
+    """It stages versions of weights that are published as deltas. False: it is of an earlier release, or its engine
+    may span several machines, and it refuses weights and adapters in the object store."""
 
 
 class WorkerState(enum.StrEnum):
@@ -300,6 +305,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     that has held it longer keeps it. None: not announced."""
     engine_stats: EngineStats | None = None
     """The load of its engine; None while the engine starts, or not announced."""
+    staging: Staging | None = None
+    """The weights that it is staging; None: it stages none, or does not say."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

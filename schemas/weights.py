@@ -8,9 +8,11 @@ from msgspec import Meta
 from . import limits
 from .errors import InvalidRequest
 
-__all__ = ["Canary", "Verified", "WeightSource"]
+__all__ = ["Canary", "Staging", "UpdateTiming", "Verified", "WeightSource"]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
+Bytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +64,33 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Modules with weights that are neither probed nor equal, each with the reason; the first ones."""
     num_unprobed: Annotated[int, Meta(ge=0)] = 0
     """How many of them there are."""
+
+
+class Staging(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker is with bringing a source of weights to its machine, while it may still serve others."""
+
+    source: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+    """What is staged: a path, or `objects:<bucket>/<prefix>`."""
+    stage: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    """What the worker is doing, as `stage` of an `Ack`."""
+    done_bytes: Bytes = 0
+    """Bytes of this stage that are done."""
+    total_bytes: Bytes = 0
+    """Bytes that this stage has in all; 0: not known."""
+
+
+class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the time of a check or an update went, in one worker."""
+
+    fetched_bytes: Bytes = 0
+    """Bytes that came from the object store; 0 where the source was on the machine already."""
+    staged_s: Seconds = 0.0
+    """Seconds to fetch, build and check the source; the worker may serve meanwhile."""
+    waited_s: Seconds = 0.0
+    """Seconds from the arrival of the command to the stop of the requests, without `staged_s`."""
+    paused_s: Seconds = 0.0
+    """Seconds in which the engine made no step for requests: from their stop until the engine goes on."""
+    loaded_s: Seconds = 0.0
+    """Of these: seconds in which the engine replaced its weights and compared them."""
+    canary_s: Seconds = 0.0
+    """Of these: seconds in which the engine computed the canary."""

@@ -194,7 +194,7 @@ def test_the_names_of_the_state_are_pinned() -> None:
         "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
         "routed_experts", "logprobs_mode", "priority", "extra", "signature", "weight_updates", "weight_transfer",
         "max_loras", "sleep", "data_parallel_size", "role", "kv_connector", "max_lora_rank",
-        "world_size", "version_labels", "sampling_mask",
+        "world_size", "version_labels", "sampling_mask", "weight_deltas",
     ]  # fmt: skip
     worker = [
         "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",

@@ -229,3 +229,22 @@ async def test_a_full_disk_changes_nothing(nats_url: str, fleet: str, tmp_path: 
     assert "storage" in ended.stderr
     assert [(worker.state, worker.weight_version) for worker in state.workers] == [(WorkerState.SERVING, 1)]
     assert "weights" not in state.desired["m"].registers if "m" in state.desired else True
+
+
+async def test_an_engine_on_several_machines_takes_nothing_from_the_store(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """Fetched files would be on the worker's machine only: weights and adapters in the store are refused by name."""
+    root = tmp_path / "root"
+    one, two = folders(root)
+    adapter = write_adapter(root / "adapter")
+    async with serving(nats_url, fleet, one, 1, options=LASTING, weight_deltas=False) as (rb, _):
+        for command in (("update-weights", str(two), "--version", "2"), ("load-lora", "math", str(adapter))):
+            ended = await run_rollbus(nats_url, fleet, *command, "--upload")
+            assert ended.code == ExitCode.FAILED
+            assert "fetched files are on the worker's machine only" in ended.stderr
+        state = await until_state(rb, all_serve)
+        assert [(worker.weight_version, worker.loras) for worker in state.workers] == [(1, ())]
+
+        shared = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
+        assert shared.code == 0

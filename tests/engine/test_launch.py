@@ -60,10 +60,31 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
     assert (capabilities.max_num_seqs, capabilities.max_loras) == (7, 3)
     assert (config.scheduler_config.max_num_seqs, config.lora_config.max_loras) == (8, 4)
     assert (capabilities.max_lora_rank, capabilities.world_size, capabilities.version_labels) == (16, 1, True)
+    assert capabilities.weight_deltas
     assert not capabilities.weight_updates
     assert "'dummy'" in str(find_refusals(config).weight_updates)
     config.model_config.model = "organization/name"
     assert "local folder" in str(find_refusals(config).weight_updates)
+
+
+@pytest.mark.parametrize(
+    ("placement", "is_on_one_machine"),
+    [
+        ({"nnodes": 2, "world_size": 2}, False),
+        ({"distributed_executor_backend": "ray", "world_size": 2}, False),
+        ({"distributed_executor_backend": "ray"}, True),
+        ({"distributed_executor_backend": "mp", "world_size": 2}, True),
+    ],
+)
+def test_engines_that_may_span_machines_fetch_nothing(
+    models: dict[str, Path], placement: dict[str, Any], is_on_one_machine: bool
+) -> None:
+    """Whether a fetched folder is where each process of the engine is. A stand-in: its fields are set, nothing runs."""
+    config = launch_module.engine_arguments(str(models["dense"]), {}).create_engine_config()
+    for name, value in placement.items():
+        setattr(config.parallel_config, name, value)
+
+    assert describe_engine(config).weight_deltas is is_on_one_machine
 
 
 async def test_replicas_of_experts_are_refused_by_name(models: dict[str, Path]) -> None:

@@ -25,7 +25,7 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.weights import Canary, WeightSource
+from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
 
 __all__ = ["CONTROL_VECTORS"]
 
@@ -80,6 +80,18 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
         id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
         status=AckStatus.APPLIED, epoch=40, weight_version=7, in_flight=12, seconds=2.5, canary=CANARY,
         signature="cpu:1:bfloat16", frames={"trainer-0/life-1": 70},
+    ),
+    "ack_staging": Ack(
+        id="c-1", command="check_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.PROGRESS, stage="fetching", weight_version=6, in_flight=12, seconds=1.5,
+        progress=Staging(source="objects:weights/versions/7-1-0123abcd", stage="fetching", done_bytes=5, total_bytes=9),
+    ),
+    "ack_timing": Ack(
+        id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, epoch=40, weight_version=7, in_flight=12, seconds=2.5, canary=CANARY,
+        timing=UpdateTiming(
+            fetched_bytes=2**25, staged_s=1.0, waited_s=0.25, paused_s=1.25, loaded_s=0.75, canary_s=0.5
+        ),
     ),
     "ack_failed": Ack(
         id="u-1", command="update_weights", worker="w1", incarnation="i1", model="org/model-1.5",

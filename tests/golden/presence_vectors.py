@@ -1,6 +1,6 @@
 """Golden messages of workers about themselves by name, as `vectors` has the others: appended to, never edited."""
 
-from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, LoraInfo, Staging, WorkerCounters, WorkerPresence, WorkerState
 
 __all__ = ["PRESENCE_VECTORS"]
 
@@ -68,6 +68,21 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
             prefix_cache_hits=1024,
             prefill_tokens_per_s=20480.5,
             decode_tokens_per_s=1536.25,
+        ),
+    ),
+    "presence_staging": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=7,
+        in_flight=6,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        target_version=7,
+        staging=Staging(
+            source="objects:weights/versions/8-1-0123abcd", stage="fetching", done_bytes=2**20, total_bytes=2**35
         ),
     ),
 }

@@ -8,8 +8,8 @@ from rollbus.schemas import control, limits
 from rollbus.schemas.control import Ack, AckError, AckStatus, Command
 from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.weights import Canary, Verified, WeightSource
-from tests.schemas.strategies import VERSION, json_values, maybe, names, request_ids, subject_tokens, texts
+from rollbus.schemas.weights import Canary, UpdateTiming, Verified, WeightSource
+from tests.schemas.strategies import VERSION, json_values, maybe, names, request_ids, stagings, subject_tokens, texts
 
 __all__ = ["acks", "commands", "desired_states"]
 
@@ -98,6 +98,14 @@ acks = st.builds(
             num_unprobed=st.integers(0, 2**31),
         )
     ),
+    timing=maybe(
+        st.builds(
+            UpdateTiming,
+            fetched_bytes=st.integers(0, 2**53),
+            **{name: st.floats(0, 1e6) for name in UpdateTiming.__struct_fields__ if name != "fetched_bytes"},
+        )
+    ),
+    progress=maybe(stagings),
 )
 
 registers = st.dictionaries(

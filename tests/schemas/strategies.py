@@ -35,6 +35,7 @@ from rollbus.schemas.presence import (
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.weights import Staging
 from tests.support.arrays import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
@@ -289,6 +290,14 @@ capabilities = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     kv_connector=maybe(names),
     sampling_mask=st.booleans(),
+    weight_deltas=st.booleans(),
+)
+stagings = st.builds(
+    Staging,
+    source=texts,
+    stage=names,
+    done_bytes=st.integers(0, 2**53),
+    total_bytes=st.integers(0, 2**53),
 )
 counters = st.builds(
     WorkerCounters,
@@ -328,6 +337,7 @@ presences = st.builds(
     lease_age_s=st.floats(0, 1e6),
     counters=maybe(counters),
     engine_stats=maybe(engine_stats),
+    staging=maybe(stagings),
 )
 client_presences = st.builds(
     ClientPresence,

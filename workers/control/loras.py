@@ -15,6 +15,7 @@ from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
 from ..sources import Report, Sources
 from .deadline import Deadline
+from .fetchable import check_fetchable
 
 __all__ = ["Loras"]
 
@@ -76,10 +77,11 @@ class Loras:
                 it. `timeout` of the load: it is not here any more.
         """
         self._check_room(command.name)
+        capabilities = self._in_flight.runner.engine.capabilities
+        check_fetchable(command.source, capabilities)
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):
-            max_rank = self._in_flight.runner.engine.capabilities.max_lora_rank
-            path = await self._sources.adapter(command.source, report, max_rank=max_rank)
+            path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
         report("pausing")
         await self._in_flight.stop("keep", deadline.left_s)
         self._in_flight.release_steps()

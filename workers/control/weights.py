@@ -25,6 +25,7 @@ from ..requests.versions import Versions
 from ..sources import Report, Sources
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .deadline import Deadline
+from .fetchable import check_fetchable
 from .loras import Loras
 
 __all__ = ["UNTOUCHED", "WeightManager"]
@@ -289,8 +290,10 @@ class WeightManager:
         self.is_poisoned, self.problem = True, reason
 
     async def _resolve(self, source: WeightSource, deadline: Deadline, report: Report) -> Path:
-        if not self._in_flight.runner.engine.capabilities.weight_updates:
+        capabilities = self._in_flight.runner.engine.capabilities
+        if not capabilities.weight_updates:
             raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
+        check_fetchable(source, capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)
 

@@ -75,6 +75,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Processes that it claims to have; None: it does not say, as earlier releases."""
     version_labels: bool = True
     """It announces that it reads labels of versions; False: it does not, as earlier releases."""
+    weight_deltas: bool = True
+    """It stages versions of weights; False: it refuses sources in the object store, as on several machines."""
     reports_recomputed_kv: bool = True
     """It says when it has computed KV anew."""
     kv_cache_tokens: int = 4_194_304
@@ -139,4 +141,5 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             world_size=self.world_size,
             version_labels=self.version_labels,
             sampling_mask=self.sampling_mask,
+            weight_deltas=self.weight_deltas,
         )

@@ -66,6 +66,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         version_labels=True,
         # vLLM itself refuses it where it cannot (config/vllm.py: _verify_sampling_replay_config).
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
+        weight_deltas=not _may_span_machines(config),
     )
 
 
@@ -102,6 +103,15 @@ def find_refusals(config: "VllmConfig") -> Refusals:
     elif not config.model_config.enable_sleep_mode:
         refusals.sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
     return refusals
+
+
+def _may_span_machines(config: "VllmConfig") -> bool:
+    """Return True if processes of the engine may run on other machines, which do not have what this one fetches.
+
+    Ray places processes after this configuration is made, so several of them count as processes on several machines.
+    """
+    parallel = config.parallel_config
+    return bool(parallel.nnodes > 1 or (parallel.use_ray and parallel.world_size_across_dp > 1))
 
 
 def _max_loras(lora: "LoRAConfig") -> int:
