@@ -23,6 +23,9 @@ __all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", 
 RETRY_AFTER_S = 1
 """What is busy may be free a second later."""
 
+MAX_COMPARED_CHARS: Final = 200
+"""Of a name that is none: a client may send megabytes, which hold up the event loop for a second."""
+
 STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.UNKNOWN_MODEL: 404,
@@ -113,7 +116,12 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the question whether another name was meant, to follow a problem; empty if no name is near."""
+    """Return the question whether another name was meant, to follow a problem; empty if no name is near.
+
+    It is empty for a name above `MAX_COMPARED_CHARS` too.
+    """
+    if len(name) > MAX_COMPARED_CHARS:
+        return ""
     found = difflib.get_close_matches(name, list(allowed), 1)
     return f" (did you mean {found[0]}?)" if found else ""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollbus.frontend.http import tokenizer_loads as loads_module
+from rollbus.frontend.http.errors import nearest
 from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S
@@ -130,6 +131,13 @@ async def test_errors_say_what_is_allowed_before_anything_slow(
         assert loads == []
         assert (await http.client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
         assert loads == [tmp_path]
+
+
+def test_a_name_of_any_length_is_not_compared() -> None:
+    """Comparing takes time that grows with the name: above 200 characters there is no question."""
+    allowed = "x" * 200
+    assert nearest("x" * 199 + "y", [allowed]) == f" (did you mean {allowed}?)"
+    assert nearest("x" * 200 + "y", [allowed]) == ""
 
 
 async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
