@@ -206,7 +206,7 @@ class Tokens:
             weight_versions=np.concatenate([part.weight_versions for part in parts]),
             rows=_join([part.rows for part in parts]),
             start=next((part.start for part in parts if part.rows is not None), parts[-1].start),
-            masks=_join_masks(parts),
+            masks=bus.TokenMasks.joined_of_all([part.masks for part in parts if len(part.ids)]),
             of_prompt=Scores.joined(of_prompt) if of_prompt else None,
             first_worker=parts[0].first_worker,
         )
@@ -222,13 +222,6 @@ class Tokens:
             rows=None if self.rows is None else self.rows[: max(past - self.start, 0)],
             masks=None if self.masks is None else self.masks.cut(kept),
         )
-
-
-def _join_masks(parts: Sequence[Tokens]) -> bus.TokenMasks | None:
-    # As in `Generation`: all tokens have one, or none has.
-    with_tokens = [part.masks for part in parts if len(part.ids)]
-    there = [masks for masks in with_tokens if masks is not None]
-    return bus.TokenMasks.joined(there) if there and len(there) == len(with_tokens) else None
 
 
 def _prompt_ids(request: bus.GenerateRequest) -> Ids:

@@ -36,15 +36,8 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
         "prompt_logprobs": _join([prompt.logprobs for prompt in prompts], "f4") if prompts else None,
         "prompt_top_token_ids": _join([top.token_ids for top in prompt_tops], "i4") if prompt_tops else None,
         "prompt_top_logprobs": _join([top.logprobs for top in prompt_tops], "f4") if prompt_tops else None,
-        "sampling_mask": _join_masks(chunks),
+        "sampling_mask": TokenMasks.joined_of_all([chunk.sampling_mask for chunk in chunks if chunk.num_tokens]),
     }
-
-
-def _join_masks(chunks: Sequence[Chunk]) -> TokenMasks | None:
-    """None unless all tokens have one: an attempt before or after may have run where none are made."""
-    masks = [chunk.sampling_mask for chunk in chunks if chunk.num_tokens]
-    found = [mask for mask in masks if mask is not None]
-    return TokenMasks.joined(found) if found and len(found) == len(masks) else None
 
 
 def _join_lora_versions(chunks: Sequence[Chunk]) -> npt.NDArray[np.int32] | None:

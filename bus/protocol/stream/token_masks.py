@@ -36,6 +36,15 @@ class TokenMasks:
         """What follows each other as one; its arrays are its own."""
         return cls(np.concatenate([part.counts for part in parts]), np.concatenate([part.token_ids for part in parts]))
 
+    @classmethod
+    def joined_of_all(cls, parts: Sequence["SamplingMask | TokenMasks | None"]) -> "TokenMasks | None":
+        """The masks of parts that have tokens, as one; None unless all of them have masks.
+
+        An attempt before or after may have run where none are made.
+        """
+        found = [part for part in parts if part is not None]
+        return cls.joined(found) if found and len(found) == len(parts) else None
+
     @property
     def positions(self) -> npt.NDArray[np.int64]:
         """i8[sum of the counts]: which token each of `token_ids` belongs to, from 0 on."""
