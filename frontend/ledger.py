@@ -2,18 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-if TYPE_CHECKING:
-    from ..bus import CommandResult
-    from ..schemas.control import Ack
+from ..bus.protocol.fleet.command_result import RESULTS, CommandResult
+from ..schemas.control import Ack
 
-__all__ = ["RESULTS", "WorkerLine", "ledger_as_json", "ledger_lines"]
-
-RESULTS = ("applied", "failed", "unsupported", "stale", "late", "missing")
-"""As the ledger calls them, in the order in which they are shown."""
+__all__ = ["WorkerLine", "ledger_as_json", "ledger_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +18,13 @@ class WorkerLine:
 
     worker: str
     result: str
-    ack: "Ack | None"
+    ack: Ack | None
     """Its last answer; None where it is missing."""
     why: str | None
     """Why it did not apply the command, for people."""
 
 
-def ledger_as_json(ledger: "CommandResult") -> dict[str, Any]:
+def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
     """The ledger for programs; its names are documented in docs/operations.md and do not change."""
     return {
         "command": ledger.command,
@@ -61,7 +57,7 @@ def _line_as_json(line: WorkerLine) -> dict[str, Any]:
     }
 
 
-def ledger_lines(ledger: "CommandResult") -> Iterator[WorkerLine]:
+def ledger_lines(ledger: CommandResult) -> Iterator[WorkerLine]:
     """Each worker of a ledger once, those that applied the command first."""
     for result in RESULTS[:-1]:
         acks: Mapping[str, Ack] = getattr(ledger, result)
@@ -71,7 +67,7 @@ def ledger_lines(ledger: "CommandResult") -> Iterator[WorkerLine]:
         yield WorkerLine(worker, "missing", None, why)
 
 
-def _why(result: str, ack: "Ack") -> str | None:
+def _why(result: str, ack: Ack) -> str | None:
     if ack.error is not None:
         return ack.error.message
     if result == "late":

@@ -21,7 +21,7 @@ from ...schemas.presence import WorkerPresence
 from ..nats.connection import Connection
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
-from ..protocol.fleet.command_result import AckTracker, CommandIncomplete, CommandResult
+from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, workers_that_must_ack
 from ..subjects import Subjects
@@ -167,12 +167,11 @@ class Controller:
             CommandIncomplete: it is not.
         """
         result = outcome.result
-        columns = ("applied", "failed", "unsupported", "stale", "late", "missing")
         what = (result.command, result.id, result.epochs, result.seconds)
         logger.info(
             "command.ended command=%s id=%s epochs=%s seconds=%.3f"
             " applied=%d failed=%d unsupported=%d stale=%d late=%d missing=%d",
-            *(*what, *(len(getattr(result, column)) for column in columns)),
+            *(*what, *(len(getattr(result, name)) for name in RESULTS)),
         )
         if result.is_complete:
             return result

@@ -1,13 +1,10 @@
 """A ledger for people: what each worker answered to a command."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from ..ledger import RESULTS, ledger_lines
-
-if TYPE_CHECKING:
-    from ...bus import CommandResult
-    from ...schemas.control import Ack, Verified
+from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
+from ...schemas.control import Ack, Verified
+from ..ledger import ledger_lines
 
 __all__ = ["COLUMNS", "ledger_rows", "summary"]
 
@@ -16,7 +13,7 @@ MAX_NAMED = 3
 COLUMNS = ("worker", "result", "version", "seconds", "why")
 
 
-def ledger_rows(ledger: "CommandResult") -> list[list[str]]:
+def ledger_rows(ledger: CommandResult) -> list[list[str]]:
     """The cells of `COLUMNS` for each worker, those that applied the command first."""
     return [
         [
@@ -30,7 +27,7 @@ def ledger_rows(ledger: "CommandResult") -> list[list[str]]:
     ]
 
 
-def summary(ledger: "CommandResult") -> str:
+def summary(ledger: CommandResult) -> str:
     """The ledger in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
     applied, total = len(ledger.applied), sum(1 for _ in ledger_lines(ledger))
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
@@ -39,7 +36,7 @@ def summary(ledger: "CommandResult") -> str:
     return "; ".join([text, *others, *([f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else [])])
 
 
-def _what(ledger: "CommandResult", ack: "Ack | None") -> str:
+def _what(ledger: CommandResult, ack: Ack | None) -> str:
     """What the command did at a worker, where it depends on what was there."""
     if ack is not None and ack.verified is not None:
         return _what_was_verified(ack.verified)
@@ -48,7 +45,7 @@ def _what(ledger: "CommandResult", ack: "Ack | None") -> str:
     return f"ended {', '.join(ack.request_ids)}" if ack.request_ids else "had none of them"
 
 
-def _what_was_verified(verified: "Verified") -> str:
+def _what_was_verified(verified: Verified) -> str:
     text = f"{verified.probed} modules probed, {verified.equal} equal"
     if not verified.num_unprobed:
         return text

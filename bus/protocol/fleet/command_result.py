@@ -6,6 +6,7 @@ that was asked is gone.
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +16,10 @@ from ....schemas.errors import ControlCode, RollbusError
 from ....schemas.presence import WorkerPresence
 from .presence_table import LostWorker
 
-__all__ = ["AckTracker", "CommandIncomplete", "CommandResult"]
+__all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult"]
+
+RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
+"""The maps of a ledger, in each of which stand the workers with that result, in the order in which they are shown."""
 
 MAX_NAMED = 8
 """Workers that an error's message names; the ledger has them all."""
@@ -49,7 +53,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """One line with counts; the fields have the acks."""
         counts = [f"{len(self.applied)} applied"]
-        for name in ("failed", "unsupported", "stale", "late", "missing", "not_found"):
+        for name in (*RESULTS[1:], "not_found"):
             counts += [f"{len(getattr(self, name))} {name}"] if getattr(self, name) else []
         return f"<CommandResult {self.command}: {', '.join(counts)} in {self.seconds:.2f} s>"
 

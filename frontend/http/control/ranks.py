@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
+from ....bus.protocol.fleet.command_result import RESULTS
 from ....schemas.errors import ErrorCode
 from ..calls import first_error
 from ..errors import HttpError, invalid
@@ -127,6 +128,5 @@ def _merged(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
     def of_all(name: str) -> Mapping[str, Any]:
         return {worker: ack for ledger in ledgers for worker, ack in getattr(ledger, name).items()}
 
-    kinds = ("applied", "failed", "unsupported", "stale", "late", "missing")
     seconds = max(ledger.seconds for ledger in ledgers)
-    return replace(ledgers[0], seconds=seconds, **{name: of_all(name) for name in kinds})
+    return replace(ledgers[0], seconds=seconds, **{name: of_all(name) for name in RESULTS})
