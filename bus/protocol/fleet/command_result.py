@@ -90,26 +90,26 @@ class CommandIncomplete(RollbusError):
         self.ledger = ledger
         self.note = note
         self.check_of = check_of
-        super().__init__(self._message(_reasons(ledger)))
+        super().__init__(self._message(shows_reasons=True))
 
     @property
     def headline(self) -> str:
         """The message without the workers' reasons, for where these stand already."""
-        return self._message([])
+        return self._message(shows_reasons=False)
 
-    def _message(self, reasons: list[str]) -> str:
+    def _message(self, *, shows_reasons: bool) -> str:
         ledger = self.ledger
-        shown = "; ".join(reasons[:MAX_NAMED])
-        if len(reasons) > MAX_NAMED:
-            shown += f"; and {len(reasons) - MAX_NAMED} more"
-        of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(_reasons(ledger))} workers"
+        reasons = _reasons(ledger)
+        of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(reasons)} workers"
         text = f"{ledger.command} was applied by {of_all}"
         if self.check_of is not None:
             text = f"{self.check_of} was not begun, as {of_all} passed its check"
         if ledger.has_found_nothing:
             text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
             text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
-        text += f": {shown}" if shown else ""
+        if reasons and shows_reasons:
+            more = f"; and {len(reasons) - MAX_NAMED} more" if len(reasons) > MAX_NAMED else ""
+            text += f": {'; '.join(reasons[:MAX_NAMED])}{more}"
         return f"{text}. {self.note}" if self.note else text
 
 
