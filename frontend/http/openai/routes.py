@@ -47,9 +47,10 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     check_served(body)
     target = find_target(service, body.model)
     options = read_options(body, target, returns_tokens=service.settings.returns_tokens)
+    sampling = sampling_fields(body, options, None)
     with named_errors(bus_names(body, "prompt")):
         # Before the tokenizer is loaded, and a long prompt is tokenized.
-        check_sampling(bus.SamplingParams(**sampling_fields(body, options, None)), target.capabilities)
+        check_sampling(bus.SamplingParams(**sampling), target.capabilities)
     question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
@@ -61,8 +62,9 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         service.admit(request, len(prompts) - 1)
     if options.extra and len(prompts) > 1:
         raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which tell of one answer")
-    sampling, fields = sampling_fields(body, options, tokenizer), bus_fields(body, options)
-    reading = None
+    if body.bad_words:
+        sampling = sampling_fields(body, options, tokenizer)
+    fields, reading = bus_fields(body, options), None
     if isinstance(body, ChatBody) and question is not None and plan is not None:
         reading = Reading(body, question, plan)
         sampling = reading.constrain(sampling)
