@@ -118,7 +118,7 @@ class Parsers(Protocol):
     reasoning_parser: str | None
 
     def plan(self, tokenizer: Tokenizer, question: ToolQuestion) -> ParsePlan:
-        """Decide how the answers to a request are parsed.
+        """Decide how the answers to a request are parsed; called in several threads.
 
         Raises:
             HttpError: 400, the tools cannot be used; 501, the parser does not fit the model.

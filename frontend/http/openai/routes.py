@@ -54,7 +54,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
-    plan = None if question is None else make_plan(question, service.parsers, tokenizer, target)
+    plan = None if question is None else await make_plan(question, service.parsers, tokenizer, target)
     if isinstance(body, ChatBody):
         prompts = [await chat_prompt(body, load)]
     else:

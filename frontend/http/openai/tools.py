@@ -1,5 +1,6 @@
 """The tools of a chat: what a request may say of them, and how the answer is parsed for it."""
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -52,7 +53,7 @@ def read_question(body: ChatBody, parsers: Parsers | None) -> ToolQuestion:
     )
 
 
-def make_plan(
+async def make_plan(
     question: ToolQuestion, parsers: Parsers | None, tokenizer: Tokenizer | None, target: RequestTarget
 ) -> ParsePlan | None:
     """How the answers are parsed; None: they are content.
@@ -67,7 +68,8 @@ def make_plan(
         if question.is_forced:
             raise invalid("detokenize", "is false, and tool calls are read from text", "true with this tool_choice")
         return None
-    plan = parsers.plan(tokenizer, question)
+    # It makes a grammar of the request's own schemas, and at the first time reads the whole vocabulary.
+    plan = await asyncio.to_thread(parsers.plan, tokenizer, question)
     needs_structure = question.is_forced or plan.structured_outputs is not None
     if needs_structure and "structured_outputs" not in target.capabilities.extra:
         raise unsupported(

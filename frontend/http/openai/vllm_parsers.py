@@ -78,7 +78,8 @@ class VllmParsers:
             HttpError: 400, the tools cannot be used; 501, the parser does not fit the model.
         """
         if tokenizer not in self._tokenizers:
-            # Parsers ask for the whole vocabulary, each time that one is made.
+            # Parsers ask for the whole vocabulary, each time that one is made. Two threads may get here at once:
+            # either's will do.
             self._tokenizers[tokenizer] = self._cached(tokenizer.wrapped)
         try:
             request = self._request_class(**_request_fields(question))
