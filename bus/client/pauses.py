@@ -31,6 +31,8 @@ class PauseWarnings:
         self._watcher = watcher
         self._coordinator = coordinator
         self._store = store
+        # Models that have paused workers, and none that takes requests: as of the last change of the fleet.
+        self._paused: set[str] = set()
         # By model: since when something waits for the end of its pause.
         self._waiting: dict[str, float] = {}
         # Models whose present pause was told.
@@ -40,21 +42,26 @@ class PauseWarnings:
         """One line with counts."""
         return f"<PauseWarnings waiting={len(self._waiting)} told={len(self._told)}>"
 
-    def forget_ended(self) -> None:
-        """Forget the pauses that have ended; called when a worker comes, goes or changes its state."""
-        paused = self._paused()
-        self._told &= paused
-        self._waiting = {model: since for model, since in self._waiting.items() if model in paused}
+    def update_paused(self) -> None:
+        """Find which models are paused, and forget the pauses that have ended.
+
+        Called when a worker comes, goes or changes its state.
+        """
+        able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
+        serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
+        self._paused = {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
+        self._told &= self._paused
+        self._waiting = {model: since for model, since in self._waiting.items() if model in self._paused}
 
     async def mute_present(self) -> None:
         """Log nothing of the pauses of now."""
-        self._told |= self._paused()
+        self._told |= self._paused
 
     async def run(self) -> None:
         """Look for requests that wait, until cancelled."""
         while True:
             await asyncio.sleep(ROUND_S)
-            now, paused = time.monotonic(), self._paused() - self._told
+            now, paused = time.monotonic(), self._paused - self._told
             if not paused:
                 continue
             open_models = {child.open_call.model for child in self._coordinator.open_children(lambda _: True)}
@@ -64,12 +71,6 @@ class PauseWarnings:
                 since = await self.paused_since(model)
                 when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
                 logger.warning("client.waiting model=%s reason=%s", model, f"the fleet is paused{when}; rollbus resume")
-
-    def _paused(self) -> set[str]:
-        """The models that have paused workers, and none that takes requests."""
-        able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
-        serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
-        return {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
 
     async def paused_since(self, model: str) -> datetime | None:
         """Return when the last of a model's workers was told to pause; None if that is not known, or none is."""

@@ -127,7 +127,7 @@ class ClientRuntime:
 
     def _on_fleet_change(self) -> None:
         self.dispatcher.wake()
-        self.pauses.forget_ended()
+        self.pauses.update_paused()
 
     async def start(self) -> None:
         """Listen, and say that this client is there.
