@@ -33,7 +33,6 @@ __all__ = [
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=limits.MAX_TIMEOUT_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
-Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 Workers = Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_WORKER_OVERRIDES)]
 
@@ -90,7 +89,7 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """vLLM's: a part of the weights, as the engines' transfer backend takes it."""
     version: Version | None = None
     """Of the new weights; None: one more than the newest applied."""
-    weight_version: Label | None = None
+    weight_version: Name | None = None
     """Dynamo's and vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
     mode: PauseMode = "keep"
     """What becomes of requests in flight meanwhile."""
@@ -199,7 +198,7 @@ class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     version: Version | None = None
     """Of the new weights; None: one more than the newest applied."""
-    weight_version: Label | None = None
+    weight_version: Name | None = None
     """vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
     allow_rollback: bool = False
     """The version may be older than the present one."""
