@@ -23,7 +23,7 @@ __all__ = ["Probe", "listen"]
 MAX_HEAD_BYTES: Final = 8192
 """Of a request: what probes send has some hundred."""
 MAX_CONNECTIONS: Final = 16
-"""At a time; one more is closed. Probes and a scraper need one each."""
+"""At a time; one more ends the oldest. Probes and a scraper need one each."""
 TIMEOUT_S: Final = 5.0
 """For a request and its answer together."""
 MAX_PORT: Final = 65535
@@ -66,7 +66,8 @@ class Probe:
     def __init__(self, on: socket.socket, describe: Callable[[], WorkerPresence | None]) -> None:
         self._socket = on
         self._describe = describe
-        self._tasks: set[asyncio.Task[None]] = set()
+        # One for each connection, the oldest first.
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     @property
     def port(self) -> int:
@@ -91,10 +92,14 @@ class Probe:
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or len(self._tasks) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._tasks.add(task)
+        if task is None:
+            raise RuntimeError("not called in a task")
+        if len(self._tasks) >= MAX_CONNECTIONS:
+            # Not the new one: a stranger with idle connections would keep health checks out.
+            oldest = next(iter(self._tasks))
+            del self._tasks[oldest]
+            oldest.cancel()
+        self._tasks[task] = None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 writer.write(_encode(await self._answer_of(reader)))
@@ -106,7 +111,7 @@ class Probe:
             pass
         finally:
             writer.transport.abort()
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
 
     async def _answer_of(self, reader: asyncio.StreamReader) -> _Answer:
         try:
