@@ -34,7 +34,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_loras(service: Service, request: Request) -> Response:
-    """Dynamo's: the adapters that live workers have loaded, with their newest version, and who has which."""
+    """Dynamo's: the adapters that live workers have loaded, their newest versions, and the workers that have each."""
     model = read_query(request, FleetQuery).model
     found: dict[tuple[str, str], dict[str, int]] = {}
     for worker in (await fleet_state(service, model)).workers:

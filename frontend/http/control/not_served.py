@@ -31,7 +31,9 @@ INSTEAD: Final = {
     ("POST", "/shutdown_weight_transfer_engine"): (
         "engines keep the group of /init_weight_transfer_engine until they end; restart the workers to leave it"
     ),
-    ("POST", "/weight_checker"): "use /v1/rl/state: workers compare what they loaded with the files, and by a canary",
+    ("POST", "/weight_checker"): (
+        "use /v1/rl/state: each worker verifies the weights that it loads, against the files and by a canary"
+    ),
     (
         "POST",
         "/v1/embeddings",
