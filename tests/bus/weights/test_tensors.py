@@ -1,0 +1,108 @@
+"""Rule: a tensor's bytes are what it holds, whichever library made it; what is no whole tensor is refused by name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbus.bus.client.weights.tensors import RawTensor, TensorKind, read_tensor
+from rollbus.schemas.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.bool, "BOOL"), (torch.uint8, "U8"), (torch.int8, "I8"), (torch.int16, "I16"), (torch.uint16, "U16"),
+        (torch.int32, "I32"), (torch.int64, "I64"), (torch.float16, "F16"), (torch.bfloat16, "BF16"),
+        (torch.float32, "F32"), (torch.float64, "F64"), (torch.complex64, "C64"), (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"), (torch.float8_e8m0fnu, "F8_E8M0"),
+    ],
+)  # fmt: skip
+def test_torch_tensors_of_any_dtype_are_bytes(dtype: torch.dtype, name: str) -> None:
+    """Torch tensors of any dtype are bytes."""
+    tensor = torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype)
+    kind, content = read_tensor("w", tensor)
+    assert kind == TensorKind(name, (2, 3))
+    expected = torch.empty(len(content), dtype=torch.uint8)
+    expected.copy_(torch.from_numpy(content.copy()))
+    assert torch.equal(expected.view(dtype).reshape(2, 3).view(torch.uint8), tensor.view(torch.uint8))
+    assert kind.size == len(content)
+
+
+def test_parts_of_a_byte_are_counted_as_safetensors_do() -> None:
+    """Parts of a byte are counted as safetensors do."""
+    tensor = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2)
+    kind, content = read_tensor("w", tensor)
+    assert kind == TensorKind("F4", (2, 8))
+    assert content.tobytes() == bytes(range(8))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
+    """Scalars and empty tensors."""
+    for tensor in (torch.ones(shape, dtype=torch.bfloat16), np.ones(shape, np.float32)):
+        kind, content = read_tensor("w", tensor)
+        assert kind.shape == shape
+        assert len(content) == kind.size
+
+
+def test_a_view_is_read_in_its_own_order() -> None:
+    """A view is read in its own order."""
+    tensor = torch.arange(6, dtype=torch.int16).reshape(2, 3).T
+    assert read_tensor("w", tensor).content.tobytes() == np.array([0, 3, 1, 4, 2, 5], "<i2").tobytes()
+    array = np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2]
+    assert read_tensor("w", array).content.tobytes() == np.array([0, 2, 3, 5], "<i4").tobytes()
+
+
+def test_parameters_and_lazy_signs_are_read_as_what_they_stand_for() -> None:
+    """Parameters and lazy signs are read as what they stand for."""
+    assert read_tensor("w", torch.nn.Parameter(torch.ones(1))).content.tobytes() == np.ones(1, "<f4").tobytes()
+    negative = torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    assert read_tensor("w", negative).content.tobytes() == np.array([-2], "<f4").tobytes()
+
+
+def test_numpy_has_the_dtypes_of_ml_dtypes() -> None:
+    """Numpy has the dtypes of ml dtypes."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for dtype, name in ((ml_dtypes.bfloat16, "BF16"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")):
+        kind, content = read_tensor("w", np.ones(3, dtype))
+        assert kind == TensorKind(name, (3,))
+        assert content.tobytes() == np.ones(3, dtype).tobytes()
+
+
+def test_raw_tensors_must_have_the_bytes_of_their_shape() -> None:
+    """Raw tensors must have the bytes of their shape."""
+    kind, content = read_tensor("w", RawTensor("F8_E4M3", (2, 2), b"abcd"))
+    assert (kind.size, content.tobytes()) == (4, b"abcd")
+    for bad in (RawTensor("BF16", (2, 2), b"abcd"), RawTensor("F99", (4,), b"abcd"), RawTensor("U8", (-4,), b"abcd")):
+        with pytest.raises(InvalidRequest, match=r"named_tensors\['w'\]"):
+            read_tensor("w", bad)
+
+
+class DTensor(torch.Tensor):
+    """Called like torch's own class of slices, which needs a process group."""
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[1.0], 1.0, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse(), np.array(["a"]), np.array([object()])],
+)
+def test_what_is_no_tensor_is_refused_by_name(bad: Any) -> None:
+    """What is no tensor is refused by name."""
+    with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\]"):
+        read_tensor("model.w", bad)
+
+
+def test_slices_are_refused_by_name() -> None:
+    """Slices are refused by name."""
+    with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather first"):
+        read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
+
+
+@pytest.mark.parametrize("name", ["", 7, None, "__metadata__", "x" * 1025])
+def test_names_are_those_of_checkpoints(name: Any) -> None:
+    """Names are those of checkpoints."""
+    with pytest.raises(InvalidRequest, match="named_tensors has the name"):
+        read_tensor(name, np.ones(1))
