@@ -4,9 +4,19 @@ A folder is stored as the objects `<prefix>/<path of the file>` of a bucket; its
 """
 
 from .catalog import delete_prefix, ensure_bucket, list_objects
+from .folder_reader import FolderReader
 from .layout import ObjectInfo
 from .reader import ObjectReader
 from .signed import sign_folder
 from .writer import put_folder
 
-__all__ = ["ObjectInfo", "ObjectReader", "delete_prefix", "ensure_bucket", "list_objects", "put_folder", "sign_folder"]
+__all__ = [
+    "FolderReader",
+    "ObjectInfo",
+    "ObjectReader",
+    "delete_prefix",
+    "ensure_bucket",
+    "list_objects",
+    "put_folder",
+    "sign_folder",
+]

@@ -1,0 +1,178 @@
+"""The objects of one stored folder, each read by itself: into memory, or into a file."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar
+
+from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError
+from ..nats.connection import Connection
+from .catalog import list_prefix
+from .layout import ObjectInfo, check_path, decode_digest, split_objects
+from .new_file import NewFile, is_whole, reason
+from .object_chunks import read_object_chunks
+from .signed import check_folder, folder_digest
+from .token_bucket import TokenBucket
+
+__all__ = ["FolderReader", "open_reader"]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+Pace = Callable[[int], Awaitable[None]]
+"""Called with the bytes that came; returns when more may come."""
+
+
+class FolderReader:
+    """A folder of the object store, as it was when it was opened. Several reads may run at a time.
+
+    Attributes:
+        objects: how the folder is written: `<bucket>/<prefix>`.
+        names: what the store says of each object, by the path below the prefix. No path leads out of a folder.
+        digest: names the content: where it lies, and what each object is.
+    """
+
+    def __init__(
+        self, nats: Connection, objects: str, infos: tuple[ObjectInfo, ...], disk: ThreadPoolExecutor, pace: Pace
+    ) -> None:
+        _, prefix = split_objects(objects)
+        self.objects: Final = objects
+        self.names: Final[Mapping[str, ObjectInfo]] = {info.name.removeprefix(f"{prefix}/"): info for info in infos}
+        self.digest: Final = folder_digest(objects, infos)
+        for path in self.names:
+            check_path(path, f"a file of objects:{objects}")
+        self._nats = nats
+        self._disk = disk
+        self._pace = pace
+
+    def __repr__(self) -> str:
+        """One line with the folder and its size."""
+        return f"<FolderReader {self.objects} files={len(self.names)} bytes={self.size}>"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all objects."""
+        return sum(info.size for info in self.names.values())
+
+    async def read(self, name: str, max_bytes: int) -> bytes:
+        """Return the content of an object.
+
+        Raises:
+            ControlError: `bad_source`: it is not in the folder, has more than `max_bytes`, or is damaged; `storage`:
+                NATS failed.
+        """
+        info = self._info(name)
+        if info.size > max_bytes:
+            raise ControlError(
+                ControlCode.BAD_SOURCE, f"{_shown(info)} has {info.size} bytes; allowed: at most {max_bytes}"
+            )
+        expected = decode_digest(info)
+        content = bytearray()
+        async with contextlib.aclosing(self._parts(info)) as batches:
+            async for parts in batches:
+                for part in parts:
+                    content += part
+        data = bytes(content)
+        _check_digest(info, await self.run(hashlib.sha256, data), expected)
+        return data
+
+    async def fetch(self, name: str, into: Path, on_bytes: Callable[[int], None]) -> None:
+        """Write an object to the file `into`, unless that has its size and SHA-256 already.
+
+        While the disk's thread writes and hashes what came, more comes. Where this fails or is cancelled a part of the
+        file may stay; the next call replaces it.
+
+        Args:
+            into: a file of this process alone; folders above it are made.
+            on_bytes: called with the number of bytes that came, again and again; not for a file that is there.
+
+        Raises:
+            ControlError: `bad_source`: it is not in the folder, or is damaged; `storage`: NATS or the disk failed.
+        """
+        info = self._info(name)
+        expected = decode_digest(info)
+        with _disk_errors(info, into):
+            if await self.run(is_whole, into, info.size, expected):
+                return
+            file = NewFile(into)
+            try:
+                await self.run(file.open)
+                async with contextlib.aclosing(self._parts(info)) as batches:
+                    async for parts in batches:
+                        await self.run(file.write, parts)
+                        on_bytes(sum(map(len, parts)))
+            finally:
+                await self.run(file.close)
+        _check_digest(info, file.digest, expected)
+
+    async def run(self, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        """Call a function on the thread of the disk: in the order of the calls, also where a caller was cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))
+
+    async def _parts(self, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
+        """Yield the parts of an object at the allowed pace."""
+        try:
+            async with contextlib.aclosing(read_object_chunks(self._nats, info)) as batches:
+                async for parts in batches:
+                    yield parts
+                    await self._pace(sum(map(len, parts)))
+        except (BusBroken, BusClosed) as error:
+            raise ControlError(ControlCode.STORAGE, f"{_shown(info)} cannot be fetched: {error}") from error
+
+    def _info(self, name: str) -> ObjectInfo:
+        info = self.names.get(name)
+        if info is None:
+            raise ControlError(ControlCode.BAD_SOURCE, f"objects:{self.objects} has no object {name[:200]!r}")
+        return info
+
+
+@contextlib.asynccontextmanager
+async def open_reader(nats: Connection, objects: str, rate: TokenBucket | None) -> AsyncIterator[FolderReader]:
+    """Read the descriptions of a folder, and let its objects be read for a block.
+
+    Raises:
+        ControlError: `bad_source`: nothing is there, it is not the folder that was signed, or a name could lead out
+            of it; `storage`.
+        BusBroken: JetStream does not answer.
+    """
+
+    async def pace(num_bytes: int) -> None:
+        if rate is not None:
+            await asyncio.sleep(rate.spend(num_bytes, time.monotonic()))
+
+    infos = await list_prefix(nats, objects, is_signed=True)
+    if nats.signatures.are_demanded:
+        check_folder(objects, infos)
+    # One thread writes and removes, in that order, also when the waiting for it was cancelled.
+    disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
+    try:
+        yield FolderReader(nats, objects, infos, disk, pace)
+    finally:
+        disk.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def _disk_errors(info: ObjectInfo, into: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ControlError(
+            ControlCode.STORAGE, f"{_shown(info)} cannot be written to {into}: {reason(error)}"
+        ) from error
+
+
+def _check_digest(info: ObjectInfo, sha: "hashlib._Hash", expected: bytes) -> None:
+    if sha.digest() != expected:
+        raise ControlError(
+            ControlCode.BAD_SOURCE,
+            f"{_shown(info)} is damaged: its SHA-256 is {sha.hexdigest()}, the store's description says "
+            f"{expected.hex()}",
+        )
+
+
+def _shown(info: ObjectInfo) -> str:
+    return f"objects:{info.bucket}/{info.name}"

@@ -1,0 +1,79 @@
+"""Files that are fetched: written and hashed on a thread of their own, or found to be there already."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from ...schemas.errors import ControlCode, ControlError, LocalProtocolError
+
+__all__ = ["NewFile", "check_room", "is_whole", "reason"]
+
+READ_BYTES: Final = 4 * 1024**2
+"""At a time, of a file that is hashed: more is no faster."""
+
+
+class NewFile:
+    """A file that is written and hashed; its methods block. One that is there already is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.digest = hashlib.sha256()
+
+    def open(self) -> None:
+        """Make the file, and the folders above it. What lies there is removed, not followed: it may be a link."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)
+        self._file = self._path.open("xb", buffering=0)
+
+    def write(self, parts: list[bytes]) -> None:
+        """Append parts."""
+        for part in parts:
+            self.digest.update(part)
+            self._write_all(memoryview(part))
+
+    def _write_all(self, rest: memoryview) -> None:
+        if self._file is None:
+            raise LocalProtocolError(f"{self._path} is written before it is open")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Close the file. Safe to repeat."""
+        if self._file is not None:
+            self._file.close()
+
+
+def is_whole(path: Path, size: int, digest: bytes) -> bool:
+    """True if a regular file lies there with this size and SHA-256; reads all of it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        if os.fstat(fd).st_size != size:
+            return False
+        sha = hashlib.sha256()
+        while part := file.read(READ_BYTES):
+            sha.update(part)
+    return sha.digest() == digest
+
+
+def check_room(folder: Path, total_bytes: int) -> None:
+    """Refuse to fill a disk: better to say so now than after it is full for all programs that use it.
+
+    Raises:
+        ControlError: `storage`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < total_bytes:
+        raise ControlError(
+            ControlCode.STORAGE, f"{folder.parent} has room for {free} bytes, and {total_bytes} are to be fetched"
+        )
+
+
+def reason(error: OSError) -> str:
+    """Say what failed, and for which file."""
+    return f"{error.strerror or error} ({error.filename})" if error.filename else f"{error.strerror or error}"

@@ -1,0 +1,31 @@
+"""A limit of bytes in a second that several transfers share. Pure: the caller has the clock and sleeps."""
+
+from typing import Final
+
+__all__ = ["TokenBucket"]
+
+BURST_S: Final = 0.25
+"""Seconds of the rate that may go at once after a rest: a busy event loop then still reaches the rate."""
+
+
+class TokenBucket:
+    """Lets so many bytes pass in a second, and after a rest as many as pass in `BURST_S`.
+
+    Args:
+        rate: bytes in a second.
+        now: seconds on a clock that only rises; all calls use the same clock.
+    """
+
+    def __init__(self, rate: int, now: float) -> None:
+        self._rate = rate
+        self._paid_until = now - BURST_S
+        """The time at which all that has passed would have passed at exactly the rate."""
+
+    def __repr__(self) -> str:
+        """One line with the rate."""
+        return f"<TokenBucket rate={self._rate}>"
+
+    def spend(self, num_bytes: int, now: float) -> float:
+        """Count bytes that have passed; return the seconds to wait before any more may."""
+        self._paid_until = max(self._paid_until, now - BURST_S) + num_bytes / self._rate
+        return max(0.0, self._paid_until - now)

@@ -1,0 +1,124 @@
+"""Single objects of a stored folder: fetched once, checked, within bounds, at a limited rate."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.objects import FolderReader, ObjectReader, put_folder
+from rollbus.bus.objects.token_bucket import BURST_S, TokenBucket
+from rollbus.schemas.errors import ControlCode, ControlError
+from tests.support.connections import opened
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, write_folder
+
+MEGABYTE = 1024 * 1024
+
+
+async def fetch(folder: FolderReader, name: str, into: Path) -> int:
+    """Fetch an object; return how many bytes came."""
+    came: list[int] = []
+    await folder.fetch(name, into, came.append)
+    return sum(came)
+
+
+async def test_an_object_is_fetched_into_a_file_once(nats_url: str, tmp_path: Path) -> None:
+    """A file with its size and content is left alone; a part of it, other content and a link are replaced."""
+    source = write_folder(tmp_path / "source", a=3 * MEGABYTE + 1, deep__b=0)
+    into, elsewhere = tmp_path / "into" / "a", tmp_path / "elsewhere"
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
+            assert {path: info.size for path, info in folder.names.items()} == {"a": 3 * MEGABYTE + 1, "deep/b": 0}
+            assert await fetch(folder, "a", into) == 3 * MEGABYTE + 1
+            assert await fetch(folder, "a", into) == 0
+            assert await fetch(folder, "deep/b", tmp_path / "into" / "deep" / "b") == 0
+            assert files_in(tmp_path / "into") == files_in(source)
+
+            for spoilt in (into.read_bytes()[:-1], bytes(3 * MEGABYTE + 1)):
+                into.write_bytes(spoilt)
+                assert await fetch(folder, "a", into) == 3 * MEGABYTE + 1
+                assert files_in(tmp_path / "into") == files_in(source)
+            into.unlink()
+            elsewhere.write_bytes(b"not ours")
+            into.symlink_to(elsewhere)
+            await fetch(folder, "a", into)
+
+    assert files_in(tmp_path / "into") == files_in(source)
+    assert elsewhere.read_bytes() == b"not ours"
+
+
+async def test_an_object_is_read_into_memory_up_to_a_bound(nats_url: str, tmp_path: Path) -> None:
+    """One byte more than is allowed is refused, and so is an object that is not there."""
+    source = write_folder(tmp_path / "source", a=MEGABYTE + 1, empty=0)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
+            assert await folder.read("a", MEGABYTE + 1) == (source / "a").read_bytes()
+            assert await folder.read("empty", 0) == b""
+            with pytest.raises(ControlError, match=f"p/a has {MEGABYTE + 1} bytes; allowed: at most {MEGABYTE}") as one:
+                await folder.read("a", MEGABYTE)
+            with pytest.raises(ControlError, match="has no object 'b'") as two:
+                await folder.read("b", MEGABYTE)
+            with pytest.raises(ControlError, match=r"has no object '\.\./a'") as three:
+                await folder.fetch("../a", tmp_path / "x", print)
+
+    assert {one.value.code, two.value.code, three.value.code} == {ControlCode.BAD_SOURCE}
+
+
+async def test_a_damaged_object_is_refused(nats_url: str, tmp_path: Path) -> None:
+    """Neither read nor fetched, where its parts are not what the description says."""
+    source = write_folder(tmp_path / "source", a=100)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
+            nuid = folder.names["a"].nuid
+            await nats.jetstream().purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.C.{nuid}")
+            await nats.jetstream().publish(f"$O.{bucket}.C.{nuid}", os.urandom(100))
+            for attempt in (folder.read("a", 100), folder.fetch("a", tmp_path / "a", lambda _: None)):
+                with pytest.raises(ControlError, match="p/a is damaged: its SHA-256 is") as raised:
+                    await attempt
+                assert raised.value.code is ControlCode.BAD_SOURCE
+
+
+async def test_all_fetches_of_a_reader_share_the_rate(nats_url: str, tmp_path: Path) -> None:
+    """Two objects take the time that their bytes together take at the rate; less what may go at once."""
+    rate = 8 * MEGABYTE
+    source = write_folder(tmp_path / "source", a=4 * MEGABYTE, b=4 * MEGABYTE)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        reader = ObjectReader(nats_url, name="test", fetch_rate=rate)
+        started = time.monotonic()
+        for name in ("a", "b"):
+            async with reader.open_folder(objects) as folder:
+                await fetch(folder, name, tmp_path / "into" / name)
+        took = time.monotonic() - started
+
+    assert took >= 1.0 - BURST_S - 0.01
+    assert files_in(tmp_path / "into") == files_in(source)
+
+
+@given(
+    st.integers(1, 10**9),
+    st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 2)), min_size=1, max_size=50),
+)
+def test_a_token_bucket_keeps_its_rate(rate: int, steps: list[tuple[int, float]]) -> None:
+    """However the spenders rest: what has passed until it may go on is the rate, and one burst, at most."""
+    now = 0.0
+    bucket = TokenBucket(rate, now)
+    passed = 0
+    for num_bytes, rest in steps:
+        now += rest
+        wait = bucket.spend(num_bytes, now)
+        passed += num_bytes
+        now += wait
+        assert passed <= rate * (now + BURST_S) * (1 + 1e-9) + 1
+
+
+def test_a_token_bucket_lets_small_transfers_pass() -> None:
+    """Those below the rate never wait."""
+    bucket = TokenBucket(1000, 0.0)
+    assert all(bucket.spend(100, now / 10) == 0 for now in range(100))
+    assert bucket.spend(1000, 9.9) > 0
