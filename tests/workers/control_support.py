@@ -13,6 +13,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.control.loras import Loras
+from rollbus.workers.control.staging import Stager
 from rollbus.workers.control.transfer import Transfer
 from rollbus.workers.control.weights import WeightManager
 from rollbus.workers.engines.engine import RequestStep, TokenBatch
@@ -86,6 +87,7 @@ class Rig:
         self.loras = Loras(self.flow, sources, versions)
         self.weights = WeightManager(worker, self.flow, sources, self.loras, versions)
         self.transfer = Transfer(self.flow, self.weights)
+        self.stager = Stager(sources, lambda: self.engine.capabilities)
         self.stages: list[str] = []
         self._ear = Ear(self.links)
         self._heard = asyncio.Event()
@@ -191,6 +193,7 @@ async def rig(
         running = [
             tasks.create_task(made.runner.run(made.on_steps), name="engine"),
             tasks.create_task(made.runner.run_aborts(), name="aborts"),
+            tasks.create_task(made.stager.run(), name="stage"),
         ]
         try:
             await made.weights.verify_reload()

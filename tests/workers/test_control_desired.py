@@ -14,7 +14,7 @@ from rollbus.schemas.control import AckStatus, AnyCommand, WeightSource
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import reconcile
+from rollbus.workers.control import handled
 from rollbus.workers.sources import Sources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
@@ -286,7 +286,7 @@ async def test_weights_that_could_not_be_fetched_are_tried_again(
 
     (tmp_path / "model.safetensors").write_bytes(b"x")
     monkeypatch.setattr(Sources, "checkpoint", checkpoint)
-    monkeypatch.setattr(reconcile, "FETCH_RETRY_S", 0.0)
+    monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})
         async with synthetic_worker(nats_url, fleet, worker_id="w"):

@@ -60,10 +60,20 @@ def test_what_was_set_again_is_due_again() -> None:
     assert next_due(effective, {"pause": HandledRegister(1, RegisterOutcome())}) == PendingRegister(
         "pause", effective["pause"]
     )
-    assert next_due(effective, {"pause": HandledRegister(2, None)}) is None
+    assert next_due(effective, {"pause": HandledRegister(2, BAD)}) is None
     assert next_due(effective, {"pause": HandledRegister(-1, RegisterOutcome())}) == PendingRegister(
         "pause", effective["pause"]
     )
+
+
+def test_what_waits_for_its_source_holds_up_nothing_else() -> None:
+    """A register in staging is not due, whatever its epoch; what was recorded later is brought about meanwhile."""
+    effective = recorded(UPDATE, Pause())
+
+    assert next_due(effective, {}, {"weights"}) == PendingRegister("pause", effective["pause"])
+    handled = {"pause": HandledRegister(2, RegisterOutcome())}
+    assert next_due(effective, handled, {"weights"}) is None
+    assert next_due(effective, handled) == PendingRegister("weights", effective["weights"])
 
 
 def test_what_is_desired_no_longer_comes_first() -> None:
@@ -102,6 +112,29 @@ def test_what_a_worker_is_follows_from_its_registers(
 
     assert target_event(effective, dealt, is_poisoned=False) is expected
     assert target_event(effective, dealt, is_poisoned=True) is WorkerEvent.SPOILT
+
+
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        ([UPDATE], None),
+        ([Resume(), UPDATE], None),
+        ([UPDATE, Pause()], WorkerEvent.PAUSED),
+        ([UPDATE, Drain()], WorkerEvent.DRAINED),
+        ([UPDATE, Sleep()], WorkerEvent.SLEPT),
+    ],
+)
+def test_a_worker_that_waits_for_weights_serves_nothing(
+    commands: list[AnyCommand], expected: WorkerEvent | None
+) -> None:
+    """While the recorded weights are staged a worker is paused, drained or asleep as it should be, and never serves."""
+    effective = recorded(*commands)
+    handled = {
+        name: HandledRegister(item.epoch, RegisterOutcome()) for name, item in effective.items() if name != "weights"
+    }
+
+    assert target_event(effective, handled, is_poisoned=False, staging={"weights"}) is expected
+    assert target_event(effective, handled, is_poisoned=True, staging={"weights"}) is WorkerEvent.SPOILT
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollbus.schemas.control import CheckWeights, PauseMode
+from rollbus.schemas.control import PauseMode
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.workers.control.staging import StageKey
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
 from tests.support.checkpoints import write_checkpoint
 from tests.workers.control_support import PROMPT, rig, source, update
@@ -240,7 +241,7 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-1])
         for attempt in (
             worker.weights.update(update(path, 2), worker.report),
-            worker.weights.check(CheckWeights(source=source(path))),
+            worker.stager.stage(StageKey(source(path))),
         ):
             with pytest.raises(ControlError, match=r"model\.safetensors") as caught:
                 await attempt
@@ -248,7 +249,7 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
         assert worker.standing == (1, False)
         assert worker.door.is_open
         assert not worker.runner.is_engine_paused
-        await worker.weights.check(CheckWeights(source=source(worker.own)))
+        await worker.stager.stage(StageKey(source(worker.own)))
 
 
 @pytest.mark.slow
@@ -351,7 +352,7 @@ async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
     async with rig(tmp_path, SyntheticConfig(weight_updates=False)) as worker:
         for attempt in (
             worker.weights.update(update(worker.own, 2), worker.report),
-            worker.weights.check(CheckWeights(source=source(worker.own))),
+            worker.stager.stage(StageKey(source(worker.own))),
         ):
             with pytest.raises(ControlError) as caught:
                 await attempt

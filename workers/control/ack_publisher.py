@@ -13,6 +13,7 @@ from ...schemas.control import Ack, AckError, AckStatus
 from ...schemas.errors import ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.messages import encode_json
+from ...schemas.presence import Staging
 from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
@@ -24,6 +25,8 @@ __all__ = ["AckPublisher"]
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_S: Final = 1.0
+"""Seconds between two acks that only tell how far a staging is: a large fleet has many workers that tell it."""
 UNREADABLE: Final = "unreadable"
 """The name of a command that does not decode."""
 
@@ -56,10 +59,15 @@ class AckPublisher:
         if self.log.add_ack(received, ack):
             self._publish(received.controller, ack)
 
-    def publish_progress(self, received: ReceivedCommand, stage: str) -> None:
-        """Publish the stage that a command has reached, unless the last ack has it."""
-        if received.last is None or received.last.stage != stage:
-            self.publish_ack(received, AckStatus.PROGRESS, stage=stage)
+    def publish_progress(self, received: ReceivedCommand, stage: str, progress: Staging | None = None) -> None:
+        """Publish the stage that a command has reached; while it moves within a stage, at most once a second."""
+        last, now = received.last, time.monotonic()
+        if last is not None and last.stage == stage:
+            has_moved = progress is not None and last.progress is not None and progress != last.progress
+            if not has_moved or now < received.progress_at + PROGRESS_S:
+                return
+        received.progress_at = now
+        self.publish_ack(received, AckStatus.PROGRESS, stage=stage, progress=progress)
 
     def publish_final(self, received: ReceivedCommand, outcome: RegisterOutcome, **fields: Any) -> None:
         """Publish the final ack of a command."""
@@ -67,7 +75,7 @@ class AckPublisher:
         if outcome.canary is not None and capabilities is not None:
             fields["signature"] = capabilities.signature
         said = {"canary": outcome.canary, "verified": outcome.verified, "frames": outcome.frames}
-        self.publish_ack(received, outcome.status, error=outcome.error, **said, **fields)
+        self.publish_ack(received, outcome.status, error=outcome.error, **{"timing": outcome.timing, **said, **fields})
 
     def repeat(self, received: ReceivedCommand) -> None:
         """Publish the last ack of a command again."""

@@ -15,9 +15,11 @@ from .ack_publisher import AckPublisher
 from .command_handler import CommandHandler
 from .loras import Loras
 from .one_off import OneOffCommands
+from .pending import PendingSources
 from .reading import DesiredReader
 from .reconcile import Reconciler
 from .registers import Registers
+from .staging import Stager
 from .transfer import Transfer
 from .weights import WeightManager
 
@@ -50,6 +52,9 @@ def make_control(
     store = DesiredStore(nats, Subjects(config.fleet))
     reader = DesiredReader(store, model=config.model, worker=config.worker_id, max_age_s=config.lease_s)
     lifecycle.knows_target = lambda: reader.is_fresh
-    reconciler = Reconciler(reader, registers, lifecycle, in_flight, publisher, config.engine_timeout_s)
+    stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
+    reconciler = Reconciler(
+        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
+    )
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
     return CommandHandler(config, nats, lifecycle, acks, reconciler, OneOffCommands(lifecycle, in_flight, reconciler))

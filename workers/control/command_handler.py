@@ -30,6 +30,7 @@ from ...schemas.errors import (
 )
 from ...schemas.limits import MAX_SEEN_COMMANDS
 from ...schemas.messages import command_id_of, decode_command
+from ...schemas.presence import Staging
 from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
 from .ack_publisher import AckPublisher
@@ -97,6 +98,7 @@ class CommandHandler:
         return {
             "read": self.reader.run,
             "reconcile": self.reconciler.run,
+            "stage": self.reconciler.stager.run,
             "record": partial(self._serve, "record", self._record),
             **{f"commands.{name}": partial(self._serve, name, self._execute) for name in ("quick", "check", "event")},
         }
@@ -231,12 +233,14 @@ class CommandHandler:
         for received in self._log.under_way:
             register, timeout_s = received.command.register, received.command.timeout_s
             if register is None:
+                self._publish_progress(received, self._one_off.progress_of(received.command))
                 continue
             outcome = None
             if received.epoch is not None:
                 stage = self.reconciler.stage_of(register, received.epoch)
                 if stage is not None:
-                    self._acks.publish_progress(received, stage)
+                    progress = self.reconciler.progress_of(register, received.epoch)
+                    self._acks.publish_progress(received, stage, progress)
                 if self.reader.num_read >= received.needs_read:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
             if outcome is None and now > received.received_at + timeout_s + LATE_S:
@@ -245,6 +249,10 @@ class CommandHandler:
                 outcome = failure(ControlError(ControlCode.TIMEOUT, problem))
             if outcome is not None:
                 self._acks.publish_final(received, outcome)
+
+    def _publish_progress(self, received: ReceivedCommand, progress: Staging | None) -> None:
+        if progress is not None:
+            self._acks.publish_progress(received, progress.stage, progress)
 
     def on_state_changed(self) -> None:
         """Read and reconcile again, because the state of the worker has changed."""

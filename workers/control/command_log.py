@@ -3,6 +3,7 @@
 Invariants: a command has at most one final ack; if it is received again, its last ack is published again.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class ReceivedCommand:
     """The read of the desired state that can show its outcome, as `DesiredReader.request_read` counts them."""
     last: Ack | None = None
     """The ack that was published last."""
+    progress_at: float = -math.inf
+    """When progress was published last, on the monotonic clock."""
 
 
 class CommandLog:

@@ -1,6 +1,6 @@
 """Which register to apply next, and the target state of a worker after that. Pure decisions over plain values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ...bus.protocol.fleet.desired import WEIGHTS
@@ -9,6 +9,7 @@ from ...schemas.control import AckError, AckStatus, Canary, Drain, FinishWeightU
 from ...schemas.desired import Recorded
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import UpdateTiming
 
 __all__ = [
     "PAUSE",
@@ -18,6 +19,7 @@ __all__ = [
     "RegisterOutcome",
     "failure",
     "next_due",
+    "pending_registers",
     "target_event",
 ]
 
@@ -40,6 +42,7 @@ class RegisterOutcome:
     canary: Canary | None = None
     verified: Verified | None = None
     frames: dict[str, int] | None = None
+    timing: UpdateTiming | None = None
 
     @property
     def is_applied(self) -> bool:
@@ -53,8 +56,9 @@ class HandledRegister:
 
     epoch: int
     """Of the command that was applied; -1: apply it again."""
-    outcome: RegisterOutcome | None
-    """None: not known before the worker has its target state."""
+    outcome: RegisterOutcome
+    is_shown: bool = True
+    """False: commands are answered with the outcome when the worker has its target state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +76,45 @@ def failure(error: ControlError) -> RegisterOutcome:
     return RegisterOutcome(status=status, error=AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS]))
 
 
-def next_due(effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister]) -> PendingRegister | None:
-    """Return the register to apply next: first those no longer desired, then by epoch; None: all are handled."""
+def pending_registers(
+    effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister]
+) -> list[PendingRegister]:
+    """Return the registers to apply, in order: first those no longer desired, then by epoch."""
     gone = sorted(register for register in handled if register not in effective)
-    if gone:
-        return PendingRegister(gone[0], None)
-    changed = [
+    changed = sorted(
         (recorded.epoch, register)
         for register, recorded in effective.items()
         if register not in handled or handled[register].epoch != recorded.epoch
+    )
+    return [
+        *(PendingRegister(register, None) for register in gone),
+        *(PendingRegister(register, effective[register]) for _, register in changed),
     ]
-    if not changed:
-        return None
-    _, register = min(changed)
-    return PendingRegister(register, effective[register])
+
+
+def next_due(
+    effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister], staging: Collection[str] = ()
+) -> PendingRegister | None:
+    """Return the register to apply next, of those that do not wait for sources in `staging`; None: there is none."""
+    pending = pending_registers(effective, handled)
+    return next((due for due in pending if due.register not in staging), None)
 
 
 def target_event(
-    effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister], *, is_poisoned: bool
-) -> WorkerEvent:
-    """Return the event to the target state, if no register is due; invalid weights come before a desired pause."""
+    effective: Mapping[str, Recorded],
+    handled: Mapping[str, HandledRegister],
+    *,
+    is_poisoned: bool,
+    staging: Collection[str] = (),
+) -> WorkerEvent | None:
+    """Return the event to the target state, if no register is due; invalid weights come before a desired pause.
+
+    Returns:
+        None: the worker would serve, and waits for the sources of the registers in `staging`.
+    """
     if is_poisoned:
         return WorkerEvent.SPOILT
-    if WEIGHTS in effective and not _is_applied(handled, WEIGHTS):
+    if WEIGHTS in effective and WEIGHTS not in staging and not _is_applied(handled, WEIGHTS):
         is_lost = isinstance(effective[WEIGHTS].command, FinishWeightUpdate)
         return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
@@ -102,9 +122,10 @@ def target_event(
         return WorkerEvent.DRAINED
     if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and _is_applied(handled, SLEEP):
         return WorkerEvent.SLEPT
-    return WorkerEvent.PAUSED if isinstance(pause, Pause) else WorkerEvent.CAUGHT_UP
+    if isinstance(pause, Pause):
+        return WorkerEvent.PAUSED
+    return None if staging else WorkerEvent.CAUGHT_UP
 
 
 def _is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:
-    outcome = handled[register].outcome if register in handled else None
-    return outcome is not None and outcome.is_applied
+    return register in handled and handled[register].outcome.is_applied

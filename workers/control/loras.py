@@ -15,7 +15,8 @@ from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
 from ..sources import Report, Sources
 from .deadline import Deadline
-from .fetchable import check_fetchable
+from .staging import StageKey
+from .supported import check_adapters_supported
 
 __all__ = ["Loras"]
 
@@ -58,6 +59,11 @@ class Loras:
         lost = [f"adapter {name} was lost with older weights: {reason}" for name, reason in sorted(self.lost.items())]
         return "; ".join(lost)[:MAX_ERROR_CHARS] or None
 
+    @property
+    def stage_keys(self) -> tuple[StageKey, ...]:
+        """The sources of the loaded adapters, which new weights may take from the engine."""
+        return tuple(StageKey(loaded.source, is_adapter=True) for loaded in self._loaded.values())
+
     def is_current(self, command: LoadLora) -> bool:
         """Return True if this adapter is loaded already."""
         return self._loaded.get(command.name) == _desired(command)
@@ -76,9 +82,9 @@ class Loras:
                 as it was. `engine_error`: the one of its name is as it was, or not here any more if the engine has lost
                 it. `timeout` of the load: it is not here any more.
         """
-        self._check_room(command.name)
         capabilities = self._in_flight.runner.engine.capabilities
-        check_fetchable(command.source, capabilities)
+        check_adapters_supported(command.source, capabilities)
+        self._check_room(command.name)
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):
             path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
@@ -94,11 +100,6 @@ class Loras:
 
     def _check_room(self, name: str) -> None:
         max_loras = self._in_flight.runner.engine.capabilities.max_loras
-        if not max_loras:
-            raise ControlError(
-                ControlCode.UNSUPPORTED,
-                "this engine takes no LoRA adapters; its arguments may allow them, vLLM's with 'enable_lora'",
-            )
         if name not in self._loaded and len(self._loaded) >= max_loras:
             problem = f"this engine holds {max_loras} adapters and has {', '.join(sorted(self._loaded))}"
             raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload one of them first")

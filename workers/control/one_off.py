@@ -15,9 +15,12 @@ from ...schemas.control import (
     UpdateWeightChunk,
 )
 from ...schemas.errors import ControlCode, ControlError
+from ...schemas.presence import Staging
+from ...schemas.weights import UpdateTiming
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from .reconcile import Reconciler
+from .staging import StageKey
 
 __all__ = ["OneOffCommands"]
 
@@ -43,7 +46,7 @@ class OneOffCommands:
             case Abort():
                 return await self._abort(command)
             case CheckWeights():
-                await self._registers.weights.check(command)
+                return {"timing": await self._check(command)}
             case Fence():
                 if self._reconciler.has_newer_weights(command.epoch):
                     raise ControlError(ControlCode.STALE, "later weights were recorded since")
@@ -54,6 +57,19 @@ class OneOffCommands:
             case _:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is no event")
         return {}
+
+    def progress_of(self, command: AnyCommand) -> Staging | None:
+        """Return how far the staging is that a check waits for; None: it waits for none."""
+        if not isinstance(command, CheckWeights):
+            return None
+        return self._reconciler.stager.progress_of(StageKey(command.source))
+
+    async def _check(self, command: CheckWeights) -> UpdateTiming:
+        """Stage the source of a check: an update with it could then be carried out."""
+        stager, key = self._reconciler.stager, StageKey(command.source)
+        await stager.stage(key)
+        cost = stager.cost_of(key)
+        return UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
 
     async def _abort(self, command: Abort) -> dict[str, Any]:
         found = self._in_flight.links.requests.names_by_id(set(command.request_ids))

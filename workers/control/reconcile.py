@@ -1,6 +1,7 @@
 """Reconciles a worker with its desired state: one register at a time, in the order in which commands were recorded.
 
 A command only requests a read of the desired state. The outcome of each register is kept, to answer commands later.
+Nothing is fetched here: a register whose source is not at hand is due when that was staged, or has failed.
 
 Invariant: a worker serves only after its present incarnation has read the desired state and applied all of it.
 """
@@ -13,17 +14,38 @@ from contextlib import asynccontextmanager
 
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...bus.protocol.states import SPEAKING, WorkerEvent
-from ...schemas.control import LORA_REGISTER, AckError, AckStatus, Canary, Drain, Pause, PauseMode, Resume, Sleep
+from ...schemas.control import (
+    AckStatus,
+    Canary,
+    Drain,
+    FinishWeightUpdate,
+    Pause,
+    PauseMode,
+    Resume,
+    Sleep,
+    UpdateWeights,
+)
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.presence import WorkerState
+from ...schemas.presence import Staging, WorkerState
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher
 from .boundary import UnknownFailure, command_boundary
-from .desire import PAUSE, SLEEP, HandledRegister, PendingRegister, RegisterOutcome, failure, next_due, target_event
+from .desire import (
+    PAUSE,
+    SLEEP,
+    HandledRegister,
+    PendingRegister,
+    RegisterOutcome,
+    failure,
+    next_due,
+    pending_registers,
+    target_event,
+)
+from .handled import HandledRegisters
+from .pending import PendingSources
 from .reading import DesiredReader
-from .registers import Registers
 
 __all__ = ["Reconciler"]
 
@@ -34,8 +56,6 @@ CUT_S = 1.0
 delay it."""
 MARGIN_S = 5.0
 """Seconds beyond the `timeout_s` of a command, which its parts keep by themselves: nothing may hang forever."""
-FETCH_RETRY_S = 30.0
-"""Seconds before weights that could not be fetched are tried again: the store, or the disk, may be back."""
 RESET_S = 600.0
 """Seconds to undo a register that is no longer desired; that may load weights."""
 
@@ -50,7 +70,7 @@ class Reconciler:
     def __init__(
         self,
         reader: DesiredReader,
-        registers: Registers,
+        sources: PendingSources,
         lifecycle: WorkerLifecycle,
         in_flight: InFlightRequests,
         publisher: OutboundPublisher,
@@ -58,17 +78,17 @@ class Reconciler:
     ) -> None:
         self.reader = reader
         reader.on_read = self.on_read
-        self.registers = registers
+        self._sources = sources
+        self.registers, self.stager = sources.registers, sources.stager
+        self.stager.on_change = self._on_staging
         self._lifecycle = lifecycle
         self._in_flight = in_flight
         self._publisher = publisher
         self._engine_timeout_s = engine_timeout_s
         self.on_change: Callable[[], None] = lambda: None
         """Called when a stage or an outcome has changed."""
-        # The registers of the desired state, and those no longer desired until they are undone.
-        self._handled: dict[str, HandledRegister] = {}
+        self._handled = HandledRegisters(reader)
         self._epoch_read = 0
-        self._missed_at = 0.0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
         # Registers are applied one at a time, and some one-off commands must not run meanwhile.
@@ -84,12 +104,15 @@ class Reconciler:
 
     def __repr__(self) -> str:
         """One line with the registers that were handled."""
-        handled = {register: handled.epoch for register, handled in self._handled.items()}
-        return f"<Reconciler epoch={self.epoch} handled={handled} {self.registers!r}>"
+        return f"<Reconciler epoch={self.epoch} {self._handled!r} {self._sources!r} {self.registers!r}>"
 
     def start(self) -> None:
         """The engine runs."""
         self._has_started.set()
+
+    def _on_staging(self) -> None:
+        self._is_due.set()
+        self.on_change()
 
     def wake(self) -> None:
         """Check soon for due registers, and whether they can be applied."""
@@ -109,11 +132,9 @@ class Reconciler:
         if self.reader.is_lost:
             # What was applied says nothing about the new state.
             logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
-            self._handled = {
-                register: HandledRegister(-1, handled.outcome) for register, handled in self._handled.items()
-            }
+            self._handled.repeat_all()
         self._epoch_read = self.reader.epoch
-        self._retry_weights()
+        self._handled.retry_weights()
         versions = self._in_flight.links.versions
         target = self.reader.target_version
         versions.target_version = versions.weight_version if target is None else target
@@ -129,49 +150,32 @@ class Reconciler:
         (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
         ends_at = limit.when()
         # Only once: an expired limit cannot be moved.
-        if self._epoch_of(register) != epoch and ends_at is not None and ends_at > now:
+        if self._handled.epoch_of(register) != epoch and ends_at is not None and ends_at > now:
             limit.reschedule(now)
-
-    def _retry_weights(self) -> None:
-        """Make weights due again after a failure that may pass by itself."""
-        handled = self._handled.get(WEIGHTS)
-        error = None if handled is None or handled.outcome is None else handled.outcome.error
-        is_passing = error is not None and error.code is ControlCode.STORAGE
-        if handled is not None and is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
-            self._handled[WEIGHTS] = HandledRegister(-1, handled.outcome)
-
-    def _epoch_of(self, register: str) -> int | None:
-        recorded = self.reader.effective.get(register)
-        return None if recorded is None else recorded.epoch
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
         """Return the outcome of the command that was recorded in `epoch`; None: not known yet."""
-        if self._epoch_read < epoch:
-            return None
-        if self._epoch_of(register) == epoch:
-            handled = self._handled.get(register)
-            return handled.outcome if handled is not None and handled.epoch == epoch else None
-        message = f"a later command has set {register}"
-        return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
+        return None if self._epoch_read < epoch else self._handled.outcome_of(register, epoch)
 
     def stage_of(self, register: str, epoch: int) -> str | None:
         """Return the stage of the command that was recorded in `epoch`; None: it is not being applied."""
-        return self._stage[2] if self._stage is not None and self._stage[:2] == (register, epoch) else None
+        if self._stage is not None and self._stage[:2] == (register, epoch):
+            return self._stage[2]
+        progress = self.progress_of(register, epoch)
+        return None if progress is None else progress.stage
+
+    def progress_of(self, register: str, epoch: int) -> Staging | None:
+        """Return how far the staging is that a command of `epoch` waits for; None: it waits for none."""
+        return self._sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
 
     def has_newer_weights(self, epoch: int | None) -> bool:
         """Return True if other weights were recorded after `epoch`; False if `epoch` is None."""
-        return epoch is not None and (self._epoch_of(WEIGHTS) or 0) > epoch
+        return epoch is not None and (self._handled.epoch_of(WEIGHTS) or 0) > epoch
 
     @property
     def lora_problem(self) -> str | None:
         """Which adapters are not as desired, and why, for people; None: all are as desired."""
-        errors = {
-            register.removeprefix(LORA_REGISTER): handled.outcome.error
-            for register, handled in sorted(self._handled.items())
-            if register.startswith(LORA_REGISTER) and handled.outcome is not None
-        }
-        lines = [f"adapter {name} is not as desired: {error.message}" for name, error in errors.items() if error]
-        return "; ".join(lines)[:MAX_ERROR_CHARS] or None
+        return self._handled.lora_problem
 
     @property
     def pause_mode(self) -> PauseMode | None:
@@ -193,9 +197,11 @@ class Reconciler:
         while True:
             await self._is_due.wait()
             self._is_due.clear()
+            self._stage_pending()
             while (due := self._next_due()) is not None:
                 async with self._lock:
                     await self._apply(due)
+                self._stage_pending()
             async with self._lock:
                 self.registers.transfer.expire(time.monotonic())
                 await self._apply_target_state()
@@ -204,7 +210,18 @@ class Reconciler:
         return self.reader.is_fresh and self._lifecycle.may_publish()
 
     def _next_due(self) -> PendingRegister | None:
-        return next_due(self.reader.effective, self._handled) if self._may_act() else None
+        return (
+            next_due(self.reader.effective, self._handled.by_name, self._sources.staging) if self._may_act() else None
+        )
+
+    def _stage_pending(self) -> None:
+        """Have the sources of pending registers staged; older weights than the recorded ones take no requests now."""
+        if not self._may_act():
+            return
+        pending = pending_registers(self.reader.effective, self._handled.by_name)
+        self._sources.set_pending(pending)
+        if self._lifecycle.state is WorkerState.SERVING and any(due.register == WEIGHTS for due in pending):
+            self._stop_serving()
 
     def _stop_serving(self) -> None:
         """Accept no requests until the worker has its target state."""
@@ -213,10 +230,16 @@ class Reconciler:
         self._in_flight.stop_intake()
 
     async def _apply(self, due: PendingRegister) -> None:
+        self._handled.show(self._sources.timing(time.monotonic()))
+        error = self._sources.error_of(due)
+        if error is not None and due.recorded is not None:
+            self._handled.add(due.register, HandledRegister(due.recorded.epoch, self._failed(due, error)))
+            self.on_change()
+            return
         self._stop_serving()
         if due.recorded is None:
             await self._attempt(due, self.registers.reset(due.register, lambda _stage: None, RESET_S), RESET_S)
-            self._handled.pop(due.register)
+            self._handled.by_name.pop(due.register)
             return
         command, epoch = due.recorded.command, due.recorded.epoch
         logger.info("command.begun command=%s epoch=%s", command.command, epoch)
@@ -236,19 +259,19 @@ class Reconciler:
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
         # While a transfer is open, the target state is not applied; a refusal stays.
         is_shown_later = (
-            isinstance(command, Resume | Drain) and outcome.is_applied and not self.registers.weights.is_transferring
+            isinstance(command, Resume | Drain | UpdateWeights | FinishWeightUpdate)
+            and outcome.is_applied
+            and not self.registers.weights.is_transferring
         )
-        self._handled[due.register] = HandledRegister(epoch, None if is_shown_later else outcome)
+        self._handled.add(due.register, HandledRegister(epoch, outcome, is_shown=not is_shown_later))
         self._keep_asleep()
         self.on_change()
 
     def _keep_asleep(self) -> None:
         """Make sleep due again after another command has woken the engine."""
-        recorded, handled = self.reader.effective.get(SLEEP), self._handled.get(SLEEP)
-        wants_sleep = recorded is not None and isinstance(recorded.command, Sleep)
-        was_asleep = handled is not None and handled.outcome is not None and handled.outcome.is_applied
-        if wants_sleep and was_asleep and not self.registers.is_asleep:
-            self._handled[SLEEP] = HandledRegister(-1, RegisterOutcome())
+        recorded = self.reader.effective.get(SLEEP)
+        if recorded is not None and isinstance(recorded.command, Sleep) and not self.registers.is_asleep:
+            self._handled.repeat_sleep()
 
     async def _attempt(self, due: PendingRegister, work: Awaitable[Canary | None], timeout_s: float) -> RegisterOutcome:
         """Execute `work`; the worker survives all of its errors but `EngineDead`."""
@@ -268,7 +291,7 @@ class Reconciler:
                 self.registers.weights.mark_invalid(exc.message[:MAX_ERROR_CHARS])
             return self._failed(due, exc)
         except TimeoutError:
-            if due.recorded is not None and self._epoch_of(due.register) != due.recorded.epoch:
+            if due.recorded is not None and self._handled.epoch_of(due.register) != due.recorded.epoch:
                 return self.outcome_of(due.register, due.recorded.epoch) or RegisterOutcome(status=AckStatus.STALE)
             return self._failed(due, ControlError(ControlCode.TIMEOUT, f"not done within {timeout_s:g} s"))
         finally:
@@ -278,8 +301,6 @@ class Reconciler:
 
     def _failed(self, due: PendingRegister, error: ControlError) -> RegisterOutcome:
         logger.error("command.not_applied register=%s error=%s", due.register, error)
-        if due.register == WEIGHTS:
-            self._missed_at = time.monotonic()
         return failure(error)
 
     async def _flush_outputs(self) -> None:
@@ -311,8 +332,9 @@ class Reconciler:
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.weights.is_transferring
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
-        effective, epoch = self.reader.effective, self.reader.epoch
-        event = target_event(effective, self._handled, is_poisoned=self.registers.weights.is_poisoned)
+        effective, epoch, staging = self.reader.effective, self.reader.epoch, self._sources.staging
+        is_poisoned = self.registers.weights.is_poisoned
+        event = target_event(effective, self._handled.by_name, is_poisoned=is_poisoned, staging=staging)
         self.problem = self._problem_of(event)
         try:
             async with asyncio.timeout(self._engine_timeout_s):
@@ -323,15 +345,19 @@ class Reconciler:
             raise EngineDead(f"it neither froze nor went on: {exc.message}") from exc
         if not self._may_act():
             return  # fenced meanwhile
-        self.epoch = epoch
-        self._lifecycle.transition(event)
-        for register, handled in self._handled.items():
-            if handled.outcome is None:
-                self._handled[register] = HandledRegister(handled.epoch, RegisterOutcome())
+        if not staging:
+            self.epoch = epoch
+        if event is not None:
+            self._lifecycle.transition(event)
+        self._handled.show(self._sources.timing(time.monotonic()))
         self.on_change()
 
-    async def _apply_event(self, event: WorkerEvent) -> None:
+    async def _apply_event(self, event: WorkerEvent | None) -> None:
         match event:
+            case None:
+                # What is in flight goes on while sources are staged; nothing new is accepted.
+                self._in_flight.release_steps()
+                await self._in_flight.runner.resume()
             case WorkerEvent.CAUGHT_UP:
                 await self._in_flight.resume()
             case WorkerEvent.PAUSED if self.pause_mode == "keep":
@@ -346,10 +372,10 @@ class Reconciler:
                 await self._in_flight.runner.resume()
                 await self._flush_outputs()
 
-    def _problem_of(self, event: WorkerEvent) -> str | None:
+    def _problem_of(self, event: WorkerEvent | None) -> str | None:
         if event is WorkerEvent.SPOILT:
             return self.registers.weights.problem or "its weights are not to be trusted"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
-            outcome = self._handled[WEIGHTS].outcome
-            return None if outcome is None or outcome.error is None else outcome.error.message
+            error = self._handled.by_name[WEIGHTS].outcome.error
+            return None if error is None else error.message
         return None

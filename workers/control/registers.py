@@ -25,12 +25,16 @@ from ..requests.in_flight import InFlightRequests
 from ..sources import Report
 from .desire import SLEEP
 from .loras import Loras
+from .staging import StageKey
 from .transfer import Transfer
 from .weights import WeightManager
 
 __all__ = ["Registers"]
 
 logger = logging.getLogger(__name__)
+
+DEEP = 2
+"""The level of sleep after which the weights have to be loaded again."""
 
 
 class Registers:
@@ -57,6 +61,30 @@ class Registers:
     def is_asleep(self) -> bool:
         """True if the engine sleeps."""
         return self._sleep_level > 0
+
+    def source_of(self, command: AnyCommand) -> StageKey | None:
+        """Return the source without which `command` cannot be applied; None: it needs none, or is applied already."""
+        match command:
+            case UpdateWeights() if not self.weights.is_current(command):
+                return StageKey(command.source)
+            case LoadLora() if not self.loras.is_current(command):
+                return StageKey(command.source, is_adapter=True)
+        return None
+
+    def needed_for(self, command: AnyCommand | None) -> tuple[StageKey, ...]:
+        """Return all sources that are staged before `command` is applied, so that it meets no network.
+
+        Args:
+            command: None: the register is not desired any more.
+        """
+        source = None if command is None else self.source_of(command)
+        keys = [] if source is None else [source]
+        if isinstance(command, UpdateWeights):
+            keys += self.loras.stage_keys if source is not None else ()
+        elif self._sleep_level == DEEP and self.weights.source is not None and not isinstance(command, Sleep):
+            # The engine has dropped its weights, and most commands wake it.
+            keys.append(StageKey(self.weights.source))
+        return tuple(keys)
 
     async def apply(self, command: AnyCommand, report: Report) -> Canary | None:
         """Apply a command; resume and drain take effect with the target state.
@@ -108,7 +136,7 @@ class Registers:
             await self._wake(report, command.timeout_s)
         match command:
             case UpdateWeights():
-                if await self._wake_engine() == 2:
+                if await self._wake_engine() == DEEP:
                     self.weights.mark_invalid("the engine has dropped them to sleep")
                 return await self.weights.update(await self._abandon_transfer(command), report)
             case FinishWeightUpdate():
@@ -190,7 +218,7 @@ class Registers:
 
     async def _wake(self, report: Report, timeout_s: float) -> None:
         """Wake the engine if it sleeps, with the weights that it had."""
-        if await self._wake_engine() == 2:
+        if await self._wake_engine() == DEEP:
             await self.weights.restore(report, timeout_s)
 
     async def _wake_engine(self) -> int:

@@ -5,13 +5,13 @@ cut short, and the steps of the engine are held. The weight version changes only
 """
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ...schemas.control import (
     LOAD_TIMEOUT_S,
     Canary,
-    CheckWeights,
     FinishWeightUpdate,
     PauseMode,
     UpdateWeights,
@@ -25,8 +25,9 @@ from ..requests.versions import Versions
 from ..sources import Report, Sources
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .deadline import Deadline
-from .fetchable import check_fetchable
 from .loras import Loras
+from .supported import check_weights_supported
+from .update_clock import UpdateClock
 
 __all__ = ["UNTOUCHED", "WeightManager"]
 
@@ -76,6 +77,8 @@ class WeightManager:
         """Why `is_poisoned`."""
         self.is_transferring = False
         """A transfer has begun to replace them, and has not ended: they are half written."""
+        self.clock = UpdateClock()
+        """Of the last update or transfer."""
 
     def __repr__(self) -> str:
         """One line with the versions."""
@@ -115,14 +118,6 @@ class WeightManager:
             raise EngineDead(f"the engine cannot reload its own checkpoint {own}: {exc.message}") from exc
         logger.info("weights.proven version=%s path=%s", self.version, own)
 
-    async def check(self, command: CheckWeights) -> None:
-        """Check that an update with this source could be carried out; change nothing.
-
-        Raises:
-            ControlError: `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`.
-        """
-        await self._resolve(command.source, Deadline(command.timeout_s), _ignore)
-
     async def update(self, command: UpdateWeights, report: Report) -> Canary | None:
         """Replace the weights by a checkpoint's; what was sampled before bears the old version, all else the new.
 
@@ -141,6 +136,7 @@ class WeightManager:
                 `cache_in_use`, `engine_error`, and `not_verified` of weights that are here already: they are as they
                 were. With `is_poisoned`: `half_written`, `not_verified`, `timeout`; requests in flight have failed.
         """
+        self.clock = UpdateClock()
         self._canaries.check_expected(command.expected_canary)
         if self.is_current(command):
             if self.canary is not None:
@@ -201,6 +197,7 @@ class WeightManager:
             ControlError: `timeout`.
         """
         await self._in_flight.stop(mode, deadline.left_s)
+        self.clock = UpdateClock(time.monotonic())
         # Held since an earlier update under the same pause.
         self._in_flight.release_steps()
         self._in_flight.fail_awaiting_kv(None, "the weights are replaced")
@@ -263,19 +260,24 @@ class WeightManager:
         logger.info("weights.updated version=%s source=%s", version, source)
 
     async def _change(self, change: Callable[[], Awaitable[Verified | None]], before: tuple[bool, str | None]) -> None:
+        began = time.monotonic()
         try:
             self.verified = await change()
         except ControlError as exc:
             if exc.code in UNTOUCHED:
                 self.is_poisoned, self.problem = before
             raise
+        finally:
+            self.clock.loaded_s = time.monotonic() - began
 
     async def _sample_canary(self, deadline: Deadline) -> Canary:
         """Sample the canary; the steps of other requests are held meanwhile."""
         was_paused = self._in_flight.runner.is_engine_paused
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
+        began = time.monotonic()
         canary = await self._canaries.sample(deadline)
+        self.clock.canary_s = time.monotonic() - began
         if was_paused:
             await self._in_flight.pause_engine()
         return canary
@@ -290,10 +292,7 @@ class WeightManager:
         self.is_poisoned, self.problem = True, reason
 
     async def _resolve(self, source: WeightSource, deadline: Deadline, report: Report) -> Path:
-        capabilities = self._in_flight.runner.engine.capabilities
-        if not capabilities.weight_updates:
-            raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
-        check_fetchable(source, capabilities)
+        check_weights_supported(source, self._in_flight.runner.engine.capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)
 

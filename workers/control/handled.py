@@ -1,0 +1,94 @@
+"""The registers that a worker has handled, and their outcomes, by which commands are answered."""
+
+import time
+from dataclasses import replace
+from typing import Final
+
+from ...bus.protocol.fleet.desired import WEIGHTS
+from ...schemas.control import LORA_REGISTER, AckError, AckStatus
+from ...schemas.errors import ControlCode
+from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import UpdateTiming
+from .desire import SLEEP, HandledRegister, RegisterOutcome
+from .reading import DesiredReader
+
+__all__ = ["HandledRegisters"]
+
+FETCH_RETRY_S: Final = 30.0
+"""Seconds before weights that could not be fetched are tried again: the store, or the disk, may be back."""
+
+
+class HandledRegisters:
+    """The registers of the desired state that were applied or failed, and those no longer desired until undone."""
+
+    def __init__(self, reader: DesiredReader) -> None:
+        self._reader = reader
+        self.by_name: dict[str, HandledRegister] = {}
+        """By register."""
+        self._missed_at = 0.0
+
+    def __repr__(self) -> str:
+        """One line with the epochs."""
+        epochs = {register: handled.epoch for register, handled in self.by_name.items()}
+        return f"<HandledRegisters {epochs}>"
+
+    def epoch_of(self, register: str) -> int | None:
+        """Return the epoch in which a register was recorded; None: it is not desired."""
+        recorded = self._reader.effective.get(register)
+        return None if recorded is None else recorded.epoch
+
+    def add(self, register: str, handled: HandledRegister) -> None:
+        """Add the outcome of a register."""
+        self.by_name[register] = handled
+        if register == WEIGHTS and not handled.outcome.is_applied:
+            self._missed_at = time.monotonic()
+
+    def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
+        """Return the outcome of the command that was recorded in `epoch`; None: not known yet."""
+        if self.epoch_of(register) == epoch:
+            handled = self.by_name.get(register)
+            is_known = handled is not None and handled.epoch == epoch and handled.is_shown
+            return handled.outcome if handled is not None and is_known else None
+        message = f"a later command has set {register}"
+        return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
+
+    def repeat_all(self) -> None:
+        """Make all registers due again: what was applied says nothing about a new desired state."""
+        self.by_name = {register: self._again(register) for register in self.by_name}
+
+    def retry_weights(self) -> None:
+        """Make weights due again after a failure that may pass by itself."""
+        handled = self.by_name.get(WEIGHTS)
+        error = None if handled is None else handled.outcome.error
+        is_passing = error is not None and error.code is ControlCode.STORAGE
+        if is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
+            self.by_name[WEIGHTS] = self._again(WEIGHTS)
+
+    def repeat_sleep(self) -> None:
+        """Make sleep due again, if it was applied."""
+        if SLEEP in self.by_name and self.by_name[SLEEP].outcome.is_applied:
+            self.by_name[SLEEP] = HandledRegister(-1, RegisterOutcome())
+
+    def _again(self, register: str) -> HandledRegister:
+        return HandledRegister(-1, self.by_name[register].outcome)
+
+    def show(self, timing: UpdateTiming | None) -> None:
+        """Let commands be answered whose outcome was not shown.
+
+        Args:
+            timing: of the update of the weights, if that is among them.
+        """
+        for register, handled in self.by_name.items():
+            if not handled.is_shown:
+                outcome = replace(handled.outcome, timing=timing) if register == WEIGHTS else handled.outcome
+                self.by_name[register] = HandledRegister(handled.epoch, outcome)
+
+    @property
+    def lora_problem(self) -> str | None:
+        """Which adapters are not as desired, and why, for people; None: all are as desired."""
+        lines = [
+            f"adapter {register.removeprefix(LORA_REGISTER)} is not as desired: {handled.outcome.error.message}"
+            for register, handled in sorted(self.by_name.items())
+            if register.startswith(LORA_REGISTER) and handled.outcome.error is not None
+        ]
+        return "; ".join(lines)[:MAX_ERROR_CHARS] or None

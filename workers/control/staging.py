@@ -1,0 +1,223 @@
+"""Brings sources of weights and adapters to the worker's machine while the worker serves: one at a time.
+
+The sources that recorded commands need come first, in the order in which they were recorded; then those of checks. A
+source that nobody needs any more is cancelled: its partial download stays, and a later staging goes on with it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ...schemas.control import WeightSource
+from ...schemas.errors import ControlError
+from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.presence import Capabilities, Staging
+from ..sources import Sources
+from .boundary import command_boundary
+from .supported import check_adapters_supported, check_weights_supported
+
+__all__ = ["StageCost", "StageKey", "Stager", "StagerStats"]
+
+logger = logging.getLogger(__name__)
+
+WAITING: Final = "waiting"
+"""The stage of a source that is staged after another one."""
+MAX_COSTS: Final = 8
+"""Sources of which the cost is remembered: of the update under way, and of those that a fleet goes back to."""
+
+
+class StageKey(NamedTuple):
+    """What is staged."""
+
+    source: WeightSource
+    is_adapter: bool = False
+
+
+@dataclass(slots=True)
+class StageCost:
+    """What it took to stage a source, in all attempts of this process together."""
+
+    fetched_bytes: int = 0
+    staged_s: float = 0.0
+    done_at: float = 0.0
+    """When the last attempt succeeded, on the monotonic clock."""
+
+
+@dataclass(slots=True)
+class StagerStats:
+    """Counts since the process began."""
+
+    fetched_bytes: int = 0
+    staged: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    seconds: float = 0.0
+    """Spent on stagings, whatever came of them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    key: StageKey
+    is_desired: bool = False
+    num_waiting: int = 0
+    stage: str = WAITING
+    error: ControlError | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_needed(self) -> bool:
+        return self.is_desired or self.num_waiting > 0
+
+
+class Stager:
+    """Stages sources, in one task.
+
+    Args:
+        sources: fetches and checks them.
+        capabilities: returns those of the started engine: what it cannot load is not fetched.
+    """
+
+    def __init__(self, sources: Sources, capabilities: Callable[[], Capabilities]) -> None:
+        self._sources = sources
+        self._capabilities = capabilities
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a source has reached a stage, was staged or has failed."""
+        # At most one for each register and each check under way.
+        self._jobs: dict[StageKey, _Job] = {}
+        self._current: tuple[_Job, asyncio.Task[None]] | None = None
+        self._is_due = asyncio.Event()
+        self._costs: OrderedDict[StageKey, StageCost] = OrderedDict()
+        self.stats = StagerStats()
+
+    def __repr__(self) -> str:
+        """One line with what is staged."""
+        stages = {str(job.key.source): job.stage for job in self._jobs.values()}
+        return f"<Stager {stages}>"
+
+    def set_desired(self, keys: Sequence[StageKey]) -> None:
+        """Replace the sources that recorded commands need; those that nobody needs any more are cancelled."""
+        for job in self._jobs.values():
+            job.is_desired = job.key in keys
+        for key in keys:
+            self._job(key).is_desired = True
+        self._remove_unneeded()
+
+    async def stage(self, key: StageKey) -> None:
+        """Wait until a source is staged; a staging that is under way for it is shared.
+
+        Cancellation: the staging is cancelled too, unless somebody else needs it.
+
+        Raises:
+            ControlError: as `Sources.checkpoint` and `Sources.adapter`, and `unsupported`.
+        """
+        job = self._job(key)
+        job.num_waiting += 1
+        self._is_due.set()
+        try:
+            await job.done.wait()
+        finally:
+            job.num_waiting -= 1
+            self._remove_unneeded()
+        if job.error is not None:
+            raise job.error
+
+    def is_staged(self, key: StageKey) -> bool:
+        """Return True if a needed source was staged, or that has failed."""
+        job = self._jobs.get(key)
+        return job is not None and job.done.is_set()
+
+    def error_of(self, key: StageKey) -> ControlError | None:
+        """Return why a needed source could not be staged; None: it could, or that is not known yet."""
+        job = self._jobs.get(key)
+        return None if job is None else job.error
+
+    def cost_of(self, key: StageKey) -> StageCost:
+        """Return what it took to stage a source."""
+        return self._costs.get(key) or StageCost()
+
+    def progress_of(self, key: StageKey) -> Staging | None:
+        """Return how far a needed source is; None: it is not needed, or was staged."""
+        job = self._jobs.get(key)
+        return None if job is None or job.done.is_set() else _progress(job)
+
+    @property
+    def progress(self) -> Staging | None:
+        """How far the source is that is being staged; None: none is."""
+        return None if self._current is None else _progress(self._current[0])
+
+    async def run(self) -> None:
+        """Stage until cancelled."""
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            while (job := self._next()) is not None:
+                async with asyncio.TaskGroup() as group:
+                    self._current = job, group.create_task(self._run(job))
+                self._current = None
+
+    def _job(self, key: StageKey) -> _Job:
+        return self._jobs.setdefault(key, _Job(key))
+
+    def _next(self) -> _Job | None:
+        waiting = [job for job in self._jobs.values() if not job.done.is_set()]
+        desired = [job for job in waiting if job.is_desired]
+        return next(iter(desired or waiting), None)
+
+    def _remove_unneeded(self) -> None:
+        self._jobs = {key: job for key, job in self._jobs.items() if job.is_needed}
+        if self._current is not None:
+            job, task = self._current
+            following = self._next()
+            # A check starts again later, with what it has fetched, once the recorded source is here.
+            if not job.is_needed or (following is not None and following.is_desired and not job.is_desired):
+                task.cancel()
+        self._is_due.set()
+
+    async def _run(self, job: _Job) -> None:
+        cost = self._costs.setdefault(job.key, StageCost())
+        self._costs.move_to_end(job.key)
+        while len(self._costs) > MAX_COSTS:
+            self._costs.popitem(last=False)
+        began = time.monotonic()
+        try:
+            with command_boundary(f"stage {job.key.source}"):
+                await self._bring(job)
+        except ControlError as exc:
+            self.stats.failed += 1
+            job.error = exc
+        except asyncio.CancelledError:
+            self.stats.cancelled += 1
+            job.stage = WAITING
+            raise
+        else:
+            self.stats.staged += 1
+            cost.done_at = time.monotonic()
+        finally:
+            spent_s = time.monotonic() - began
+            cost.staged_s += spent_s
+            self.stats.seconds += spent_s
+            logger.info("weights.staging_ended source=%s seconds=%.3f error=%s", job.key.source, spent_s, job.error)
+        job.done.set()
+        self.on_change()
+
+    async def _bring(self, job: _Job) -> None:
+        def report(stage: str) -> None:
+            job.stage = stage
+            self.on_change()
+
+        source, is_adapter = job.key
+        capabilities = self._capabilities()
+        if is_adapter:
+            check_adapters_supported(source, capabilities)
+            await self._sources.adapter(source, report, max_rank=capabilities.max_lora_rank)
+        else:
+            check_weights_supported(source, capabilities)
+            await self._sources.checkpoint(source, report)
+
+
+def _progress(job: _Job) -> Staging:
+    return Staging(source=str(job.key.source)[:MAX_ERROR_CHARS], stage=job.stage)

@@ -1,0 +1,41 @@
+"""Whether an engine can take a source at all, decided before anything of it is fetched."""
+
+from ...schemas.control import WeightSource
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.presence import Capabilities
+
+__all__ = ["check_adapters_supported", "check_weights_supported"]
+
+
+def check_weights_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can replace its weights by those of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.weight_updates:
+        raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
+    _check_fetchable(source, capabilities)
+
+
+def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can load the LoRA adapter of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.max_loras:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            "this engine takes no LoRA adapters; its arguments may allow them, vLLM's with 'enable_lora'",
+        )
+    _check_fetchable(source, capabilities)
+
+
+def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
+    if source.objects is not None and not capabilities.weight_deltas:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            f"{source} is refused: processes of this engine may run on several machines, and fetched files are on the "
+            "worker's machine only; allowed: the path of a folder that all of these machines share",
+        )
