@@ -366,8 +366,7 @@ class Worker:
         return "_control" in self.__dict__
 
     def presence(self) -> WorkerPresence:
-        """What this worker says of itself now."""
-        # First, as it looks at the lease, which may have run out just now.
+        """What this worker says of itself now; the lease is looked at first, which may have run out just now."""
         free_slots = max(self._intake.room(), 0)
         versions, reconciler, state = self._links.versions, self._control.reconciler, self._lifecycle.state
         uptime_s = time.monotonic() - self._started_at
@@ -397,4 +396,5 @@ class Worker:
             pid=os.getpid(),
             held_s=round(self._lifecycle.held_s, 3),
             engine_stats=None if state is WorkerState.STARTING else self._engine.stats,
+            staging=reconciler.stager.progress,
         )

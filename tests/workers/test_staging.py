@@ -1,0 +1,249 @@
+"""Sources are staged beside the reconciler: what else is desired is brought about meanwhile."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollbus.schemas.control import AckStatus, WeightSource
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.control import ack_publisher, handled
+from rollbus.workers.sources import Sources
+from tests.support.checkpoints import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.hand_client import hand_client
+from tests.support.hand_controller import hand_controller
+from tests.support.requests import endless, short
+from tests.workers.support import SLOW, StartControlled
+
+pytestmark = pytest.mark.slow
+
+BASE = "bucket/versions"
+
+
+class Store:
+    """Stands for the object store, with a gate for each source: `BASE/<name>` is the checkpoint `root/<name>`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.gates: dict[str, asyncio.Event] = {}
+        self.calls: list[str] = []
+        """Sources that were asked for."""
+        self.cancelled: list[str] = []
+        self.is_away = False
+
+    def add(self, name: str, fill: int, *, is_open: bool = False) -> dict[str, str]:
+        """Make a checkpoint; returns its source."""
+        write_checkpoint(self._root / name, fill=fill)
+        self.gates[name] = asyncio.Event()
+        if is_open:
+            self.gates[name].set()
+        return {"objects": f"{BASE}/{name}"}
+
+    async def checkpoint(self, source: WeightSource, report: Callable[[str], None]) -> Path:
+        """As `Sources.checkpoint`."""
+        name = str(source.objects).rpartition("/")[2]
+        self.calls.append(name)
+        report("fetching")
+        try:
+            await self.gates[name].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        if self.is_away:
+            raise ControlError(ControlCode.STORAGE, "it is away")
+        return self._root / name
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The store that all workers of the test read."""
+    made = Store(tmp_path)
+
+    async def checkpoint(_self: Sources, source: WeightSource, report: Callable[[str], None]) -> Path:
+        return await made.checkpoint(source, report)
+
+    monkeypatch.setattr(Sources, "checkpoint", checkpoint)
+    return made
+
+
+async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: StartControlled, store: Store) -> None:
+    """Older weights than the recorded ones take no requests; pause, drain and resume do not wait for the download."""
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        update = await boss.command("update_weights", version=2, source=store.add("2", 2))
+        await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(update)))
+        await client.until_state("w", WorkerState.UPDATING)
+        count = len(client.chunks["r"])
+        await client.until(lambda: len(client.chunks["r"]) > count + 20)
+        await boss.applied("pause", mode="keep")
+        await client.until_state("w", WorkerState.PAUSED)
+        await boss.applied("resume")
+        await client.until_state("w", WorkerState.UPDATING)
+        await boss.applied("drain", workers=["w"])
+        await client.until_state("w", WorkerState.DRAINED)
+        await boss.applied("resume", workers=["w"])
+        assert not boss.finals(update)
+        assert client.presences["w"].weight_version == 1
+
+        store.gates["2"].set()
+        applied = await boss.final(update)
+        await client.enqueue(short("s"))
+        await client.until_ended("s")
+
+        assert (applied.status, applied.weight_version) == (AckStatus.APPLIED, 2)
+        assert {chunk.weight_version for chunk in client.chunks["s"]} == {2}
+        assert [ack.progress.source for ack in boss.acks(update) if ack.progress is not None][:1] == [
+            f"objects:{BASE}/2"
+        ]
+
+
+async def test_a_newer_record_cancels_an_older_staging(controlled_worker: StartControlled, store: Store) -> None:
+    """The older update is stale, its download ends, and its weights are never loaded."""
+    async with controlled_worker(weight_version=1) as (client, boss, _, engine):
+        older = await boss.command("update_weights", version=2, source=store.add("2", 2))
+        await boss.until(lambda: store.calls == ["2"])
+        newer = await boss.command("update_weights", version=3, source=store.add("3", 3))
+        await boss.until(lambda: store.calls == ["2", "3"])
+        assert (await boss.final(older)).status is AckStatus.STALE
+        assert store.cancelled == ["2"]
+        loads = engine._num_loads
+        store.gates["2"].set()
+        store.gates["3"].set()
+        assert (await boss.final(newer)).weight_version == 3
+        await client.until_serving("w")
+
+        assert engine._num_loads == loads + 1
+        assert client.presences["w"].weight_version == 3
+
+
+async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: StartControlled, store: Store) -> None:
+    """A recorded source that a check is staging is not begun anew; both commands are answered when it is there."""
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        source = store.add("2", 2)
+        check = await boss.command("check_weights", source=source)
+        await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(check)))
+        assert client.presences["w"].state is WorkerState.SERVING
+        update = await boss.command("update_weights", version=2, source=source)
+        await client.until_state("w", WorkerState.UPDATING)
+        assert store.calls == ["2"]
+        store.gates["2"].set()
+
+        assert (await boss.final(check)).status is AckStatus.APPLIED
+        assert (await boss.final(update)).weight_version == 2
+        # Staged once, and asked for once more by the switch, which finds it at hand.
+        assert store.calls == ["2", "2"]
+        assert store.cancelled == []
+
+
+async def test_a_recorded_source_comes_before_one_that_is_checked(
+    controlled_worker: StartControlled, store: Store
+) -> None:
+    """A worker that must switch does not wait for the download of another check, which goes on afterwards."""
+    async with controlled_worker(weight_version=1) as (_, boss, *_):
+        check = await boss.command("check_weights", source=store.add("3", 3))
+        await boss.until(lambda: store.calls == ["3"])
+        await boss.applied("update_weights", version=2, source=store.add("2", 2, is_open=True))
+        assert store.cancelled == ["3"]
+        assert not boss.finals(check)
+        store.gates["3"].set()
+        assert (await boss.final(check)).status is AckStatus.APPLIED
+
+
+async def test_a_late_joiner_serves_nothing_before_its_weights_are_there(
+    nats_url: str, fleet: str, store: Store
+) -> None:
+    """What is recorded is staged by a worker that starts later; a pause reaches it meanwhile."""
+    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
+        await boss.record("update_weights", version=5, source=store.add("5", 5))
+        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW):
+            await client.until(lambda: store.calls)
+            await client.until(lambda: client.presences["w"].staging is not None)
+            assert client.presences["w"].state is WorkerState.UPDATING
+            await client.enqueue(short("r"))
+            await boss.applied("pause")
+            await client.until_state("w", WorkerState.PAUSED)
+            await boss.applied("resume")
+            assert not client.chunks["r"]
+            store.gates["5"].set()
+            await client.until_ended("r")
+
+        assert {chunk.weight_version for chunk in client.chunks["r"]} == {5}
+
+
+async def test_a_staging_that_fails_is_tried_again(
+    controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is outdated while the store is away, and has the recorded weights once it is back."""
+    monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
+    store.is_away = True
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        failed = await boss.do("update_weights", version=2, source=store.add("2", 2, is_open=True))
+        assert failed.error is not None
+        assert failed.error.code is ControlCode.STORAGE
+        await client.until_state("w", WorkerState.OUTDATED)
+        store.is_away = False
+        await client.until_serving("w")
+
+        assert client.presences["w"].weight_version == 2
+
+
+async def test_progress_is_told_while_it_moves(
+    controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ack for each stage; a check that waits for its source tells what it waits for."""
+    monkeypatch.setattr(ack_publisher, "PROGRESS_S", 0.0)
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        check = await boss.command("check_weights", source=store.add("2", 2))
+        await boss.until(lambda: any(ack.progress is not None for ack in boss.acks(check)))
+        await client.until(lambda: client.presences["w"].staging is not None)
+        store.gates["2"].set()
+        done = await boss.final(check)
+        await client.until(lambda: client.presences["w"].staging is None)
+
+        stages = [ack.stage for ack in boss.acks(check) if ack.progress is not None]
+        assert stages[-1] == "fetching"
+        assert done.timing is not None
+        assert done.timing.paused_s == 0.0
+
+
+async def test_where_the_time_of_an_update_goes(controlled_worker: StartControlled, store: Store) -> None:
+    """The parts add up, and the applied ack leaves when the engine goes on: no token of the old weights follows it."""
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        source = store.add("2", 2)
+        check = await boss.command("check_weights", source=source)
+        await boss.until(lambda: store.calls)
+        store.gates["2"].set()
+        await boss.final(check)
+        applied = await boss.applied("update_weights", version=2, source=source)
+        await client.until(lambda: client.chunks["r"][-1].weight_version == 2)
+        timing = applied.timing
+
+        assert timing is not None
+        assert timing.staged_s > 0
+        assert timing.loaded_s + timing.canary_s <= timing.paused_s + 0.002
+        assert timing.waited_s + timing.paused_s <= applied.seconds + 0.002
+        told = boss.said[boss.said.index(applied) :]
+        versions = {chunk.weight_version for frame in told for chunk in getattr(frame, "chunks", ())}
+        assert versions <= {2}
+        assert (await boss.applied("update_weights", version=2, source=source, allow_rollback=True)).timing is None
+
+
+async def test_an_update_under_a_pause_is_answered_while_it_holds(
+    controlled_worker: StartControlled, store: Store
+) -> None:
+    """The engine does not go on then; the ack leaves when the worker is paused again."""
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        await client.enqueue(endless("r"))
+        await client.until(lambda: client.chunks["r"])
+        await boss.applied("pause", mode="keep")
+        await boss.applied("update_weights", version=2, source=store.add("2", 2, is_open=True))
+        await client.until_state("w", WorkerState.PAUSED)
+        assert {chunk.weight_version for chunk in client.chunks["r"]} == {1}
+        await boss.applied("resume")
+        await client.until(lambda: client.chunks["r"][-1].weight_version == 2)
