@@ -11,7 +11,7 @@
 The page docs/trainer.md shows a whole step.
 """
 
-from .errors import PackError, ReplayError, StitchError
+from .errors import CheckpointMismatch, PackError, ReplayError, StitchError
 from .importance import importance_weights, sampler_kl
 from .packing import NO_EXPERT, PADDING, MicroBatch, pack
 from .replay import replay
@@ -24,6 +24,7 @@ __all__ = [
     "NOT_SAMPLED",
     "NO_EXPERT",
     "PADDING",
+    "CheckpointMismatch",
     "MicroBatch",
     "PackError",
     "ReplayError",

@@ -1,0 +1,86 @@
+"""Rule: a model's tensors have the checkpoint's names and the bytes that `save_pretrained` writes, or are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rollbus.trainer import CheckpointMismatch
+from rollbus.trainer.checkpoint import checkpoint_tensors
+from tests.support.tiny_families import FAMILIES, make_family
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    return tensors
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Fail at the first name, dtype, shape or byte that differs."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def load(folder: Path) -> Any:
+    """Load a model as its checkpoint has it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tensors_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """Equal what `save_pretrained` writes, for MoE, dense and tied models, after a change of the weights too."""
+    folder = make_family(tmp_path / "first", family, seed=1)
+    model = load(folder)
+    assert_equal(dict(checkpoint_tensors(model, folder)), read(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.save_pretrained(tmp_path / "second")
+    assert_equal(dict(checkpoint_tensors(model, folder)), read(tmp_path / "second"))
+
+
+def test_small_files_have_the_same_tensors(tmp_path: Path) -> None:
+    """Names come from all files of a folder."""
+    model = load(make_family(tmp_path / "one", "mixtral", seed=1))
+    model.save_pretrained(tmp_path / "many", max_shard_size="200KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    assert_equal(dict(checkpoint_tensors(model, tmp_path / "many")), read(tmp_path / "many"))
+
+
+def test_a_tied_weight_that_the_checkpoint_has_twice_comes_twice(tmp_path: Path) -> None:
+    """As the index has it."""
+    from safetensors.torch import save_file
+
+    folder = make_family(tmp_path, "qwen2-tied", seed=1)
+    tensors = read(folder)
+    model = load(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_equal(dict(checkpoint_tensors(model, folder)), tensors)
+    assert "lm_head.weight" not in dict(checkpoint_tensors(model))
+
+
+def test_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    """The message has the first name that differs."""
+    model = load(make_family(tmp_path / "llama", "llama", seed=1))
+    gpt2 = make_family(tmp_path / "gpt2", "gpt2", seed=1)
+    with pytest.raises(CheckpointMismatch, match=r"the model has lm_head\.weight, which is not in"):
+        dict(checkpoint_tensors(model, gpt2))
+    with pytest.raises(CheckpointMismatch, match="has no safetensors files"):
+        dict(checkpoint_tensors(model, tmp_path))
+
+
+def test_weights_that_are_elsewhere_are_refused_by_name(tmp_path: Path) -> None:
+    """A model on no device has no content."""
+    model = load(make_family(tmp_path, "llama", seed=1)).to("meta")
+    with pytest.raises(CheckpointMismatch, match=r"model\.embed_tokens\.weight is a slice, or not in"):
+        dict(checkpoint_tensors(model))
