@@ -75,6 +75,18 @@ WORKER_COUNTERS: Final = {
     "dropped_msgs": "Messages that its connection has dropped unread",
 }
 """Fields of `WorkerCounters`, and what they are."""
+WEIGHTS_COUNTERS: Final = {
+    "fetched_bytes": ("weights_fetched_bytes", "Bytes of weights and adapters fetched from the object store"),
+    "staging_seconds": ("weights_staging_s", "Spent on stagings of weights and adapters, whatever came of them"),
+    "paused_seconds": ("weights_paused_s", "In which the engine made no step for requests as weights were replaced"),
+}
+"""By their names here, behind `rollbus_weights_`: fields of `WorkerCounters`, and what they are."""
+STAGING_OUTCOMES: Final = {
+    "staged": "weights_staged",
+    "failed": "weights_stagings_failed",
+    "cancelled": "weights_stagings_cancelled",
+}
+"""Fields of `WorkerCounters` by how stagings ended."""
 
 
 class Sample(NamedTuple):
@@ -101,6 +113,7 @@ class Family(NamedTuple):
 def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     """All metrics of these workers; what a worker does not say has no value."""
     yield from _own(workers)
+    yield from _weights(workers)
     yield from _as_vllm(workers)
     names = ("worker", "model", "state")
     states = [Sample("", {**_labels(worker), "state": str(worker.state)}, 1) for worker in workers]
@@ -131,6 +144,28 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     for field, text in WORKER_COUNTERS.items():
         totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
         yield Family(f"rollbus_worker_{field}", "counter", text, names, totals)
+
+
+def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
+    names = ("worker", "model")
+    counted = [(_labels(one), one.counters) for one in workers if one.counters is not None]
+    for name, (field, text) in WEIGHTS_COUNTERS.items():
+        totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
+        yield Family(f"rollbus_weights_{name}", "counter", text, names, totals)
+    stagings = [
+        Sample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
+        for labels, counters in counted
+        for outcome, field in STAGING_OUTCOMES.items()
+    ]
+    text = "Stagings of weights and adapters by how they ended: staged, failed, cancelled"
+    yield Family("rollbus_weights_stagings", "counter", text, (*names, "outcome"), stagings)
+    shares = [
+        Sample("", _labels(one), min(one.staging.done_bytes / one.staging.total_bytes, 1.0))
+        for one in workers
+        if one.staging is not None and one.staging.total_bytes
+    ]
+    text = "Share of the bytes of the present stage that are done; absent where nothing is staged"
+    yield Family("rollbus_weights_staging_ratio", "gauge", text, names, shares)
 
 
 def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:

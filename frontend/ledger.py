@@ -34,6 +34,8 @@ def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
         "seconds": round(ledger.seconds, 3),
         "workers": [_line_as_json(line) for line in ledger_lines(ledger)],
         "not_found": list(ledger.not_found),
+        "not_awaited": list(ledger.not_awaited),
+        "paused_s": None if ledger.paused_s is None else round(ledger.paused_s, 3),
     }
 
 
@@ -42,7 +44,17 @@ def _line_as_json(line: WorkerLine) -> dict[str, Any]:
     code = None if ack is None or ack.error is None else ack.error.code
     found = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
     if ack is None:
-        names = ("model", "weight_version", "in_flight", "seconds", "stage", "canary", "request_ids", "verified")
+        names = (
+            "model",
+            "weight_version",
+            "in_flight",
+            "seconds",
+            "stage",
+            "canary",
+            "request_ids",
+            "verified",
+            "timing",
+        )
         return found | dict.fromkeys(names)
     return found | {
         "model": ack.model,
@@ -54,6 +66,7 @@ def _line_as_json(line: WorkerLine) -> dict[str, Any]:
         "request_ids": ack.request_ids,
         # With the zeros and empty lists that the wire leaves out.
         "verified": None if ack.verified is None else msgspec.structs.asdict(ack.verified),
+        "timing": None if ack.timing is None else msgspec.structs.asdict(ack.timing),
     }
 
 

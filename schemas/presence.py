@@ -218,6 +218,18 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How often it has fenced itself."""
     dropped_msgs: NotNegative = 0
     """Messages that its connection has dropped unread."""
+    weights_fetched_bytes: NotNegative = 0
+    """Bytes of weights and adapters that it has fetched from the object store."""
+    weights_staged: NotNegative = 0
+    """Stagings of weights and adapters that it has brought to their end."""
+    weights_stagings_failed: NotNegative = 0
+    """Stagings that have failed."""
+    weights_stagings_cancelled: NotNegative = 0
+    """Stagings that it has broken off because nobody needed them any more, or others came first."""
+    weights_staging_s: NotNegativeSeconds = 0.0
+    """Seconds that its stagings took, whatever came of them."""
+    weights_paused_s: NotNegativeSeconds = 0.0
+    """Seconds in which its engine made no step for requests because weights were replaced."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -83,13 +83,14 @@ class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Where the time of a check or an update went, in one worker."""
 
     fetched_bytes: Bytes = 0
-    """Bytes that came from the object store; 0 where the source was on the machine already."""
+    """Bytes that came from the object store, also for checks before; 0: the source was on the machine already."""
     staged_s: Seconds = 0.0
-    """Seconds to fetch, build and check the source; the worker may serve meanwhile."""
+    """Seconds to fetch, build and check the source, also for checks before; the worker may serve meanwhile."""
     waited_s: Seconds = 0.0
-    """Seconds from the arrival of the command to the stop of the requests, without `staged_s`."""
+    """Seconds from when the worker had both the command and its source until the requests stood still."""
     paused_s: Seconds = 0.0
-    """Seconds in which the engine made no step for requests: from their stop until the engine goes on."""
+    """Seconds in which the engine made no step for requests: from their stop until the engine goes on, or the worker is
+    paused again."""
     loaded_s: Seconds = 0.0
     """Of these: seconds in which the engine replaced its weights and compared them."""
     canary_s: Seconds = 0.0

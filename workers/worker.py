@@ -161,7 +161,8 @@ class Worker:
         self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
         self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
         self._intake = RequestIntake(
-            config, self._lifecycle, self._links, self._runner, self._execute, self._on_free_slots
+            *(config, self._lifecycle, self._links, self._runner, self._execute),
+            lambda: self._puller.wake(),  # noqa: PLW0108 (the puller is made below)
         )
         self._puller = QueuePuller(
             nats, self._subjects, config.model, room=self._intake.queue_room, on_request=self._intake.accept
@@ -270,9 +271,6 @@ class Worker:
             self._bad_messages += 1
             logger.warning("message.bad subject=%s error=%s", message.subject, exc)
 
-    def _on_free_slots(self) -> None:
-        self._puller.wake()
-
     async def _on_reconnect(self) -> None:
         """Links go on: heartbeats tell what was lost, and it is sent again."""
         self._links.leases.restart_leases(time.monotonic())
@@ -358,6 +356,7 @@ class Worker:
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,
+            stagings=replace(self._control.reconciler.stager.stats),
         )
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..bus.nats.connection import ConnectionStats
 from ..bus.queue.puller import PullerStats
 from ..schemas.presence import WorkerCounters
+from .control.staging import StagerStats
 from .requests.intake import IntakeStats
 from .requests.link_stats import WorkerLinkStats
 
@@ -31,6 +32,7 @@ class WorkerStats:
     """Messages dropped before they were heard, and those over which this side stumbled."""
     credit_stalls: int
     """How often a client's chunks had to wait for want of its credit."""
+    stagings: StagerStats
 
     def counters(self) -> WorkerCounters:
         """Those that the worker announces."""
@@ -60,4 +62,10 @@ class WorkerStats:
             requests_of_lost_clients=links.requests_of_gone,
             fences=self.times_fenced,
             dropped_msgs=self.connection.dropped_msgs,
+            weights_fetched_bytes=self.stagings.fetched_bytes,
+            weights_staged=self.stagings.staged,
+            weights_stagings_failed=self.stagings.failed,
+            weights_stagings_cancelled=self.stagings.cancelled,
+            weights_staging_s=round(self.stagings.seconds, 3),
+            weights_paused_s=round(self.stagings.paused_s, 3),
         )

@@ -69,6 +69,9 @@ class UpdateOptions(SourceOptions, total=False):
     """What the trainer's own copy of the weights makes of `rollbus.canary_request`; workers compare theirs with it."""
     label: str | None
     """What the trainer calls this version, for example `step-42`; kept with the desired state."""
+    min_staged: int | None
+    """Switch as soon as so many workers have staged the weights within `timeout_s`. The others serve nothing until they
+    have them, and are not waited for. None, the default: all must have staged them."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +255,7 @@ class Fleet:
     async def update_weights(
         self, path: Path | None = None, *, version: int, **options: Unpack[UpdateOptions]
     ) -> CommandResult:
-        """Replace the weights of all workers of a model, as one: checked by all before any changes, proven after it.
+        """Replace the weights of all workers of a model, as one: staged by all before any changes, proven after it.
 
         A worker that fails serves nothing until a later good update or a restart. If all fail, what is desired is set
         back to what it was before.
@@ -274,9 +277,10 @@ class Fleet:
         """
         fields, on_ack = _split(options)
         source, upload = _pop_source(path, fields)
+        min_staged = fields.pop("min_staged", None)
         command = control.UpdateWeights(version=version, source=source, **fields)
-        updates = self._runtime.updates
-        return await self._thread.run(updates.update_weights(command, upload=upload, on_ack=on_ack))
+        update = self._runtime.updates.update_weights(command, upload=upload, on_ack=on_ack, min_staged=min_staged)
+        return await self._thread.run(update)
 
     async def load_lora(
         self, name: str, path: Path | None = None, *, version: int | None = None, **options: Unpack[SourceOptions]

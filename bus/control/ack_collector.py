@@ -108,7 +108,7 @@ class AckCollector:
         if under_way is None:
             logger.debug("ack.late id=%s worker=%s status=%s", ack.id, ack.worker, ack.status)
             return
-        if under_way.tracker.add_ack(ack):
+        if under_way.tracker.add_ack(ack, time.monotonic()):
             under_way.news.append(ack)
             under_way.news_at = time.monotonic()
         under_way.changed.set()
@@ -137,7 +137,7 @@ class AckCollector:
     async def collect(
         self, tracker: AckTracker, messages: Sequence[CommandMessage], timeout_s: float, on_ack: OnAck | None
     ) -> None:
-        """Publish, and wait until nobody owes an answer or `timeout_s` and a margin are over; inside `expecting`.
+        """Publish, and wait for the answers until `timeout_s` and a margin are over; inside `expecting`.
 
         Raises:
             PermissionDenied: this user may not command.

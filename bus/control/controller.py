@@ -21,7 +21,7 @@ from ...schemas.presence import WorkerPresence
 from ..nats.connection import Connection
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
-from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult
+from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult, Quorum
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, workers_that_must_ack
 from ..subjects import Subjects
@@ -133,17 +133,19 @@ class Controller:
         *,
         revise: Revise | None = None,
         lost: dict[str, str] | None = None,
+        quorum: Quorum | None = None,
     ) -> CommandOutcome:
         """Record `command` where it sets something, tell the workers, and wait for their answers.
 
         Args:
-            gone: workers of `roster` that have ended since, and why.
+            lost: workers of `roster` that have ended since, and why.
+            quorum: which workers are waited for; None: all.
         """
         if self._own is not None:
             for model in roster:
                 check_authority(self._own, command, model)
         everyone = [worker for workers in roster.values() for worker in workers]
-        tracker = AckTracker(command.command, command.id, everyone, time.monotonic())
+        tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
         for worker in everyone:
             if lost and worker.worker in lost:
                 tracker.mark_lost(LostWorker(worker.worker, worker.incarnation, worker.model, lost[worker.worker]))

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 from msgspec import structs
 
+from ...schemas.checks import check_int
 from ...schemas.control import (
     AckError,
     AckStatus,
@@ -26,7 +27,7 @@ from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ..protocol.fleet import desired
 from ..protocol.fleet.canary import check_expected
-from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
+from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
 from ..protocol.fleet.roster import Roster
 from ..protocol.fleet.verify import dissenters
 from .ack_collector import OnAck
@@ -54,13 +55,18 @@ class Updates:
         """One line with the commands under way."""
         return f"<Updates {self._controller!r}>"
 
-    async def update_weights(self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None) -> CommandResult:
+    async def update_weights(
+        self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None, min_staged: int | None = None
+    ) -> CommandResult:
         """Replace the weights of all workers of a model, or of those that `command` names.
 
-        Every worker first checks the source; if one refuses it, nothing changes. After it was applied the canaries
-        are compared: workers that differ from the majority of their kind are fenced, and count as failed.
+        Every worker first stages and checks the source; if one refuses it, nothing changes. Then it is recorded, and
+        each worker switches. After it was applied the canaries are compared: workers that differ from the majority of
+        their kind are fenced, and count as failed.
 
         Args:
+            min_staged: record it as soon as so many workers have staged it. The others are not waited for: they serve
+                nothing until they have it. None: all have to stage it.
             upload: the source's path is on this machine; the workers get it through the object store.
 
         Cancellation: before it is recorded nothing changes; afterwards the workers go on.
@@ -71,14 +77,16 @@ class Updates:
         command = check_command(command)
         roster = await self._controller.roster(command)
         [model] = roster
+        if min_staged is not None:
+            min_staged = check_int("min_staged", min_staged, 1, len(roster[model]))
         if command.expected_canary is not None:
             for worker in roster[model]:
                 if worker.capabilities is not None:
                     check_expected(command.expected_canary, worker.capabilities)
         await self._check_version(model, command, roster)
         async with self._source(model, command, upload) as ready:
-            lost = await self._check(ready, roster, on_ack)
-            outcome = await self._controller.execute(ready, roster, on_ack, lost=lost)
+            lost, quorum = await self._check(ready, roster, on_ack, min_staged)
+            outcome = await self._controller.execute(ready, roster, on_ack, lost=lost, quorum=quorum)
             result = await self._conclude(outcome, roster)
         if upload:
             await self._prune(model, ready, outcome)
@@ -197,21 +205,28 @@ class Updates:
             return
         await self._uploads.prune(model, command, keep)
 
-    async def _check(self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None) -> dict[str, str]:
-        """Ask all workers whether they could; returns those that ended meanwhile, and why.
+    async def _check(
+        self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None, min_staged: int | None
+    ) -> tuple[dict[str, str], Quorum | None]:
+        """Have all workers stage the source; returns those that ended meanwhile and why, and those to wait for.
 
         Raises:
-            CommandIncomplete: one cannot, or did not say in time, or none is left.
+            CommandIncomplete: one cannot, or did not say in time, or none is left; or fewer than `min_staged` have.
         """
         check = CheckWeights(
             source=command.source, model=command.model, workers=command.workers, timeout_s=command.timeout_s
         )
-        outcome = await self._controller.execute(check, roster, on_ack)
+        quorum = None if min_staged is None else Quorum(count=min_staged)
+        outcome = await self._controller.execute(check, roster, on_ack, quorum=quorum)
         result = outcome.result
+        if min_staged is not None:
+            if len(result.applied) < min_staged:
+                raise CommandIncomplete(result, "Nothing was changed.", check_of=command.command)
+            return outcome.lost, Quorum(workers=frozenset(result.applied))
         is_refused = result.failed or result.unsupported or result.stale or result.late
         if is_refused or not result.applied or result.missing.keys() - outcome.lost.keys():
             raise CommandIncomplete(result, "Nothing was changed.", check_of=command.command)
-        return outcome.lost
+        return outcome.lost, None
 
     async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:
         """Compare the canaries, fence those that differ, and sum up."""

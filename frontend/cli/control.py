@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schemas.weights import WeightSource
+from ...schemas.weights import Staging, WeightSource
 from .arguments import positive_float, positive_int
+from .byte_counts import staging_text
 from .exits import CommandFailed, ExitCode, exit_code_of_ledger
 
 if TYPE_CHECKING:
@@ -168,14 +169,25 @@ class AckCounter:
         self._show = show
         self._command = ""
         self._stages: dict[str, str] = {}
+        self._progress: dict[str, Staging] = {}
 
     def add(self, ack: "Ack") -> None:
         """Count a worker's answer and show the new sum."""
         if ack.id != self._command:
             # An update asks twice: whether it can be done, then to do it.
-            self._command, self._stages = ack.id, {}
+            self._command, self._stages, self._progress = ack.id, {}, {}
         self._stages[ack.worker] = ack.stage if ack.stage and not ack.status.is_final else ack.status
+        self._progress.pop(ack.worker, None)
+        if ack.progress is not None:
+            self._progress[ack.worker] = ack.progress
         counts: dict[str, int] = {}
         for stage in self._stages.values():
             counts[stage] = counts.get(stage, 0) + 1
-        self._show(f"{ack.command}: {', '.join(f'{count} {stage}' for stage, count in counts.items())}")
+        self._show(f"{ack.command}: {', '.join(f'{count} {self._text(stage)}' for stage, count in counts.items())}")
+
+    def _text(self, stage: str) -> str:
+        """A stage, with how far all workers together are that are in it."""
+        moving = [progress for progress in self._progress.values() if progress.stage == stage]
+        done = sum(progress.done_bytes for progress in moving)
+        total = sum(progress.total_bytes for progress in moving)
+        return staging_text(Staging(source="", stage=stage, done_bytes=done, total_bytes=total))

@@ -10,6 +10,7 @@ from ...bus import FleetState, QueueDepth
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from ...schemas.desired import DesiredState, Recorded
 from ...schemas.presence import Capabilities, WorkerPresence
+from .byte_counts import staging_text
 
 __all__ = [
     "DESIRED_COLUMNS",
@@ -17,12 +18,14 @@ __all__ = [
     "ERROR_COLUMNS",
     "PROBLEM_COLUMNS",
     "QUEUE_COLUMNS",
+    "STAGING_COLUMNS",
     "WORKER_COLUMNS",
     "desired_rows",
     "engine_rows",
     "error_rows",
     "problem_rows",
     "queue_rows",
+    "staging_rows",
     "state_as_json",
     "worker_row",
 ]
@@ -39,6 +42,7 @@ ENGINE_COLUMNS = (
     *("engine", "dtype", "max_model_len", "max_num_seqs", "layers", "top-k", "experts", "ids"),
     *("can", "workers"),
 )
+STAGING_COLUMNS = ("worker", "stages", "progress")
 ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
 """Workers of one kind that are named; of the others only the number."""
@@ -117,6 +121,11 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
         if worker.capabilities is not None:
             alike.setdefault(replace(worker.capabilities, role="both"), []).append(worker.worker)
     return [[*_engine_cells(known), _named(names)] for known, names in alike.items()]
+
+
+def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """Which weights are on their way to which worker: the cells of `STAGING_COLUMNS` for each worker that stages."""
+    return [[one.worker, one.staging.source, staging_text(one.staging)] for one in workers if one.staging is not None]
 
 
 def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
 from ...schemas.control import Ack, Verified
+from ...schemas.weights import UpdateTiming
 from ..ledger import ledger_lines
+from .byte_counts import size
 
 __all__ = ["COLUMNS", "ledger_rows", "summary"]
 
@@ -33,16 +35,31 @@ def summary(ledger: CommandResult) -> str:
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
     others = [f"{len(getattr(ledger, result))} {result}" for result in RESULTS[1:] if getattr(ledger, result)]
     text = f"{ledger.command}: applied by {share} in {ledger.seconds:.2f} s{_epochs(ledger.epochs)}"
-    return "; ".join([text, *others, *([f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else [])])
+    if ledger.paused_s is not None:
+        text += f", paused {ledger.paused_s:.2f} s"
+    not_awaited = [f"not waited for: {', '.join(ledger.not_awaited)}"] if ledger.not_awaited else []
+    not_found = [f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else []
+    return "; ".join([text, *others, *not_awaited, *not_found])
 
 
 def _what(ledger: CommandResult, ack: Ack | None) -> str:
     """What the command did at a worker, where it depends on what was there."""
-    if ack is not None and ack.verified is not None:
-        return _what_was_verified(ack.verified)
-    if ack is None or ledger.command != "abort":
+    if ack is None:
         return ""
+    if ledger.command != "abort":
+        verified = "" if ack.verified is None else _what_was_verified(ack.verified)
+        return "; ".join(filter(None, (verified, "" if ack.timing is None else _where_time_went(ack.timing))))
     return f"ended {', '.join(ack.request_ids)}" if ack.request_ids else "had none of them"
+
+
+def _where_time_went(timing: UpdateTiming) -> str:
+    """`staged 2.1 s (34 MiB fetched), waited 0.1 s, paused 0.9 s (loaded 0.6 s, canary 0.2 s)`."""
+    fetched = f" ({size(timing.fetched_bytes)} fetched)" if timing.fetched_bytes else ""
+    staged = f"staged {timing.staged_s:.1f} s{fetched}"
+    if not timing.paused_s:
+        return staged
+    paused = f"paused {timing.paused_s:.2f} s (loaded {timing.loaded_s:.2f} s, canary {timing.canary_s:.2f} s)"
+    return f"{staged}, waited {timing.waited_s:.2f} s, {paused}"
 
 
 def _what_was_verified(verified: Verified) -> str:

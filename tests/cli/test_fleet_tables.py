@@ -8,11 +8,13 @@ from rollbus.frontend.cli.fleet_tables import (
     DESIRED_COLUMNS,
     ENGINE_COLUMNS,
     QUEUE_COLUMNS,
+    STAGING_COLUMNS,
     WORKER_COLUMNS,
     desired_rows,
     engine_rows,
     error_rows,
     queue_rows,
+    staging_rows,
     state_as_json,
     worker_row,
 )
@@ -30,6 +32,7 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.presence import LoraInfo, RoutedExpertsInfo, WorkerState
+from rollbus.schemas.weights import Staging
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
 
@@ -95,6 +98,16 @@ def test_a_worker_has_a_cell_for_each_column() -> None:
 def test_errors_have_a_table_of_their_own() -> None:
     """Only workers to which something happened are in it, with all that they said."""
     assert error_rows([STARTING, PAUSED]) == [["w", "oops"]]
+
+
+def test_what_is_staged_has_a_row() -> None:
+    """How far each worker is that stages weights."""
+    staging = Staging(source="objects:b/8", stage="fetching", done_bytes=2**29, total_bytes=2**30)
+    [row] = staging_rows([STARTING, replace(PAUSED, staging=staging)])
+
+    assert dict(zip(STAGING_COLUMNS, row, strict=True)) == {
+        "worker": PAUSED.worker, "stages": "objects:b/8", "progress": "fetching 50 % of 1.0 GiB",
+    }  # fmt: skip
 
 
 def test_engines_that_are_alike_share_a_row() -> None:

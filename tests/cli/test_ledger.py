@@ -8,6 +8,7 @@ from rollbus.frontend.cli.ledger import COLUMNS, ledger_rows, summary
 from rollbus.frontend.ledger import ledger_as_json
 from rollbus.schemas.control import Ack, AckError, AckStatus, Canary, Verified
 from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.weights import Staging, UpdateTiming
 
 DONE = Ack(
     id="c", command="pause", worker="a", incarnation="i", model="m", status=AckStatus.APPLIED, epoch=7,
@@ -63,6 +64,33 @@ def test_an_update_says_what_was_compared() -> None:
     ]
 
 
+def test_an_update_says_where_its_time_went() -> None:
+    """By worker, with what was fetched; the fleet's pause and those not waited for stand in the last line."""
+    timing = UpdateTiming(
+        fetched_bytes=34 * 1024**2, staged_s=2.1, waited_s=0.1, paused_s=0.9, loaded_s=0.6, canary_s=0.25
+    )
+    checked = replace(DONE, worker="b", timing=UpdateTiming(staged_s=2.1))
+    ledger = replace(
+        EMPTY, command="update_weights", applied={"a": replace(DONE, timing=timing), "b": checked}, late={"c": LOADING},
+        not_awaited=("c",), paused_s=1.25,
+    )  # fmt: skip
+
+    assert [row[-1] for row in ledger_rows(ledger)][:2] == [
+        "staged 2.1 s (34 MiB fetched), waited 0.10 s, paused 0.90 s (loaded 0.60 s, canary 0.25 s)",
+        "staged 2.1 s",
+    ]
+    assert summary(ledger) == (
+        "update_weights: applied by 2 of 3 workers in 0.31 s, epoch 7, paused 1.25 s; 1 late; not waited for: c"
+    )
+    assert exit_code_of_ledger(ledger) is ExitCode.OK
+    told = ledger_as_json(ledger)
+    assert (told["complete"], told["paused_s"], told["not_awaited"]) == (True, 1.25, ["c"])
+    assert told["workers"][0]["timing"] == {
+        "fetched_bytes": 34 * 1024**2, "staged_s": 2.1, "waited_s": 0.1, "paused_s": 0.9, "loaded_s": 0.6,
+        "canary_s": 0.25,
+    }  # fmt: skip
+
+
 def test_an_abort_says_what_nobody_had() -> None:
     """Ids that no worker had are named; where that is all of them, the command has failed."""
     some = replace(DONE, request_ids=("x",))
@@ -93,7 +121,7 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
     assert {name: told[name] for name in ("command", "id", "complete", "epochs", "seconds")} == {
         "command": "pause", "id": "c", "complete": False, "epochs": {"m": 7}, "seconds": 0.31,
     }  # fmt: skip
-    none = {"stage": None, "canary": None, "request_ids": None, "verified": None}
+    none = {"stage": None, "canary": None, "request_ids": None, "verified": None, "timing": None}
     assert told["workers"][1:] == [
         {
             "worker": "b", "result": "failed", "code": "timeout", "why": "3 in flight", "model": "m",
@@ -141,3 +169,14 @@ def test_progress_counts_workers_by_what_they_do() -> None:
     assert lines == [
         "pause: 1 accepted", "pause: 1 accepted, 1 loading", "pause: 1 applied, 1 loading", "resume: 1 applied"
     ]  # fmt: skip
+
+
+def test_progress_says_how_far_a_stage_is() -> None:
+    """The bytes of all workers in a stage together; a stage without bytes is only named."""
+    lines: list[str] = []
+    counter = AckCounter(lines.append)
+    for worker, stage, done in (("a", "fetching", 2**29), ("b", "fetching", 2**30), ("c", "checking", 0)):
+        progress = Staging(source="x", stage=stage, done_bytes=done, total_bytes=2**30 if done else 0)
+        counter.add(replace(LOADING, worker=worker, command="check_weights", stage=stage, progress=progress))
+
+    assert lines[-1] == "check_weights: 2 fetching 75 % of 2.0 GiB, 1 checking"

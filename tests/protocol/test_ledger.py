@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.command_result import MAX_NAMED, AckTracker, CommandIncomplete
+from rollbus.bus.protocol.fleet.command_result import MAX_NAMED, AckTracker, CommandIncomplete, Quorum
 from rollbus.bus.protocol.fleet.presence_table import LostWorker
 from rollbus.schemas.control import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerPresence
+from rollbus.schemas.weights import UpdateTiming
 from tests.support import presences
 
 ID = "command-1"
@@ -238,3 +239,43 @@ def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bo
     assert ended == final
     assert sorted([*ended, *ledger.late, *ledger.missing]) == ["a", "b"]
     assert ledger.is_complete == (len(ledger.applied) == 2)
+
+
+def test_a_quorum_of_a_number_is_met_by_those_that_applied() -> None:
+    """As many as it names have applied it, whichever they are; a refusal does not count."""
+    asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(count=2))
+    asked.add_ack(ack("a", AckStatus.APPLIED))
+    asked.add_ack(ack("b", AckStatus.FAILED))
+    waited_for_more = not asked.is_settled
+    asked.add_ack(ack("c", AckStatus.APPLIED))
+
+    assert waited_for_more
+    assert asked.is_settled
+
+
+def test_workers_that_are_not_waited_for_do_not_make_a_command_partial() -> None:
+    """They stand in the ledger with what they said; one that was waited for and failed makes it incomplete."""
+    asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(workers=frozenset("a")))
+    asked.add_ack(ack("b", AckStatus.FAILED))
+    asked.add_ack(ack("c", AckStatus.PROGRESS, stage="fetching"))
+    waited_for_a = not asked.is_settled
+    asked.add_ack(ack("a", AckStatus.APPLIED))
+    result = asked.result(101.0)
+
+    assert waited_for_a
+    assert asked.is_settled
+    assert result.is_complete
+    assert (result.not_awaited, list(result.failed), list(result.late)) == (("b", "c"), ["b"], ["c"])
+    assert not replace(result, not_awaited=("c",)).is_complete
+
+
+def test_the_pause_of_a_fleet_is_from_the_first_stop_to_the_last_resume() -> None:
+    """Reckoned from when the answers came: a worker answers when its engine goes on."""
+    asked = AckTracker("update_weights", ID, [presence(name) for name in "abc"], 100.0)
+    for name, paused_s, now in (("a", 1.0, 102.0), ("b", 0.5, 104.0)):
+        done = replace(ack(name, AckStatus.APPLIED), command="update_weights", timing=UpdateTiming(paused_s=paused_s))
+        asked.add_ack(done, now)
+    assert asked.result(105.0).paused_s == 3.0
+
+    asked.add_ack(replace(ack("c", AckStatus.APPLIED), command="update_weights"), 104.5)
+    assert asked.result(105.0).paused_s is None

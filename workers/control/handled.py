@@ -1,6 +1,7 @@
 """The registers that a worker has handled, and their outcomes, by which commands are answered."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -72,15 +73,15 @@ class HandledRegisters:
     def _again(self, register: str) -> HandledRegister:
         return HandledRegister(-1, self.by_name[register].outcome)
 
-    def show(self, timing: UpdateTiming | None) -> None:
+    def show(self, timing: Callable[[], UpdateTiming | None]) -> None:
         """Let commands be answered whose outcome was not shown.
 
         Args:
-            timing: of the update of the weights, if that is among them.
+            timing: says where the time of the update of the weights went, if that is among them.
         """
         for register, handled in self.by_name.items():
             if not handled.is_shown:
-                outcome = replace(handled.outcome, timing=timing) if register == WEIGHTS else handled.outcome
+                outcome = replace(handled.outcome, timing=timing()) if register == WEIGHTS else handled.outcome
                 self.by_name[register] = HandledRegister(handled.epoch, outcome)
 
     @property

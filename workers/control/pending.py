@@ -55,8 +55,11 @@ class PendingSources:
         source = None if due.recorded is None else self.registers.source_of(due.recorded.command)
         return None if source is None else self.stager.error_of(source)
 
-    def timing(self, now: float) -> UpdateTiming | None:
-        """Return where the time of the last update went, if the engine goes on at `now`; None: nothing was replaced."""
+    def end_update(self) -> UpdateTiming | None:
+        """Return where the time of an update went after which the engine goes on now; None: nothing was replaced."""
         weights = self.registers.weights
         cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
-        return weights.clock.timing(self._weights_seen[1], cost, now)
+        timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())
+        if timing is not None:
+            self.stager.stats.paused_s += timing.paused_s
+        return timing

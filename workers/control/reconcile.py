@@ -78,7 +78,7 @@ class Reconciler:
     ) -> None:
         self.reader = reader
         reader.on_read = self.on_read
-        self._sources = sources
+        self.sources = sources
         self.registers, self.stager = sources.registers, sources.stager
         self.stager.on_change = self._on_staging
         self._lifecycle = lifecycle
@@ -104,7 +104,7 @@ class Reconciler:
 
     def __repr__(self) -> str:
         """One line with the registers that were handled."""
-        return f"<Reconciler epoch={self.epoch} {self._handled!r} {self._sources!r} {self.registers!r}>"
+        return f"<Reconciler epoch={self.epoch} {self._handled!r} {self.sources!r} {self.registers!r}>"
 
     def start(self) -> None:
         """The engine runs."""
@@ -166,7 +166,7 @@ class Reconciler:
 
     def progress_of(self, register: str, epoch: int) -> Staging | None:
         """Return how far the staging is that a command of `epoch` waits for; None: it waits for none."""
-        return self._sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
+        return self.sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
 
     def has_newer_weights(self, epoch: int | None) -> bool:
         """Return True if other weights were recorded after `epoch`; False if `epoch` is None."""
@@ -210,16 +210,14 @@ class Reconciler:
         return self.reader.is_fresh and self._lifecycle.may_publish()
 
     def _next_due(self) -> PendingRegister | None:
-        return (
-            next_due(self.reader.effective, self._handled.by_name, self._sources.staging) if self._may_act() else None
-        )
+        return next_due(self.reader.effective, self._handled.by_name, self.sources.staging) if self._may_act() else None
 
     def _stage_pending(self) -> None:
         """Have the sources of pending registers staged; older weights than the recorded ones take no requests now."""
         if not self._may_act():
             return
         pending = pending_registers(self.reader.effective, self._handled.by_name)
-        self._sources.set_pending(pending)
+        self.sources.set_pending(pending)
         if self._lifecycle.state is WorkerState.SERVING and any(due.register == WEIGHTS for due in pending):
             self._stop_serving()
 
@@ -230,8 +228,8 @@ class Reconciler:
         self._in_flight.stop_intake()
 
     async def _apply(self, due: PendingRegister) -> None:
-        self._handled.show(self._sources.timing(time.monotonic()))
-        error = self._sources.error_of(due)
+        self._handled.show(self.sources.end_update)
+        error = self.sources.error_of(due)
         if error is not None and due.recorded is not None:
             self._handled.add(due.register, HandledRegister(due.recorded.epoch, self._failed(due, error)))
             self.on_change()
@@ -332,7 +330,7 @@ class Reconciler:
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.weights.is_transferring
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
-        effective, epoch, staging = self.reader.effective, self.reader.epoch, self._sources.staging
+        effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
         is_poisoned = self.registers.weights.is_poisoned
         event = target_event(effective, self._handled.by_name, is_poisoned=is_poisoned, staging=staging)
         self.problem = self._problem_of(event)
@@ -349,7 +347,7 @@ class Reconciler:
             self.epoch = epoch
         if event is not None:
             self._lifecycle.transition(event)
-        self._handled.show(self._sources.timing(time.monotonic()))
+        self._handled.show(self.sources.end_update)
         self.on_change()
 
     async def _apply_event(self, event: WorkerEvent | None) -> None:

@@ -57,6 +57,8 @@ class StagerStats:
     cancelled: int = 0
     seconds: float = 0.0
     """Spent on stagings, whatever came of them."""
+    paused_s: float = 0.0
+    """In which the engine made no step for requests because weights were replaced."""
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ that was asked is gone.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -16,15 +17,27 @@ from ....schemas.errors import ControlCode, RollbusError
 from ....schemas.presence import WorkerPresence
 from .presence_table import LostWorker
 
-__all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult"]
+__all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult", "Quorum"]
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """The maps of a ledger, in each of which stand the workers with that result, in the order in which they are shown."""
 
+PAUSING: Final = ("update_weights", "finish_weight_update")
+"""Commands that stop the requests in flight, and let them go on."""
 MAX_NAMED = 8
 """Workers that an error's message names; the ledger has them all."""
 MAX_REASON_CHARS = 300
 """Of each of their reasons: the ledger has them whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """Which workers a command waits for, where that is not all of them."""
+
+    count: int | None = None
+    """As many as have applied it, whichever they are."""
+    workers: frozenset[str] | None = None
+    """These."""
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +62,12 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     """Those that never answered, or are gone: why."""
     not_found: tuple[str, ...] = ()
     """Of an `abort`: what no worker has said that it had. It waits in the queue, has ended, or never was."""
+    not_awaited: tuple[str, ...] = ()
+    """Workers that an update with `min_staged` did not wait for, as they had not staged the weights. Each stands in one
+    of the maps with what it has said so far. It serves nothing until it has the weights, and gets there by itself."""
+    paused_s: float | None = None
+    """Of an update: from the first worker's stop to the last worker's resume, of those that applied it, by the times at
+    which their answers came. None: nothing was replaced, or a worker does not say."""
 
     def __repr__(self) -> str:
         """One line with counts; the fields have the acks."""
@@ -60,11 +79,8 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_complete(self) -> bool:
         """Every worker that had to answer has applied it, and it was not all for nothing."""
-        return (
-            bool(self.applied)
-            and not any((self.failed, self.unsupported, self.stale, self.late, self.missing))
-            and not self.has_found_nothing
-        )
+        others = {worker for name in RESULTS[1:] for worker in getattr(self, name)}
+        return bool(self.applied) and others <= set(self.not_awaited) and not self.has_found_nothing
 
     @property
     def has_found_nothing(self) -> bool:
@@ -121,9 +137,12 @@ class AckTracker:
         id: of the command.
         workers: those that must answer, in the lives that they have now.
         now: in seconds, as everywhere here.
+        quorum: which of them are waited for; None: all.
     """
 
-    def __init__(self, command: str, id: str, workers: Iterable[WorkerPresence], now: float) -> None:
+    def __init__(
+        self, command: str, id: str, workers: Iterable[WorkerPresence], now: float, quorum: Quorum | None = None
+    ) -> None:
         self.command = command
         self.id = id
         self._since = now
@@ -132,6 +151,9 @@ class AckTracker:
         self._owing = set(self._incarnations)
         # By worker: the last word of each that has said one.
         self._acks: dict[str, Ack] = {}
+        self._quorum = quorum or Quorum()
+        # When each worker applied it, as heard here.
+        self._applied_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
         """Workers that ended while they owed a final ack: why."""
 
@@ -146,11 +168,14 @@ class AckTracker:
 
     @property
     def is_settled(self) -> bool:
-        """Nobody owes an answer any more."""
-        return not self._owing
+        """Nobody that is waited for owes an answer any more."""
+        awaited, count = self._quorum.workers, self._quorum.count
+        return not (self._owing if awaited is None else self._owing & awaited) or (
+            count is not None and sum(ack.status is AckStatus.APPLIED for ack in self._acks.values()) >= count
+        )
 
-    def add_ack(self, ack: Ack) -> bool:
-        """Take an answer; whether it is news."""
+    def add_ack(self, ack: Ack, now: float | None = None) -> bool:
+        """Take an answer, which came at `now`; whether it is news."""
         worker = ack.worker
         if worker not in self._incarnations or ack.id != self.id or self._is_final(worker):
             return False
@@ -164,11 +189,11 @@ class AckTracker:
             # Also of one that we believed gone: its own word counts more.
             self.lost.pop(worker, None)
             self._owing.discard(worker)
+            if now is not None and ack.status is AckStatus.APPLIED:
+                self._applied_at[worker] = now
         else:
             last = self._acks.get(worker)
-            if last is not None and (
-                ack.status is AckStatus.ACCEPTED or _status_and_stage(ack) == _status_and_stage(last)
-            ):
+            if last is not None and (ack.status is AckStatus.ACCEPTED or _progress(ack) == _progress(last)):
                 return False
         self._acks[worker] = ack
         return True
@@ -210,7 +235,21 @@ class AckTracker:
             stale=by_status[AckStatus.STALE],
             late=late,
             missing=missing,
+            not_awaited=self._not_awaited(),
+            paused_s=self._paused_s(),
         )
+
+    def _not_awaited(self) -> tuple[str, ...]:
+        awaited = self._quorum.workers
+        return () if awaited is None else tuple(sorted(self._incarnations.keys() - awaited))
+
+    def _paused_s(self) -> float | None:
+        """Return the seconds from the first stop to the last resume: a worker answers when its engine goes on."""
+        timings = {worker: self._acks[worker].timing for worker in self._applied_at}
+        stops = [self._applied_at[worker] - timing.paused_s for worker, timing in timings.items() if timing is not None]
+        if not stops or len(stops) < len(timings) or self.command not in PAUSING:
+            return None
+        return max(max(self._applied_at.values()) - min(stops), 0.0)
 
     def _is_final(self, worker: str) -> bool:
         return worker in self._acks and self._acks[worker].status.is_final
@@ -225,8 +264,8 @@ def _as_failed(ack: Ack) -> Ack:
     return replace(ack, status=AckStatus.FAILED, error=error)
 
 
-def _status_and_stage(ack: Ack) -> tuple[AckStatus, str | None]:
-    return ack.status, ack.stage
+def _progress(ack: Ack) -> tuple[object, ...]:
+    return ack.status, ack.stage, ack.progress
 
 
 def _reasons(ledger: CommandResult) -> list[str]:

@@ -4,10 +4,11 @@ PATH is the folder of a whole checkpoint: config.json and safetensors files. Eac
 machine, and refuses it unless its real path is below one of the worker's --weight-root. With --upload the folder is on
 this machine, and goes to the workers through NATS.
 
-All workers first check it: every file, shape and type. If any refuses, nothing is changed. Then each stops its
-requests (--mode, as for `rollbus pause`), loads, proves with a fixed prompt that it computes what it should, and goes
-on. Every token says which version sampled it. A worker that failed serves nothing until a good update or a restart;
-`rollbus status` says why. A worker that starts later loads these weights before it serves.
+All workers first stage it while they serve: they fetch what is in NATS, and check every file, shape and type. If any
+refuses, nothing is changed. Then each stops its requests (--mode, as for `rollbus pause`), loads, proves with a fixed
+prompt that it computes what it should, and goes on. Every token says which version sampled it. A worker that failed
+serves nothing until a good update or a restart; `rollbus status` says why. A worker that starts later loads these
+weights before it serves.
 
 An update that has begun goes on when this command is interrupted; `rollbus status` shows how far it is.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, get_args
 from msgspec.structs import astuple
 
 from ....schemas.control import PauseMode
-from ..arguments import non_negative_int
+from ..arguments import non_negative_int, positive_int
 from ..control import add_send_options, add_source_options, command, source_of
 from ..exits import CommandFailed, ExitCode
 
@@ -52,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="JSON with what the new weights must give: a `canary` of an earlier --json, or made by the trainer",
     )
+    parser.add_argument(
+        "--min-staged",
+        metavar="N",
+        type=positive_int,
+        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
+        "them, and are not waited for (default: all)",
+    )
     parser.add_argument("--check", action="store_true", help="only ask the workers whether they could; change nothing")
     add_send_options(parser)
 
@@ -75,6 +83,7 @@ async def run(args: argparse.Namespace) -> int:
             mode=args.mode,
             allow_rollback=args.allow_rollback,
             expected_canary=canary,
+            min_staged=args.min_staged,
             **options,
         )
     )

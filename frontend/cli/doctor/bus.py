@@ -19,8 +19,9 @@ from ....bus.nats.server import Server
 from ....bus.nats.storage import free_storage
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, PermissionDenied
+from ..byte_counts import gib, size
 from .door import enter
-from .findings import Finding, Status, fail, gib, ok, size, warn
+from .findings import Finding, Status, fail, ok, warn
 from .streams import NO_LEADER_ADVICE, examine_streams
 
 __all__ = ["DoctorTarget", "examine_bus"]

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Status", "fail", "gib", "ok", "size", "warn"]
+__all__ = ["Finding", "Status", "fail", "ok", "warn"]
 
 
 class Status(enum.StrEnum):
@@ -40,17 +40,3 @@ def warn(check: str, found: str, advice: str) -> Finding:
 def fail(check: str, found: str, advice: str) -> Finding:
     """Mend it."""
     return Finding(check, Status.FAIL, found, advice)
-
-
-def gib(num_bytes: float) -> str:
-    """A size for people."""
-    return f"{num_bytes / 1024**3:.1f} GiB"
-
-
-def size(num_bytes: float) -> str:
-    """A size for people, small ones too."""
-    if num_bytes >= 1024**3:
-        return gib(num_bytes)
-    if num_bytes >= 1024**2:
-        return f"{num_bytes / 1024**2:.0f} MiB"
-    return f"{num_bytes / 1024:.0f} KiB"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .findings import Finding, fail, gib, ok, warn
+from ..byte_counts import gib
+from .findings import Finding, fail, ok, warn
 
 __all__ = ["HostProbe", "examine_machine"]
 

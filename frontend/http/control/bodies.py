@@ -99,6 +99,8 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The version may be older than the present one, or the same with another source."""
     expected_canary: Canary | None = None
     """What the trainer's own copy of the weights gives."""
+    min_staged: Annotated[int, Meta(ge=1)] | None = None
+    """Switch as soon as so many workers have staged the weights; None: all must have. The others are not waited for."""
     skip_prefix_cache_reset: bool = False
     """prime-rl's; without effect, as new requests never find what older weights cached."""
 

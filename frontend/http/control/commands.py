@@ -171,6 +171,7 @@ async def update_weights(call: Call[bodies.UpdateBody]) -> Response:
             clear_cache=fields.clear_cache,
             allow_rollback=fields.allow_rollback,
             expected_canary=fields.expected_canary,
+            min_staged=fields.min_staged,
             **call.options,
         )
 

@@ -1,0 +1,27 @@
+"""Numbers of bytes for people."""
+
+from ...schemas.weights import Staging
+
+__all__ = ["gib", "size", "staging_text"]
+
+
+def gib(num_bytes: float) -> str:
+    """A size for people."""
+    return f"{num_bytes / 1024**3:.1f} GiB"
+
+
+def size(num_bytes: float) -> str:
+    """A size for people, small ones too."""
+    if num_bytes >= 1024**3:
+        return gib(num_bytes)
+    if num_bytes >= 1024**2:
+        return f"{num_bytes / 1024**2:.0f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB"
+
+
+def staging_text(staging: Staging) -> str:
+    """`fetching 45 % of 1.2 GiB`; only the stage where its bytes are not known."""
+    if not staging.total_bytes:
+        return staging.stage
+    share = 100 * min(staging.done_bytes, staging.total_bytes) // staging.total_bytes
+    return f"{staging.stage} {share} % of {size(staging.total_bytes)}"
