@@ -159,6 +159,8 @@ class ControlCode(enum.StrEnum):
     """The worker's own state forbids it: it starts, is fenced, or is poisoned."""
     NOT_ALLOWED = "not_allowed"
     """The author of the command may not give it, or not for this model; or it was signed too long ago."""
+    PUBLISHER_BUSY = "publisher_busy"
+    """Another publisher holds the lease of the model's published weights."""
     UNKNOWN = "unknown"
     """Never sent: how this side reads a code that a newer worker appended."""
 

@@ -100,7 +100,7 @@ JETSTREAM_RULES: Final = (
     Rule(f"$O.{BUCKET}-<fleet>.>", publish=_ADMINS, why="upload weights and adapters"),
     Rule(f"{_API}.STREAM.MSG.GET.OBJ_{_UPLOADS}", publish=_READERS, why="read what describes uploads of publishers"),
     Rule(f"{_API}.STREAM.INFO.OBJ_{_UPLOADS}", publish=_READERS - _ADMINS, why="list them"),
-    Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS, why="fetch them"),
+    Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch them"),
     Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old ones"),
     Rule(f"$O.{_UPLOADS}.>", publish=_PUBLISHERS | _ADMINS, why="upload weights of its models"),
     Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="answers to oneself"),

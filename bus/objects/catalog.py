@@ -5,7 +5,8 @@ All functions raise `BusBroken` if JetStream does not answer.
 
 import base64
 import logging
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
 from nats.aio.client import Client
 
@@ -30,7 +31,17 @@ from .layout import (
     stream_of,
 )
 
-__all__ = ["BUCKET_BYTES", "delete_objects", "delete_prefix", "ensure_bucket", "list_objects", "list_prefix"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FoundObject",
+    "delete_objects",
+    "delete_prefix",
+    "ensure_bucket",
+    "find_object",
+    "list_objects",
+    "list_prefix",
+    "list_subjects",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -132,23 +143,30 @@ async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...
 
 
 async def _names(nats: Client, bucket: str) -> list[str]:
-    """List the names of all objects; the server gives up to 100,000 at a time."""
-    names: list[str] = []
-    offset = 0
+    """List the names of all objects."""
+    found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
+    return [name for name in found if name is not None]
+
+
+async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
+    """List the subjects of the bucket that have messages; the server gives up to 100,000 at a time. No bucket, none.
+
+    Raises:
+        ApiError: the server refuses.
+    """
+    listed: list[str] = []
     while True:
-        question: dict[str, Any] = {"subjects_filter": info_subjects(bucket), "offset": offset}
+        question: dict[str, Any] = {"subjects_filter": subjects, "offset": len(listed)}
         try:
             answer = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}", question)
         except ApiError as error:
             if error.code == NO_STREAM:
                 return []
             raise
-        subjects = answer["state"].get("subjects") or {}
-        found = [name_of(subject) for subject in subjects]
-        names += [name for name in found if name is not None]
-        offset += len(subjects)
-        if not subjects or offset >= answer.get("total", 0):
-            return names
+        found = answer["state"].get("subjects") or {}
+        listed += found
+        if not found or len(listed) >= answer.get("total", 0):
+            return listed
 
 
 def _is_own(by: Certificate, bucket: str) -> bool:
@@ -156,28 +174,62 @@ def _is_own(by: Certificate, bucket: str) -> bool:
     return any(bucket == published_bucket(by.fleet, model) for model in by.models or ())
 
 
-async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
-    """Read one object's description; None: it is deleted, or not signed where it has to be."""
+class FoundObject(NamedTuple):
+    """The description of an object, as the server has stored it."""
+
+    sequence: int
+    """Of its message, for a compare-and-set."""
+    stored_at: datetime
+    """By the server's clock."""
+    info: ObjectInfo | None
+    """None: it is deleted, or not signed where it has to be."""
+
+
+async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bool) -> FoundObject | None:
+    """Read one object's description; None: there is none.
+
+    Args:
+        nats: the connection.
+        bucket: of the object.
+        name: of the object.
+        is_signed: as in `list_objects`.
+
+    Raises:
+        ApiError: the server refuses.
+        ControlError: `bad_source`: what stands there is no description, or another object's.
+    """
     subject = info_subject(bucket, name)
-    question = {"last_by_subj": subject}
     try:
-        answer = await ask(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", question)
+        answer = await ask(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", {"last_by_subj": subject})
     except ApiError as error:
         if error.code == NO_MESSAGE:
             return None
         raise
-    data = base64.b64decode(answer["message"].get("data", ""))
-    if is_signed:
-        try:
-            signed = nats.signatures.check(subject, data, headers_of(answer["message"]))
-            if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
-                raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
-        except BadSignature as error:
-            logger.warning("objects.refused bucket=%s object=%s error=%s", bucket, name, error)
-            return None
+    message = answer["message"]
+    stored_at = datetime.fromisoformat(message["time"])
+    data = base64.b64decode(message.get("data", ""))
+    if is_signed and not _is_signed(nats, bucket, name, data, headers_of(message)):
+        return FoundObject(message["seq"], stored_at, None)
     info = decode_info(data)
     if (info.name, info.bucket) != (name, bucket):
         raise ControlError(
             ControlCode.BAD_SOURCE, f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000]
         )
-    return None if info.deleted else info
+    return FoundObject(message["seq"], stored_at, None if info.deleted else info)
+
+
+def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> bool:
+    try:
+        signed = nats.signatures.check(info_subject(bucket, name), data, headers)
+        if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
+            raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
+    except BadSignature as error:
+        logger.warning("objects.refused bucket=%s object=%s error=%s", bucket, name, error)
+        return False
+    return True
+
+
+async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
+    """Read one object's description; None: it is deleted, or not signed where it has to be."""
+    found = await find_object(nats, bucket, name, is_signed=is_signed)
+    return None if found is None else found.info

@@ -14,8 +14,9 @@ from ..nats.jetstream import ApiError, put
 from ..protocol.fleet.authority import check_unlimited
 from .catalog import list_prefix
 from .layout import FOLDER_DIGEST, ObjectInfo, info_subject, split_objects
+from .sender import Sender
 
-__all__ = ["check_folder", "describe_folder", "folder_digest", "sign_folder"]
+__all__ = ["check_folder", "describe_folder", "folder_digest", "sign_folder", "store_descriptions"]
 
 
 def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
@@ -31,6 +32,19 @@ def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInf
     infos = list(infos)
     metadata = {FOLDER_DIGEST: folder_digest(objects, infos)}
     return [msgspec.structs.replace(info, metadata=metadata) for info in infos]
+
+
+async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[ObjectInfo]) -> None:
+    """Store descriptions, signed where this program signs; from then on the objects are there.
+
+    Raises:
+        ControlError: `storage`: the bucket is full.
+        BusBroken: the connection or JetStream failed; some may be stored.
+    """
+    for info in infos:
+        subject, data = info_subject(info.bucket, info.name), msgspec.json.encode(info)
+        await sender.send(subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+    await sender.finish()
 
 
 def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:

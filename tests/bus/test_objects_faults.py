@@ -18,7 +18,7 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import ObjectReader, list_objects, object_chunks, put_folder, reader, writer
+from rollbus.bus.objects import ObjectReader, list_objects, object_chunks, put_folder, reader, sender
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.new_file import NewFile
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
@@ -277,7 +277,7 @@ async def test_a_put_into_a_server_that_is_killed_leaves_nothing(
 ) -> None:
     """The put fails, and takes back what was stored when the server is back."""
     require_binary()
-    monkeypatch.setattr(writer, "ACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
     event = asyncio.Event()
 
     async def hear(message: Msg) -> None:

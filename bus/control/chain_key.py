@@ -1,0 +1,148 @@
+"""Where the chain record of a model's published weights is stored, and its compare-and-set."""
+
+import logging
+import math
+from datetime import datetime
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...schemas.chain import CHAIN, CHAIN_OBJECT, ChainRecord, decode_chain
+from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError
+from ..nats.connection import Connection
+from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, put
+from ..objects.catalog import find_object, list_subjects
+from ..objects.layout import ObjectInfo, info_subject, stream_of
+from ..subjects import published_bucket
+from .retries import TRY_S
+
+__all__ = ["BucketState", "ChainKey", "StoredChain", "read_chain"]
+
+logger = logging.getLogger(__name__)
+
+NO_LIMIT: Final = 2**62
+"""Of a bucket that shares what the server has."""
+
+
+class StoredChain(NamedTuple):
+    """The chain record, as the server has it."""
+
+    record: ChainRecord
+    """Empty where there is none that counts."""
+    sequence: int
+    """Of its message; 0: there is none."""
+    age_s: float
+    """Seconds since it was stored, by the server's clock."""
+
+
+class BucketState(NamedTuple):
+    """What a bucket says of itself."""
+
+    used: int
+    """Bytes."""
+    limit: int
+    """Bytes."""
+    now: datetime
+    """By the server's clock."""
+
+
+class ChainKey:
+    """The chain record of one model. Methods raise `BusBroken` if JetStream does not answer."""
+
+    def __init__(self, nats: Connection, fleet: str, model: str) -> None:
+        self._nats = nats
+        self._model = model
+        self.bucket: Final = published_bucket(fleet, model)
+
+    def __repr__(self) -> str:
+        """One line with the bucket."""
+        return f"<ChainKey {self.bucket}>"
+
+    async def bucket_state(self) -> BucketState:
+        """Ask how full the bucket is.
+
+        Raises:
+            ControlError: `storage`: there is no bucket.
+        """
+        try:
+            answer = await ask(self._nats, f"STREAM.INFO.{stream_of(self.bucket)}")
+        except ApiError as error:
+            raise self._refused("read", error) from error
+        limit = answer["config"].get("max_bytes", -1)
+        return BucketState(
+            answer["state"]["bytes"], limit if limit >= 0 else NO_LIMIT, datetime.fromisoformat(answer["ts"])
+        )
+
+    async def read(self) -> StoredChain:
+        """Read the record. One that does not decode, or is not signed where it has to be, counts as empty.
+
+        Raises:
+            ControlError: `storage`: there is no bucket.
+        """
+        try:
+            found = await find_object(self._nats, self.bucket, CHAIN_OBJECT, is_signed=True)
+        except ApiError as error:
+            raise self._refused("read", error) from error
+        if found is None:
+            return StoredChain(ChainRecord(model=self._model), 0, math.inf)
+        try:
+            if found.info is None:
+                raise RemoteProtocolError("it is deleted, or not signed")
+            record = decode_chain(found.info.metadata.get(CHAIN, ""))
+        except RemoteProtocolError as error:
+            logger.warning("chain.unreadable bucket=%s error=%s", self.bucket, error)
+            # Each epoch was a message of its own, so that none was above the number of this one.
+            return StoredChain(ChainRecord(model=self._model, epoch=found.sequence), found.sequence, math.inf)
+        now = (await self.bucket_state()).now
+        return StoredChain(record, found.sequence, (now - found.stored_at).total_seconds())
+
+    async def write(self, record: ChainRecord, sequence: int) -> int | None:
+        """Store the record if its last message is still that of `sequence`; return the new number. None: it is not.
+
+        Raises:
+            ControlError: `storage`: the bucket is full, or is not there.
+            Unanswered: it may have been stored or not.
+        """
+        info = ObjectInfo(
+            name=CHAIN_OBJECT, bucket=self.bucket, nuid="chain", metadata={CHAIN: msgspec.json.encode(record).decode()}
+        )
+        subject, data = info_subject(self.bucket, CHAIN_OBJECT), msgspec.json.encode(info)
+        headers = {
+            "Nats-Rollup": "sub",
+            "Nats-Expected-Stream": stream_of(self.bucket),
+            "Nats-Expected-Last-Subject-Sequence": str(sequence),
+            **self._nats.signatures.headers(subject, data),
+        }
+        try:
+            return await put(self._nats, subject, data, headers, timeout_s=TRY_S)
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            if error.code == NO_STREAM:
+                raise Unanswered(f"nobody stores the chain record of {self._model!r}") from error
+            raise self._refused("written", error) from error
+
+    def _refused(self, what: str, error: ApiError) -> ControlError:
+        if error.code == NO_STREAM:
+            return ControlError(
+                ControlCode.STORAGE,
+                f"the bucket {self.bucket!r} of {self._model!r} is not there; an admin makes it: rollbus make-queue "
+                "MODEL --upload-bytes N",
+            )
+        return ControlError(ControlCode.STORAGE, f"the bucket {self.bucket!r} cannot be {what}: {error}")
+
+
+async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | None:
+    """Read the chain record of a model without its lease; None: nothing was ever published for it.
+
+    Raises:
+        ControlError: `storage`: JetStream refuses.
+        BusBroken: JetStream does not answer.
+    """
+    key = ChainKey(nats, fleet, model)
+    try:
+        if not await list_subjects(nats, key.bucket, info_subject(key.bucket, CHAIN_OBJECT)):
+            return None
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be read: {error}") from error
+    return (await key.read()).record

@@ -1,0 +1,395 @@
+"""One version on its way into the store: its objects first, its manifest last, and then the chain record.
+
+Nothing counts before the chain record names it, or, for an adapter, before its manifest is stored.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from nats.nuid import NUID
+
+from ...schemas.chain import ChainRecord, OpenedVersion, RankList, RankObject, decode_rank_list
+from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError
+from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, TensorEntry
+from ..nats.connection import Connection
+from ..nats.jetstream import ApiError
+from ..objects.catalog import delete_prefix, find_object
+from ..objects.folder_reader import open_reader
+from ..objects.layout import MAX_FILES, ObjectInfo, ObjectOptions, check_path, split_objects
+from ..objects.sender import Sender, open_sender
+from ..objects.signed import describe_folder, store_descriptions
+from ..objects.upload import Pieces, each_piece, put_pieces
+from ..objects.writer import delete_stored
+from ..protocol.weights import chain
+from .chain_key import ChainKey
+
+__all__ = ["Publication", "PublicationHome", "part_tag"]
+
+logger = logging.getLogger(__name__)
+
+TAG: Final = "rb"
+"""Begins the ids of a publication's parts; the tag of its folder follows."""
+TAGGED_CHARS: Final = 32
+"""Of such an id. Those of other programs have 22."""
+RANK_POLL_S: Final = 0.25
+"""Between looks at whether the other ranks have given their lists."""
+LIST: Final = "list"
+"""The object with the list of a rank."""
+
+
+def part_tag(nuid: str) -> str | None:
+    """Return the tag of the folder to which parts belong; None: they are not those of a publication."""
+    return nuid[len(TAG) : len(TAG) + 8] if len(nuid) == TAGGED_CHARS and nuid.startswith(TAG) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationHome:
+    """What a publication needs of its `VersionStore`."""
+
+    nats: Connection
+    key: ChainKey
+    model: str
+    publisher: str
+    change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
+    """Writes the chain record while the lease is held."""
+    record: Callable[[], ChainRecord]
+    """The chain record, as it was last read."""
+    ended: Callable[["Publication"], None]
+    """Called when the publication was committed or taken back."""
+
+
+class Publication:
+    """A version on its way into the store. Made by `VersionStore.begin` and `join`; use one call at a time.
+
+    What fails or is cancelled takes back the whole publication, as `discard` does.
+
+    Attributes:
+        objects: the folder, `<bucket>/<prefix>`.
+        version: what is published.
+        epoch: of the lease.
+        tag: marks the parts of the folder's objects.
+    """
+
+    def __init__(self, home: PublicationHome, opened: OpenedVersion, *, is_joined: bool) -> None:
+        self._home = home
+        self._opened = opened
+        self._is_joined = is_joined
+        self.objects: Final = opened.objects
+        self.version: Final = opened.version
+        self.epoch: Final = opened.epoch
+        self._bucket, self._prefix = split_objects(opened.objects)
+        self.tag: Final = self._prefix[-8:]
+        self._nuids = NUID()
+        self._infos: list[ObjectInfo] = []
+        self._stack = AsyncExitStack()
+        self._sender: Sender | None = None
+        self._has_ranks = False
+        self._is_over = False
+
+    def __repr__(self) -> str:
+        """One line with what is stored so far."""
+        return f"<Publication {self.objects} objects={len(self._infos)} bytes={sum(i.size for i in self._infos)}>"
+
+    async def put(self, name: str, pieces: Pieces) -> ObjectInfo:
+        """Store an object of the folder; return its description, which is stored by `commit`.
+
+        Args:
+            name: of the object; in a folder of safetensors that of the file.
+            pieces: its content, cut anywhere. No more than one piece and a window of 4 MiB is held at a time.
+
+        Cancellation: takes back the publication.
+
+        Raises:
+            ControlError: `bad_source`: no object can be called so; `storage`: there is no room for it. The publication
+                is taken back.
+            LocalProtocolError: it has an object of this name, or is over.
+            BusBroken: JetStream or the connection failed. The publication is taken back if the server returns soon;
+                else by a later `clean`.
+        """
+        check_path(name, f"a file of objects:{self.objects}")
+        self._check_open()
+        full = f"{self._prefix}/{name}"
+        if any(info.name == full for info in self._infos):
+            raise LocalProtocolError(f"{self.objects} has an object {name!r} already")
+        if len(self._infos) >= MAX_FILES - 1:
+            raise ControlError(
+                ControlCode.BAD_SOURCE, f"{self.objects} has {MAX_FILES} objects with its manifest; no more are allowed"
+            )
+        try:
+            return await self._put(full, pieces)
+        except BaseException:
+            await self.discard()
+            raise
+
+    async def commit(self, manifest: Manifest) -> None:
+        """Describe all objects, the manifest last, and have the chain record name the version.
+
+        Cancellation: takes back the publication, unless the chain record may name it already.
+
+        Raises:
+            LocalProtocolError: the manifest is of another version, epoch, model or folder, or its links are not those
+                of `chain.links_with`.
+            ControlError: `publisher_busy`: another publisher took over; `storage`. The publication is taken back.
+            BusBroken: JetStream or the connection failed. If the chain record was being written, it may name the
+                version; else the publication is taken back, or later by a `clean`.
+        """
+        self._check_open()
+        try:
+            self._check_manifest(manifest)
+            data = msgspec.json.encode(manifest)
+            if len(data) > MAX_MANIFEST_BYTES:
+                raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
+            # Nothing is described before: the lease holds, and the chain is the manifest's.
+            await self._home.change(lambda record: _checked(record, manifest))
+            await self._put(f"{self._prefix}/{MANIFEST}", [data])
+            sender = await self._open_sender()
+            await sender.finish()
+            if self._home.nats.signatures.own is not None:
+                self._infos = describe_folder(self.objects, self._infos)
+            await store_descriptions(self._home.nats, sender, self._infos[:-1])
+            await store_descriptions(self._home.nats, sender, self._infos[-1:])
+        except BaseException:
+            await self.discard()
+            raise
+        try:
+            await self._home.change(lambda record: chain.committed(record, manifest))
+        except ControlError:
+            if not any(link.objects == self.objects for link in self._home.record().links):
+                await self.discard()
+                raise
+            # An answer was lost, and another publisher has taken over since: the version is committed all the same.
+        except BaseException:
+            # The record may name the folder. If it does not, a later `clean` deletes the folder.
+            await self._end()
+            raise
+        size = sum(info.size for info in self._infos)
+        logger.info("publication.committed objects=%s files=%s bytes=%s", self.objects, len(self._infos), size)
+        if self._has_ranks:
+            await self._delete_lists()
+        await self._end()
+
+    async def discard(self) -> None:
+        """Take back what was stored, unless the publication is over. What fails is logged; `clean` deletes it later."""
+        if self._is_over:
+            return
+        await self._end()
+        if self._infos:
+            await delete_stored(self._home.nats, self._bucket, tuple(self._infos))
+        if self._has_ranks:
+            await self._delete_lists()
+            try:
+                await self._home.change(lambda record: _withdrawn(record, self.objects))
+            except RollbusError as error:
+                logger.warning("publication.not_withdrawn objects=%s error=%s", self.objects, error)
+
+    async def announce(self) -> None:
+        """Let other ranks join.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher took over.
+            BusBroken: JetStream or the connection failed.
+        """
+        self._check_open()
+        self._has_ranks = True
+        opened = self._opened
+        await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened))
+
+    async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
+        """Give rank 0 what this rank has put, and the tensors that are in it. It belongs to rank 0 from then on.
+
+        Args:
+            rank: of this process; not 0.
+            tensors: as they are to stand in the manifest.
+
+        Raises:
+            ControlError: `storage`: there is no room for it.
+            BusBroken: JetStream or the connection failed.
+        """
+        self._check_open()
+        given = RankList(
+            version=self.version,
+            epoch=self.epoch,
+            rank=rank,
+            objects=tuple(_as_rank_object(info) for info in self._infos),
+            tensors=tuple(tensors),
+        )
+        folder = f"{self._list_prefix}/{rank}"
+        try:
+            info = await self._put(f"{folder}/{LIST}", [msgspec.json.encode(given)])
+            sender = await self._open_sender()
+            await sender.finish()
+            infos = [info]
+            if self._home.nats.signatures.own is not None:
+                infos = describe_folder(f"{self._bucket}/{folder}", infos)
+            await store_descriptions(self._home.nats, sender, infos)
+        except BaseException:
+            await self.discard()
+            raise
+        await self._end()
+
+    async def collect(self, num_ranks: int, timeout_s: float) -> tuple[RankList, ...]:
+        """Wait for the lists of ranks 1 to `num_ranks` - 1, and make their objects part of this publication.
+
+        Returns:
+            The lists, by rank.
+
+        Cancellation: takes back the publication.
+
+        Raises:
+            ControlError: `timeout`: some ranks gave none, which it names; `bad_source`: a list is damaged, or of
+                another version. The publication is taken back, with what those ranks gave.
+            BusBroken: JetStream or the connection failed.
+        """
+        self._check_open()
+        self._has_ranks = True
+        found: dict[int, RankList] = {}
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while missing := [rank for rank in range(1, num_ranks) if rank not in found]:
+                        for rank in missing:
+                            await self._collect_from(rank, found)
+                        if len(found) < num_ranks - 1:
+                            await asyncio.sleep(RANK_POLL_S)
+            except TimeoutError:
+                shown = ", ".join(str(rank) for rank in range(1, num_ranks) if rank not in found)
+                raise ControlError(
+                    ControlCode.TIMEOUT,
+                    f"version {self.version} is not published: of {num_ranks} ranks these gave no list within "
+                    f"{timeout_s:g} s: {shown}",
+                ) from None
+        except BaseException:
+            await self.discard()
+            raise
+        return tuple(given for _, given in sorted(found.items()))
+
+    async def _collect_from(self, rank: int, found: dict[int, RankList]) -> None:
+        folder = f"{self._list_prefix}/{rank}"
+        try:
+            if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
+                return
+        except ApiError as error:
+            raise ControlError(ControlCode.STORAGE, f"the list of rank {rank} cannot be read: {error}") from error
+        async with open_reader(self._home.nats, f"{self._bucket}/{folder}", None) as reader:
+            given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
+        names = {info.name for info in self._infos}
+        for given_object in given.objects:
+            check_path(given_object.name, f"an object of rank {rank}")
+            is_own = part_tag(given_object.nuid) == self.tag and given_object.name.startswith(f"{self._prefix}/")
+            if not is_own or given_object.name in names:
+                raise _bad_list(rank, f"its object {given_object.name[:200]!r} is of another publication or rank")
+        if (given.version, given.epoch, given.rank) != (self.version, self.epoch, rank):
+            raise _bad_list(rank, f"it is of version {given.version}, epoch {given.epoch}, rank {given.rank}")
+        self._infos += [_as_info(self._bucket, given_object) for given_object in given.objects]
+        found[rank] = given
+
+    @property
+    def _list_prefix(self) -> str:
+        """Where ranks give their lists: not below the folder, or they would be files of it."""
+        return f"ranks/{self._prefix.rpartition('/')[2]}"
+
+    async def _put(self, full_name: str, pieces: Pieces) -> ObjectInfo:
+        sender = await self._open_sender()
+        rest = self._nuids.next().decode()[: TAGGED_CHARS - len(TAG) - 8]
+        info = ObjectInfo(name=full_name, bucket=self._bucket, nuid=f"{TAG}{self.tag}{rest}")
+        index = len(self._infos)
+        self._infos.append(info)
+        info = await put_pieces(sender, info, self._within_room(pieces))
+        self._infos[index] = info
+        return info
+
+    async def _within_room(self, pieces: Pieces) -> AsyncGenerator[bytes | bytearray | memoryview, None]:
+        """Stop before the bucket is full: the chain record must always find room."""
+        state = await self._home.key.bucket_state()
+        room = state.limit - state.used - chain.SPARE_BYTES
+        num_bytes = 0
+
+        def count(piece: bytes | bytearray | memoryview) -> None:
+            nonlocal num_bytes
+            num_bytes += memoryview(piece).nbytes
+            if num_bytes > room:
+                raise ControlError(
+                    ControlCode.STORAGE,
+                    f"the bucket {self._bucket!r} takes no more: of {state.limit} bytes {state.used} were used, and an "
+                    f"object needs at least {num_bytes + chain.SPARE_BYTES}",
+                )
+
+        async for piece in each_piece(pieces):
+            count(piece)
+            yield piece
+
+    async def _open_sender(self) -> Sender:
+        if self._sender is None:
+            self._sender = await self._stack.enter_async_context(open_sender(self._home.nats))
+        return self._sender
+
+    async def _end(self) -> None:
+        self._is_over = True
+        self._home.ended(self)
+        await self._stack.aclose()
+
+    async def _delete_lists(self) -> None:
+        """Delete what ranks gave; what fails is logged, and deleted by a later `clean`."""
+        try:
+            await delete_prefix(self._home.nats, f"{self._bucket}/{self._list_prefix}")
+        except RollbusError as error:
+            logger.warning("publication.lists_left objects=%s error=%s", self.objects, error)
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise LocalProtocolError(f"the publication {self.objects} is over")
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        expected = (self._home.model, self.version, self.epoch, self._opened.adapter, self._home.publisher)
+        found = (manifest.model, manifest.version, manifest.epoch, manifest.adapter, manifest.publisher)
+        if self._is_joined or found != expected or manifest.own.objects != self.objects:
+            raise LocalProtocolError(
+                f"the manifest of {manifest.own.objects[:200]} ({', '.join(map(str, found))}) does not belong to "
+                f"{self.objects} ({', '.join(map(str, expected))}); rank 0 commits"
+            )
+
+
+def _checked(record: ChainRecord, manifest: Manifest) -> ChainRecord:
+    """Return the record as it is, if the manifest continues its chain."""
+    chain.committed(record, manifest)
+    return record
+
+
+def _withdrawn(record: ChainRecord, objects: str) -> ChainRecord:
+    """Return the record in which no rank joins the publication any more."""
+    is_open = record.opened is not None and record.opened.objects == objects
+    return msgspec.structs.replace(record, opened=None) if is_open else record
+
+
+def _bad_list(rank: int, problem: str) -> ControlError:
+    return ControlError(ControlCode.BAD_SOURCE, f"the list of rank {rank} is refused: {problem}")
+
+
+def _as_rank_object(info: ObjectInfo) -> RankObject:
+    return RankObject(
+        name=info.name,
+        nuid=info.nuid,
+        size=info.size,
+        chunks=info.chunks,
+        digest=info.digest,
+        mtime=info.mtime,
+        part_bytes=0 if info.options is None else info.options.max_chunk_size,
+    )
+
+
+def _as_info(bucket: str, given: RankObject) -> ObjectInfo:
+    return ObjectInfo(
+        name=given.name,
+        bucket=bucket,
+        nuid=given.nuid,
+        size=given.size,
+        chunks=given.chunks,
+        digest=given.digest,
+        mtime=given.mtime,
+        options=ObjectOptions(max_chunk_size=given.part_bytes),
+    )

@@ -1,0 +1,328 @@
+"""The store of a model's published weights, as its publisher uses it. Lives on the bus thread."""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack
+from typing import Final
+
+from msgspec.structs import replace
+
+from ...schemas.chain import ChainRecord, Holder, OpenedVersion
+from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, PermissionDenied, RollbusError
+from ..nats.connection import Connection, connected
+from ..nats.jetstream import ApiError, Unanswered
+from ..nats.server import Server
+from ..objects.catalog import ensure_bucket
+from ..protocol.weights import chain
+from ..subjects import Subjects, encode_token
+from .chain_key import ChainKey, StoredChain
+from .publication import Publication, PublicationHome
+from .retries import Retries
+from .version_cleaning import Cleaning
+
+__all__ = ["VersionStore"]
+
+logger = logging.getLogger(__name__)
+
+RENEW_S: Final = chain.LEASE_S / 3
+"""Two renewals may be lost."""
+CLOSE_S: Final = 20.0
+"""For taking back what is uncommitted, and giving back the lease."""
+POLL_S: Final = 0.25
+"""Between looks at whether a publication was announced, or an earlier life's lease has run out."""
+
+
+class VersionStore:
+    """The published versions of one model.
+
+    Args:
+        server: the bus; the store has a connection of its own.
+        subjects: of the fleet.
+        model: whose weights.
+        publisher: who publishes: the name of the client.
+
+    Attributes:
+        record: the chain record, as it was last read or written.
+    """
+
+    def __init__(self, server: str | Server, subjects: Subjects, model: str, *, publisher: str) -> None:
+        self._server = server
+        self._fleet = subjects.fleet
+        self._model = model
+        self._publisher = publisher
+        self._holder: Final = Holder(publisher=publisher, incarnation=uuid.uuid4().hex)
+        self.record = ChainRecord(model=model)
+        self._stack = AsyncExitStack()
+        self._home: PublicationHome | None = None
+        self._stored: StoredChain | None = None
+        """None: what is stored is not known."""
+        self._epoch: int | None = None
+        """Of the own lease; None: there is none."""
+        self._lost: ControlError | None = None
+        self._lock = asyncio.Lock()
+        self._open: set[Publication] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        """One line with the model and the lease."""
+        return f"<VersionStore {self._model} epoch={self._epoch} links={len(self.record.links)}>"
+
+    async def open(self, *, with_lease: bool = True) -> None:
+        """Connect, make the bucket where that is allowed, and take the lease, which is renewed until `close`.
+
+        A lease that a process of the same name holds may be that of an earlier life of this one, which was killed:
+        this waits for its end, unless it is renewed meanwhile.
+
+        Args:
+            with_lease: False for ranks other than 0, which only `join`.
+
+        Cancellation: leaves nothing open.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher has the lease, which it names; `storage`: there is no
+                bucket, or it is full.
+            BusBroken: the connection or JetStream failed.
+        """
+        try:
+            nats = await self._stack.enter_async_context(
+                connected(self._server, name=f"rollbus versions {self._publisher}")
+            )
+            key = ChainKey(nats, self._fleet, self._model)
+            self._home = PublicationHome(
+                nats=nats,
+                key=key,
+                model=self._model,
+                publisher=self._publisher,
+                change=self._change,
+                ended=self._open.discard,
+                record=lambda: self.record,
+            )
+            await _make_bucket(nats, key)
+            if with_lease:
+                await self._take_lease(key)
+                tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+                self._renewing = tasks.create_task(self._renew(), name="versions.renew")
+            else:
+                self.record = (await key.read()).record
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def close(self) -> None:
+        """Take back publications that are not committed, give back the lease, and disconnect. Safe to repeat."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+            self._renewing = None
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                for publication in tuple(self._open):
+                    await publication.discard()
+                if self._epoch is not None and self._lost is None:
+                    await self._change(lambda record: replace(record, holder=None, opened=None))
+        except (RollbusError, TimeoutError) as error:
+            logger.warning("versions.lease_not_returned model=%s error=%s", self._model, error)
+        finally:
+            self._epoch = self._home = None
+            await self._stack.aclose()
+
+    @property
+    def epoch(self) -> int:
+        """Of the lease, as manifests carry it.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher took over.
+            LocalProtocolError: the store has no lease.
+        """
+        if self._lost is not None:
+            raise self._lost
+        if self._epoch is None:
+            raise LocalProtocolError(f"{self!r} has no lease: open it first")
+        return self._epoch
+
+    async def used_and_limit(self) -> tuple[int, int]:
+        """Return the bytes of the bucket that are in use, and how many it may have.
+
+        Raises:
+            ControlError: `storage`: there is no bucket.
+            BusBroken: JetStream does not answer.
+        """
+        state = await self._opened().key.bucket_state()
+        return state.used, state.limit
+
+    def begin(self, version: int, adapter: str | None = None) -> Publication:
+        """Begin a publication, under a folder of its own.
+
+        Args:
+            version: of the weights, or of the adapter.
+            adapter: name of the LoRA adapter; None: weights of the model.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher took over.
+        """
+        home, epoch = self._opened(), self.epoch
+        place = "versions" if adapter is None else f"adapters/{encode_token(adapter)}"
+        objects = f"{home.key.bucket}/{place}/{version}-{epoch}-{uuid.uuid4().hex[:8]}"
+        opened = OpenedVersion(objects=objects, version=version, epoch=epoch, adapter=adapter)
+        publication = Publication(home, opened, is_joined=False)
+        self._open.add(publication)
+        return publication
+
+    async def join(self, version: int, timeout_s: float, adapter: str | None = None) -> Publication:
+        """Join the publication that rank 0 has announced; needs no lease.
+
+        Raises:
+            ControlError: `timeout`: rank 0 announced none of this version.
+            BusBroken: JetStream or the connection failed.
+        """
+        home = self._opened()
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            self.record = (await home.key.read()).record
+            opened = self.record.opened
+            if opened is not None and _is_open(opened, self.record, version, adapter):
+                publication = Publication(home, opened, is_joined=True)
+                self._open.add(publication)
+                return publication
+            if time.monotonic() >= ends_at:
+                raise ControlError(
+                    ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def note_recorded(self, objects: str) -> None:
+        """Note that a folder was recorded in the desired state: it and the one before stay.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher took over.
+            BusBroken: JetStream or the connection failed.
+        """
+        await self._change(lambda record: replace(record, noted=chain.noted(record.noted, objects)))
+
+    async def clean(self, recorded: AbstractSet[str], *, young_s: float = chain.YOUNG_S) -> None:
+        """Delete versions that nobody needs, and what killed uploads left. What fails is logged.
+
+        Args:
+            recorded: folders of the object store that the desired state names.
+            young_s: up to which what is there stays in any case.
+        """
+        try:
+            home = self._opened()
+            now = (await home.key.bucket_state()).now
+            tags = {publication.tag for publication in self._open}
+            cleaning = Cleaning(home.nats, home.key.bucket, now, open_tags=tags, young_s=young_s)
+            await cleaning.look()
+            kept = cleaning.kept(self.record, recorded)
+            await self._change(lambda record: chain.trimmed(record, recorded, kept))
+            await cleaning.delete_folders(kept)
+            await cleaning.delete_parts()
+        except (RollbusError, ApiError) as error:
+            logger.warning("versions.not_cleaned model=%s error=%s", self._model, error)
+
+    def _opened(self) -> PublicationHome:
+        if self._home is None:
+            raise LocalProtocolError(f"{self!r} is not open")
+        return self._home
+
+    async def _take_lease(self, key: ChainKey) -> None:
+        """Take the lease, or wait for the end of an earlier life's."""
+        first: int | None = None
+        while True:
+            stored = await key.read()
+            try:
+                chain.lease_taken(stored.record, self._holder, stored.age_s)
+                break
+            except ControlError:
+                holder = stored.record.holder
+                first = stored.sequence if first is None else first
+                if holder is None or holder.publisher != self._publisher or stored.sequence != first:
+                    raise
+            await asyncio.sleep(POLL_S)
+        self._stored = stored
+        try:
+            await self._change(self._taken)
+        except ControlError as error:
+            if error.code is not ControlCode.STORAGE:
+                raise
+            # A killed upload may have filled the bucket. What it left is rubbish whoever has the lease.
+            cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
+            await cleaning.look()
+            if not await cleaning.delete_parts():
+                raise
+            await self._change(self._taken)
+        self._epoch = self.record.epoch
+        logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
+
+    def _taken(self, record: ChainRecord) -> ChainRecord:
+        if record.holder == self._holder:  # by a write that was not answered
+            return record
+        age_s = self._stored.age_s if self._stored is not None else 0.0
+        return chain.lease_taken(record, self._holder, age_s)
+
+    async def _renew(self) -> None:
+        """Renew the lease until it is lost."""
+        while self._lost is None:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._change(lambda record: record)
+            except RollbusError as error:
+                logger.warning("versions.lease_not_renewed model=%s error=%s", self._model, error)
+
+    async def _change(self, change: Callable[[ChainRecord], ChainRecord]) -> None:
+        """Write what `change` makes of the chain record; called again for what another program has written.
+
+        A change that was made already must be no change.
+
+        Raises:
+            ControlError: `publisher_busy`: the lease is another's now; `storage`; and what `change` raises.
+            Unanswered: it may have been written or not.
+        """
+        key, retries = self._opened().key, Retries()
+        async with self._lock:
+            while True:
+                try:
+                    before = self._stored or await key.read()
+                    self._stored, self.record = before, before.record
+                    self._check_lease(before.record)
+                    after = change(before.record)
+                    self._stored = None
+                    sequence = await key.write(after, before.sequence)
+                    if sequence is not None:
+                        self._stored, self.record = StoredChain(after, sequence, 0.0), after
+                        return
+                    await retries.note_refusal(before.sequence)
+                except Unanswered as error:
+                    await retries.wait(error)
+
+    def _check_lease(self, record: ChainRecord) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._epoch is None or chain.is_held_by(record, self._holder, self._epoch):
+            return
+        other = "another publisher" if record.holder is None else record.holder.publisher
+        self._lost = ControlError(
+            ControlCode.PUBLISHER_BUSY,
+            f"{other} took over the published weights of {self._model!r} in epoch {record.epoch}, while this publisher "
+            f"({self._publisher}, epoch {self._epoch}) did not renew its lease",
+        )
+        raise self._lost
+
+
+def _is_open(opened: OpenedVersion, record: ChainRecord, version: int, adapter: str | None) -> bool:
+    """True if rank 0 waits for lists of this version."""
+    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, adapter, record.epoch)
+    return is_wanted and record.holder is not None
+
+
+async def _make_bucket(nats: Connection, key: ChainKey) -> None:
+    try:
+        await key.bucket_state()
+    except ControlError:
+        with contextlib.suppress(PermissionDenied):  # then the next line says what is missing
+            await ensure_bucket(nats, key.bucket)
+        await key.bucket_state()

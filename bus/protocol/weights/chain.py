@@ -1,0 +1,287 @@
+"""Decisions about a chain of published versions: who may publish, anchor or delta, and which folders are kept. Pure."""
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from ....schemas.chain import MAX_HISTORY, ChainRecord, Holder
+from ....schemas.errors import ControlCode, ControlError, LocalProtocolError
+from ....schemas.manifest import MAX_LINKS, Link, Manifest
+
+__all__ = [
+    "LEASE_S",
+    "MARGIN_S",
+    "MAX_DELTAS",
+    "SPARE_BYTES",
+    "YOUNG_S",
+    "AnchorReason",
+    "Contents",
+    "committed",
+    "contents",
+    "folder_of",
+    "is_held_by",
+    "kept",
+    "lease_taken",
+    "links_with",
+    "needed_bytes",
+    "needs_anchor",
+    "noted",
+    "trimmed",
+]
+
+LEASE_S: Final = 15.0
+"""How long the lease counts after it was last renewed, by the server's clock."""
+MARGIN_S: Final = 5.0
+"""Longer, before another publisher takes it over: a renewal may be on its way."""
+MAX_DELTAS: Final = 16
+"""Versions after an anchor, before the next anchor: how many deltas a late joiner applies one after another."""
+YOUNG_S: Final = 3600.0
+"""Folders that are younger are kept: a controller may be about to record one, a worker about to fetch one."""
+SPARE_BYTES: Final = 4 * 1024**2
+"""Of a bucket that no upload fills, so that the chain record can always be written."""
+_FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>[0-9a-f]{8})")
+
+
+class AnchorReason(enum.StrEnum):
+    """Why a version needs an anchor."""
+
+    FIRST = "first"
+    """Nothing was published before."""
+    NO_SNAPSHOT = "no_snapshot"
+    """The publisher does not hold the content of the last version, against which it would compare."""
+    AFTER_TRANSFER = "after_transfer"
+    """The fleet's weights came by a transfer engine since."""
+    OLD_WORKERS = "old_workers"
+    """A worker does not read deltas."""
+    CHAIN_BYTES = "chain_bytes"
+    """The deltas of the chain have more than half the bytes of an anchor."""
+    CHAIN_LENGTH = "chain_length"
+    """The chain has `MAX_DELTAS` deltas."""
+
+    @property
+    def is_required(self) -> bool:
+        """True if a delta cannot take the anchor's place."""
+        return self not in {AnchorReason.CHAIN_BYTES, AnchorReason.CHAIN_LENGTH}
+
+
+class Contents(NamedTuple):
+    """What a version is published as; one of the two at least."""
+
+    anchor: bool
+    delta: bool
+
+
+def lease_taken(record: ChainRecord, holder: Holder, age_s: float) -> ChainRecord:
+    """Return the record in which `holder` has the lease, in a new epoch.
+
+    Args:
+        record: as it is stored.
+        age_s: seconds since it was stored, by the server's clock.
+
+    Raises:
+        ControlError: `publisher_busy`: another publisher has it.
+    """
+    if record.holder is not None and age_s < LEASE_S + MARGIN_S:
+        raise ControlError(
+            ControlCode.PUBLISHER_BUSY,
+            f"{record.holder.publisher} publishes weights of {record.model!r} and renewed its lease {age_s:.1f} s ago; "
+            f"another publisher may take over {LEASE_S + MARGIN_S:g} s after the last renewal",
+        )
+    return replace(record, epoch=record.epoch + 1, holder=holder, opened=None)
+
+
+def is_held_by(record: ChainRecord, holder: Holder, epoch: int) -> bool:
+    """True if the lease of `epoch` is still that of `holder`."""
+    return (record.holder, record.epoch) == (holder, epoch)
+
+
+def links_with(links: Sequence[Link], own: Link) -> tuple[Link, ...]:
+    """Return the links of the manifest of `own`, which is committed after `links`: from the last anchor before it on.
+
+    So a worker that has any version since that anchor goes on with deltas.
+
+    Raises:
+        LocalProtocolError: the version has a delta, and nothing to apply it to.
+    """
+    if own.delta_bytes is None:
+        return (own,)
+    for start in reversed(range(len(links))):
+        if links[start].anchor_bytes is not None:
+            return (*links[start:], own)
+    raise LocalProtocolError(f"version {own.version} is a delta, and there is no anchor before it")
+
+
+def needs_anchor(
+    links: Sequence[Link], *, snapshot: str | None, after_transfer: bool, workers_read_deltas: bool
+) -> AnchorReason | None:
+    """Return why the next version needs an anchor; None: a delta will do.
+
+    Args:
+        links: of the chain record.
+        snapshot: digest of the content that the publisher compares with; None: it has none.
+        after_transfer: the fleet's weights came by a transfer engine since the last publication.
+        workers_read_deltas: all workers of the model do.
+    """
+    if not links:
+        return AnchorReason.FIRST
+    if snapshot != links[-1].digest:
+        return AnchorReason.NO_SNAPSHOT
+    if after_transfer:
+        return AnchorReason.AFTER_TRANSFER
+    if not workers_read_deltas:
+        return AnchorReason.OLD_WORKERS
+    start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=None)
+    if start is None:
+        return AnchorReason.FIRST
+    deltas = links[start + 1 :]
+    if len(deltas) >= MAX_DELTAS:
+        return AnchorReason.CHAIN_LENGTH
+    if 2 * sum(link.delta_bytes or 0 for link in deltas) > (links[start].anchor_bytes or 0):
+        return AnchorReason.CHAIN_BYTES
+    return None
+
+
+def contents(
+    reason: AnchorReason | None, links: Sequence[Link], *, anchor_bytes: int, used: int, limit: int
+) -> Contents:
+    """Decide what the next version is published as, before its first byte is stored.
+
+    A version that only should have an anchor goes on as a delta while there is no room for one.
+
+    Args:
+        reason: of `needs_anchor`.
+        links: of the chain record.
+        anchor_bytes: of an anchor of this version.
+        used: bytes of the bucket that are in use.
+        limit: its bytes.
+
+    Raises:
+        ControlError: `storage`: an anchor must be, and there is no room for it.
+    """
+    if reason is None:
+        return Contents(anchor=False, delta=True)
+    needed = needed_bytes(anchor_bytes)
+    has_room = used + needed <= limit
+    if has_room:
+        has_base = reason in {AnchorReason.CHAIN_BYTES, AnchorReason.CHAIN_LENGTH}
+        return Contents(anchor=True, delta=has_base)
+    start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=0)
+    if not reason.is_required and len(links) - start < MAX_LINKS:
+        return Contents(anchor=False, delta=True)
+    raise ControlError(
+        ControlCode.STORAGE,
+        f"an anchor ({reason}) takes {needed} bytes, and of the bucket's {limit} bytes {used} are used; an admin gives "
+        "it more: rollbus make-queue MODEL --upload-bytes N",
+    )
+
+
+def needed_bytes(content_bytes: int) -> int:
+    """Return what storing so many bytes takes: with subjects and headers, and with what is spared for the record."""
+    return content_bytes + content_bytes // 256 + SPARE_BYTES
+
+
+def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
+    """Return the record after the commit of a version; a version that is in it already is not added again.
+
+    Raises:
+        LocalProtocolError: the manifest does not continue this chain.
+    """
+    links, own = record.links, manifest.own
+    if manifest.adapter is not None:
+        expected: tuple[Link, ...] = (own,)
+    elif own in links[-1:]:
+        return replace(record, opened=None)
+    else:
+        expected = links_with(links, own)
+        links = _bounded((*links, own), record.noted)
+    if manifest.links != expected:
+        raise LocalProtocolError(
+            f"the manifest of version {manifest.version} names {len(manifest.links)} links that are not the "
+            f"{len(expected)} from the last anchor on"
+        )
+    return replace(record, links=links, opened=None)
+
+
+def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
+    """Return the noted folders after `objects` was recorded: of each home the last two, the newer one last."""
+    own = [folder for folder in folders if _home(folder) == _home(objects) and folder != objects]
+    return (*(folder for folder in folders if _home(folder) != _home(objects)), *own[-1:], objects)
+
+
+def kept(
+    links: Sequence[Link], recorded: AbstractSet[str], ages: Mapping[str, float], *, young_s: float = YOUNG_S
+) -> set[str]:
+    """Return the folders that stay; all others of `ages` go.
+
+    Those that were recorded, the newest one of the chain and those that are young, each with all that its manifest
+    names.
+
+    Args:
+        links: of the chain record.
+        recorded: folders that are recorded or were recorded before, of weights and adapters.
+        ages: seconds for each folder in the store.
+        young_s: up to which a folder stays in any case.
+    """
+    roots = {folder for folder, age_s in ages.items() if age_s < young_s} | recorded
+    roots.update(link.objects for link in links[-1:])
+    needed = {
+        other.objects for index, link in enumerate(links) if link.objects in roots for other in _own_links(links, index)
+    }
+    return (roots | needed) & ages.keys()
+
+
+def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: AbstractSet[str]) -> ChainRecord:
+    """Return the record without what was deleted.
+
+    Args:
+        record: before it.
+        recorded: folders that the desired state names. Adapters of which it names none are no longer noted.
+        kept_folders: those that stayed.
+    """
+    homes = {_home(folder) for folder in recorded}
+    return replace(
+        record,
+        links=tuple(link for link in record.links if link.objects in kept_folders),
+        noted=tuple(
+            folder
+            for folder in record.noted
+            if folder in kept_folders and (_home(folder) in homes or _is_weights(folder))
+        ),
+    )
+
+
+def folder_of(name: str) -> tuple[str, str] | None:
+    """Return the folder of a published object, and the tag of its parts; None: the object is of something else."""
+    found = _FOLDER.match(name)
+    if found is None or not name[found.end() :].startswith("/"):
+        return None
+    return found[0], found["tag"]
+
+
+def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
+    """Drop the oldest links above `MAX_HISTORY`, but none that a noted folder or the newest version needs."""
+    if len(links) <= MAX_HISTORY:
+        return links
+    needed = kept(links, set(folders), {link.objects: YOUNG_S for link in links})
+    spare = [link for link in links if link.objects not in needed][: len(links) - MAX_HISTORY]
+    return tuple(link for link in links if link not in spare)
+
+
+def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
+    """Return the links of the manifest of `links[index]`, as far as they are there."""
+    try:
+        return links_with(links[:index], links[index])
+    except LocalProtocolError:
+        return (links[index],)
+
+
+def _home(objects: str) -> str:
+    return objects.rpartition("/")[0]
+
+
+def _is_weights(objects: str) -> bool:
+    return _home(objects).endswith("/versions")

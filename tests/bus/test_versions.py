@@ -1,0 +1,340 @@
+"""Published versions in the store: what is committed is whole, and what is not leaves nothing."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rollbus.bus.control import versions
+from rollbus.bus.control.chain_key import ChainKey, read_chain
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import put
+from rollbus.bus.objects import ObjectReader, list_objects, put_folder
+from rollbus.bus.objects.catalog import delete_prefix
+from rollbus.bus.protocol.weights import chain
+from rollbus.schemas.chain import CHAIN_OBJECT
+from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
+from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from tests.support.connections import count_tasks, opened
+from tests.support.objects import write_folder
+from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
+
+MEGABYTE = 1024 * 1024
+HOUR_S = 3600.0
+
+
+async def test_a_version_is_published_and_read(nats_url: str) -> None:
+    """Pieces of any size become an object that readers check; the manifest and the chain record name the folder."""
+    content = os.urandom(9 * MEGABYTE + 3)
+
+    async def pieces() -> AsyncIterator[memoryview]:
+        for start in range(0, len(content), 700_001):
+            yield memoryview(content)[start : start + 700_001]
+
+    tasks_before = await count_tasks()
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        assert await read_chain(nats, fleet, "m") is None
+        async with opened_store(nats_url, fleet) as store:
+            publication = store.begin(7)
+            info = await publication.put("a.safetensors", pieces())
+            await publication.put("empty", [])
+            assert (info.size, info.name) == (len(content), f"{publication.objects.partition('/')[2]}/a.safetensors")
+            assert await list_objects(nats, bucket, publication.objects.partition("/")[2]) == ()
+            manifest = manifest_of(store, publication, content)
+            await publication.commit(manifest)
+            async with ObjectReader(nats_url, name="test").open_folder(publication.objects) as folder:
+                assert await folder.read("a.safetensors", len(content)) == content
+                assert await folder.read("empty", 0) == b""
+                assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)) == manifest
+            used, limit = await store.used_and_limit()
+            assert len(content) < used < limit
+            assert store.record.links == manifest.links
+            with pytest.raises(LocalProtocolError, match="is over"):
+                await publication.put("b", [b"x"])
+        record = await read_chain(nats, fleet, "m")
+    assert record is not None
+    assert (record.links, record.holder, record.epoch) == (manifest.links, None, 1)
+    assert await count_tasks() == tasks_before
+
+
+async def test_a_second_publisher_is_refused_with_the_name_of_the_first(nats_url: str) -> None:
+    """Until the first gives its lease back; epochs only rise."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        async with opened_store(nats_url, fleet, publisher="alice") as first:
+            tasks_before = await count_tasks()
+            bob = fresh_store(nats_url, fleet, publisher="bob")
+            with pytest.raises(
+                ControlError, match=r"alice publishes weights of 'm' and renewed its lease \d+\.\d s"
+            ) as raised:
+                await bob.open()
+            assert raised.value.code is ControlCode.PUBLISHER_BUSY
+            assert await count_tasks() == tasks_before
+            assert first.epoch == 1
+        async with opened_store(nats_url, fleet, publisher="bob") as second:
+            assert second.epoch == 2
+
+
+async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None:
+    """The compare-and-set decides; the other's error names the winner."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        stores = {name: fresh_store(nats_url, fleet, publisher=name) for name in ("alice", "bob", "carol")}
+        errors: dict[str, ControlError] = {}
+
+        async def open_one(name: str) -> None:
+            try:
+                await stores[name].open()
+            except ControlError as error:
+                errors[name] = error
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in stores:
+                tasks.create_task(open_one(name))
+        [winner] = stores.keys() - errors.keys()
+        assert all(f"{winner} publishes weights" in error.message for error in errors.values())
+        await publish(stores[winner], 1, publisher=winner)
+        await stores[winner].close()
+
+
+async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error names the publisher that took over; what it stored is taken back, and the other's version counts."""
+    monkeypatch.setattr(versions, "RENEW_S", 1000.0)
+    monkeypatch.setattr(chain, "LEASE_S", 0.0)
+    monkeypatch.setattr(chain, "MARGIN_S", 0.0)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as sleeper:
+            publication = sleeper.begin(1)
+            await publication.put("a.safetensors", [b"old"])
+            manifest = manifest_of(sleeper, publication, b"old")
+            async with opened_store(nats_url, fleet, publisher="bob") as other:
+                objects = await publish(other, 1, publisher="bob")
+                with pytest.raises(ControlError, match=r"bob took over .* in epoch 2") as raised:
+                    await publication.commit(manifest)
+                assert raised.value.code is ControlCode.PUBLISHER_BUSY
+                with pytest.raises(ControlError, match="bob took over"):
+                    sleeper.begin(2)
+                with pytest.raises(ControlError, match="bob took over"):
+                    await sleeper.note_recorded(objects)
+                assert await parts_in(nats, bucket) == 2
+        record = await read_chain(nats, fleet, "m")
+    assert record is not None
+    assert [link.objects for link in record.links] == [objects]
+
+
+async def test_a_killed_publisher_s_successor_waits_for_the_lease(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same name gets it when it has run out, and is refused while it is renewed."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, _),
+        opened_store(nats_url, fleet) as first,
+    ):
+        monkeypatch.setattr(chain, "LEASE_S", 1.0)
+        monkeypatch.setattr(chain, "MARGIN_S", 0.0)
+        second = fresh_store(nats_url, fleet)
+        await second.open()
+        assert second.epoch == 2
+        with pytest.raises(ControlError, match="alice took over"):
+            await first.note_recorded("b/versions/1")
+        monkeypatch.setattr(chain, "LEASE_S", 1000.0)
+        third = fresh_store(nats_url, fleet)
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(refusal(third))
+            await asyncio.sleep(0.5)
+            await second.note_recorded("b/versions/1")  # renews
+        assert "alice publishes weights" in opening.result()
+        await second.close()
+
+
+async def refusal(store: versions.VersionStore) -> str:
+    """Why it does not open."""
+    with pytest.raises(ControlError) as raised:
+        await store.open()
+    return raised.value.message
+
+
+async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
+    """In an object, by an unknown name, by a wrong manifest, discarded, or at close; the next one works."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+
+            async def broken() -> AsyncIterator[bytes]:
+                yield bytes(6 * MEGABYTE)
+                raise OSError("the trainer failed")
+
+            with pytest.raises(OSError, match="the trainer failed"):
+                await store.begin(1).put("a.safetensors", broken())
+
+            publication = store.begin(1)
+            with pytest.raises(ControlError, match="allowed: a relative path"):
+                await publication.put("../a", [b""])
+            await publication.put("a", [b"x"])
+            with pytest.raises(LocalProtocolError, match="has an object 'a' already"):
+                await publication.put("a", [b"y"])
+            with pytest.raises(LocalProtocolError, match="does not belong to"):
+                await publication.commit(replace(manifest_of(store, publication, b"x"), epoch=9))
+            assert await parts_in(nats, bucket) == 0
+
+            publication = store.begin(1)
+            await publication.put("a", [b"x"])
+            manifest = manifest_of(store, publication, b"x", adapter="a")
+            with pytest.raises(LocalProtocolError, match="does not belong to"):
+                await publication.commit(manifest)
+
+            publication = store.begin(1)
+            await publication.put("a", [b"x"])
+            await publication.discard()
+            await publication.discard()
+            await store.begin(1).put("a", [b"x"])
+            await publish(store, 1)
+        assert await parts_in(nats, bucket) == 2
+
+
+async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
+    """Wherever the cancellation falls, the version is committed whole or not there."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        opened_store(nats_url, fleet) as store,
+    ):
+        for turns in range(0, 300, 10):
+            before = await parts_in(nats, bucket)
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(publish(store, 1, content=bytes(MEGABYTE)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+            await store.note_recorded("b/versions/0")  # reads the record
+            if task.cancelled() and len(store.record.links) == before // 2:
+                assert await parts_in(nats, bucket) - before in {0, 2}
+            await store.clean(set(), young_s=0.0)
+            assert await parts_in(nats, bucket) == 2 * len(store.record.links)
+
+
+async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: str) -> None:
+    """It says what is used, needed and allowed; what was stored is taken back, and the record can still be written."""
+    async with opened(nats_url) as nats, versions_bucket(nats, max_bytes=12 * MEGABYTE) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            publication = store.begin(1)
+            await publication.put("a.safetensors", [bytes(4 * MEGABYTE)])
+            with pytest.raises(ControlError, match=rf"takes no more: of {12 * MEGABYTE} bytes \d+ were used") as raised:
+                await publication.put("b", (bytes(MEGABYTE) for _ in range(9)))
+            assert raised.value.code is ControlCode.STORAGE
+            assert await parts_in(nats, bucket) == 0
+            await publish(store, 1, content=bytes(6 * MEGABYTE))
+        async with opened_store(nats_url, fleet) as store:
+            assert store.record.links[-1].version == 1
+
+
+async def test_without_a_bucket_nobody_publishes(nats_url: str) -> None:
+    """Where it is gone meanwhile, that is said."""
+    async with opened(nats_url) as nats:
+        async with versions_bucket(nats) as (fleet, _):
+            store = fresh_store(nats_url, fleet)
+            await store.open()
+        with pytest.raises(ControlError, match=r"is not there; an admin makes it: rollbus make-queue") as raised:
+            await store.used_and_limit()
+        assert raised.value.code is ControlCode.STORAGE
+        assert await read_chain(nats, fleet, "m") is None
+
+
+async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None:
+    """In a folder of its own, and the chain of the weights goes on."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
+        await publish(store, 1)
+        objects = await publish(store, 5, adapter="my lora")
+        await publish(store, 2, delta=True)
+        assert [link.version for link in store.record.links] == [1, 2]
+        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
+            assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).adapter == "my lora"
+
+
+async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> None:
+    """The recorded version and the one before with their chains, adapters that are recorded; others' uploads stay."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        opened_store(nats_url, fleet) as store,
+    ):
+        folders = {}
+        for version, delta in ((1, False), (2, True), (3, False), (4, True), (5, True), (6, False), (7, True)):
+            folders[version] = await publish(store, version, delta=delta)
+        adapters = [await publish(store, version, adapter="lora") for version in (1, 2, 3)]
+        for objects in (folders[4], *adapters):
+            await store.note_recorded(objects)
+
+        await store.clean({folders[4], adapters[2]})
+        assert await there(nats, bucket) == {*folders.values(), *adapters}
+
+        await store.clean({folders[4], adapters[2]}, young_s=0.0)
+        left = {folders[3], folders[4], folders[6], folders[7], *adapters[1:]}
+        assert await there(nats, bucket) == left
+        assert await parts_in(nats, bucket) == 2 * len(left)
+        assert {link.version for link in store.record.links} == {3, 4, 6, 7}
+
+        await store.note_recorded(folders[7])
+        for _ in range(2):
+            await store.clean({folders[7]}, young_s=0.0)
+        assert await there(nats, bucket) == left - set(adapters)
+        await publish(store, 8, delta=True)
+        assert [link.version for link in store.record.links] == [3, 4, 6, 7, 8]
+
+
+async def there(nats: Connection, bucket: str) -> set[str]:
+    """The folders of versions that are in the bucket."""
+    names = [info.name for info in await list_objects(nats, bucket) if info.name != CHAIN_OBJECT]
+    return {f"{bucket}/{name.rpartition('/')[0]}" for name in names}
+
+
+async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path) -> None:
+    """Parts that no object names go when they are old; those of uploads of other kinds stay while they are named."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        opened_store(nats_url, fleet) as store,
+    ):
+        await put_folder(nats, bucket, "m/weights/1-abcdefgh", write_folder(tmp_path, a=10))
+        await put_folder(nats, bucket, "m/weights/2-abcdefgh", write_folder(tmp_path, a=10))
+        await publish(store, 1)
+        under_way = store.begin(2)
+        await under_way.put("a.safetensors", [b"x"])
+        await store.note_recorded("b/versions/0")
+        for nuid in ("rb" + "0" * 30, "X" * 22):
+            await put(nats, f"$O.{bucket}.C.{nuid}", b"of a killed upload")
+        for _ in range(2):
+            await store.clean(set())
+            assert await parts_in(nats, bucket) == 7
+        await store.clean(set(), young_s=0.0)
+        assert await parts_in(nats, bucket) == 5
+        await under_way.commit(manifest_of(store, under_way, b"x"))
+        assert await delete_prefix(nats, f"{bucket}/m") == 2
+        assert await parts_in(nats, bucket) == 4
+
+
+async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A publication is not undone for that."""
+    async with opened(nats_url) as nats:
+        async with versions_bucket(nats) as (fleet, _):
+            store = fresh_store(nats_url, fleet)
+            await store.open()
+        await store.clean(set())
+        await store.close()
+    assert "versions.not_cleaned model=m" in caplog.text
+
+
+async def test_a_record_that_nobody_can_read_does_not_end_publishing(nats_url: str) -> None:
+    """The next lease begins a chain anew, in an epoch above all earlier ones."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        async with opened_store(nats_url, fleet) as store:
+            await publish(store, 1)
+            epoch = store.epoch
+        key = ChainKey(nats, fleet, "m")
+        stored = await key.read()
+        assert await key.write(replace(stored.record, v="no"), stored.sequence) is not None
+        async with opened_store(nats_url, fleet) as store:
+            assert store.record.links == ()
+            assert store.epoch > epoch
+            await publish(store, 2)

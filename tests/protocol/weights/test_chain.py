@@ -1,0 +1,249 @@
+"""Who may publish, anchor or delta, and what is kept."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rollbus.bus.protocol.weights import chain
+from rollbus.bus.protocol.weights.chain import AnchorReason, Contents
+from rollbus.bus.protocol.weights.fetch_plan import fetch_plans
+from rollbus.schemas.chain import MAX_HISTORY, ChainRecord, Holder, decode_chain
+from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError, RemoteProtocolError
+from rollbus.schemas.manifest import MAX_LINKS, Link, Manifest, TensorEntry, content_digest
+
+ALICE = Holder(publisher="alice", incarnation="1")
+BOB = Holder(publisher="bob", incarnation="2")
+TAKEN_OVER_AFTER_S = chain.LEASE_S + chain.MARGIN_S
+
+
+def link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Link:
+    """A version of its own content."""
+    return Link(
+        objects=f"b/versions/{number}-1-{number:08x}",
+        version=number,
+        digest=f"{number:064x}",
+        delta_bytes=delta,
+        anchor_bytes=anchor,
+    )
+
+
+def anchor(number: int, *, delta: int | None = None, size: int = 100) -> Link:
+    """A version with an anchor."""
+    return link(number, delta=delta, anchor=size)
+
+
+def manifest(links: tuple[Link, ...], adapter: str | None = None) -> Manifest:
+    """The manifest of the last link."""
+    tensor = TensorEntry(name="t", dtype="U8", shape=(1,), sha256="0" * 64, file="model.safetensors")
+    digest = content_digest([tensor], {})
+    links = (*links[:-1], replace(links[-1], digest=digest))
+    own = links[-1]
+    return Manifest(
+        model="m",
+        adapter=adapter,
+        version=own.version,
+        digest=digest,
+        epoch=1,
+        publisher="a",
+        tensors=(tensor,),
+        links=links,
+    )
+
+
+def test_a_lease_is_taken_renewed_and_given_back() -> None:
+    """A free lease is had at once; each one has an epoch of its own."""
+    first = chain.lease_taken(ChainRecord(model="m"), ALICE, math.inf)
+    assert (first.holder, first.epoch) == (ALICE, 1)
+    assert chain.is_held_by(first, ALICE, 1)
+    second = chain.lease_taken(replace(first, holder=None), BOB, 0.0)
+    assert (second.holder, second.epoch) == (BOB, 2)
+    assert not chain.is_held_by(second, ALICE, 1)
+    assert not chain.is_held_by(second, BOB, 1)
+
+
+@pytest.mark.parametrize("holder", [BOB, replace(ALICE, incarnation="3")])
+def test_a_held_lease_is_refused_until_it_has_run_out(holder: Holder) -> None:
+    """The holder and the age are named; after lease and margin the epoch goes on."""
+    held = chain.lease_taken(ChainRecord(model="m", epoch=6), ALICE, math.inf)
+    with pytest.raises(
+        ControlError, match=r"alice publishes weights of 'm' and renewed its lease 19\.9 s ago"
+    ) as raised:
+        chain.lease_taken(held, holder, TAKEN_OVER_AFTER_S - 0.1)
+    assert raised.value.code is ControlCode.PUBLISHER_BUSY
+    taken = chain.lease_taken(held, holder, TAKEN_OVER_AFTER_S)
+    assert (taken.holder, taken.epoch) == (holder, 8)
+
+
+def reason(
+    *links: Link, snapshot: str | None = "last", after_transfer: bool = False, workers_read_deltas: bool = True
+) -> AnchorReason | None:
+    """Why the next version needs an anchor."""
+    if snapshot == "last":
+        snapshot = links[-1].digest if links else None
+    return chain.needs_anchor(
+        links, snapshot=snapshot, after_transfer=after_transfer, workers_read_deltas=workers_read_deltas
+    )
+
+
+def test_what_needs_an_anchor() -> None:
+    """The first, what has no base or no readers, and what follows a long chain; nothing else."""
+    start = (anchor(1), link(2))
+    assert reason() is AnchorReason.FIRST
+    assert reason(*start) is None
+    assert reason(*start, snapshot=None) is AnchorReason.NO_SNAPSHOT
+    assert reason(*start, snapshot=start[0].digest) is AnchorReason.NO_SNAPSHOT
+    assert reason(*start, after_transfer=True) is AnchorReason.AFTER_TRANSFER
+    assert reason(*start, workers_read_deltas=False) is AnchorReason.OLD_WORKERS
+    assert reason(anchor(1), link(2, delta=50)) is None
+    assert reason(anchor(1), link(2, delta=51)) is AnchorReason.CHAIN_BYTES
+    assert reason(anchor(1), link(2, delta=51), anchor(3, delta=60)) is None
+    chain_of = [anchor(0, size=10**6), *(link(n) for n in range(1, chain.MAX_DELTAS + 1))]
+    assert reason(*chain_of[:-1]) is None
+    assert reason(*chain_of) is AnchorReason.CHAIN_LENGTH
+    assert reason(link(2)) is AnchorReason.FIRST
+
+
+def test_what_a_version_is_published_as() -> None:
+    """An anchor beside a delta where there is a base; deltas go on without room, up to the hard limit."""
+    links = (anchor(1), *(link(n) for n in range(2, MAX_LINKS + 1)))
+    room = chain.needed_bytes(100)
+
+    def contents(why: AnchorReason | None, limit: int, given: tuple[Link, ...] = links) -> Contents:
+        return chain.contents(why, given, anchor_bytes=100, used=7, limit=limit)
+
+    assert contents(None, 0) == Contents(anchor=False, delta=True)
+    for why in AnchorReason:
+        assert contents(why, room + 7) == Contents(anchor=True, delta=not why.is_required)
+        if why.is_required:
+            with pytest.raises(ControlError, match=rf"\({why}\) takes {room} bytes, and of the bucket's") as raised:
+                contents(why, room + 6)
+            assert raised.value.code is ControlCode.STORAGE
+        else:
+            assert contents(why, room + 6, links[:-1]) == Contents(anchor=False, delta=True)
+            with pytest.raises(ControlError, match=rf"of the bucket's {room + 6} bytes 7 are used"):
+                contents(why, room + 6)
+    assert len(chain.links_with(links[:-1], link(99))) == MAX_LINKS
+
+
+def test_the_links_of_a_manifest_begin_at_the_last_anchor() -> None:
+    """So that each worker between two anchors goes on with deltas."""
+    links = (anchor(1), link(2), anchor(3, delta=1), link(4))
+    assert chain.links_with(links, link(5)) == (*links[2:], link(5))
+    assert chain.links_with(links[:2], links[2]) == links[:3]
+    assert chain.links_with(links, anchor(5)) == (anchor(5),)
+    with pytest.raises(LocalProtocolError, match="version 5 is a delta, and there is no anchor"):
+        chain.links_with((link(4),), link(5))
+
+
+def test_a_commit_is_added_once_and_only_to_its_own_chain() -> None:
+    """Its manifest must continue the chain; an adapter changes no chain."""
+    record = ChainRecord(model="m", links=(anchor(1),))
+    next_one = manifest((anchor(1), link(2)))
+    after = chain.committed(record, next_one)
+    assert after.links == next_one.links
+    assert chain.committed(after, next_one) == after
+    with pytest.raises(LocalProtocolError, match="names 1 links that are not the 2"):
+        chain.committed(record, manifest((link(2),)))
+    assert chain.committed(record, manifest((anchor(9),), adapter="lora")) == record
+    with pytest.raises(LocalProtocolError):
+        chain.committed(record, manifest((anchor(1), link(2)), adapter="lora"))
+
+
+def test_a_history_is_bounded_without_losing_what_is_recorded() -> None:
+    """The chains of what was recorded stay in the record, however much was published since."""
+    record = ChainRecord(model="m", noted=("b/versions/2-1-00000002",))
+    links = (anchor(1), link(2), link(3), anchor(4))
+    record = replace(record, links=links)
+    for number in range(5, MAX_HISTORY + 20):
+        record = chain.committed(record, manifest((anchor(number),)))
+    assert len(record.links) == MAX_HISTORY
+    assert record.links[:2] == links[:2]
+    assert record.links[2].version > 4
+
+
+def test_noted_folders_are_the_last_two_of_each_home() -> None:
+    """Of the weights, and of each adapter; the same one again changes nothing."""
+    noted: tuple[str, ...] = ()
+    for objects in ("b/versions/1", "b/adapters/a/1", "b/versions/2", "b/versions/2", "b/versions/3", "b/adapters/b/1"):
+        noted = chain.noted(noted, objects)
+    assert set(noted) == {"b/versions/2", "b/versions/3", "b/adapters/a/1", "b/adapters/b/1"}
+    assert noted.index("b/versions/2") < noted.index("b/versions/3")
+
+
+def test_adapters_that_are_no_longer_recorded_are_forgotten() -> None:
+    """Unlike weights, of which the last two stay noted."""
+    record = ChainRecord(model="m", noted=("b/versions/1", "b/adapters/a/1", "b/adapters/c/1", "b/versions/2"))
+    trimmed = chain.trimmed(record, {"b/adapters/c/2"}, set(record.noted))
+    assert trimmed.noted == ("b/versions/1", "b/adapters/c/1", "b/versions/2")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("versions/7-1-0123abcd/delta-0000", ("versions/7-1-0123abcd", "0123abcd")),
+        ("adapters/x/7-1-0123abcd/a/b", ("adapters/x/7-1-0123abcd", "0123abcd")),
+        ("ranks/7-1-0123abcd/3/list", ("ranks/7-1-0123abcd", "0123abcd")),
+        ("versions/chain", None),
+        ("versions/7-1-0123abcd", None),
+        ("versions/7-1-0123abcdef/x", None),
+        ("versions/weights/7-0123abcd/x", None),
+        ("m/weights/7-0123abcd/x", None),
+    ],
+)
+def test_folders_of_versions_are_told_from_other_uploads(name: str, folder: tuple[str, str] | None) -> None:
+    """What others put into the bucket is not ours to delete."""
+    assert chain.folder_of(name) == folder
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model":"m","links":[1]}', '{"model":1}', "\ud800"])
+def test_a_record_that_is_none_is_an_error(text: str) -> None:
+    """A typed one."""
+    with pytest.raises(RemoteProtocolError, match="does not decode"):
+        decode_chain(text)
+
+
+STEP = st.tuples(
+    st.sampled_from(["delta", "both", "anchor"]),
+    st.booleans(),  # recorded
+    st.booleans(),  # cleaned
+    st.sampled_from([1.0, 600.0, 4000.0]),  # seconds that pass
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(STEP, min_size=1, max_size=60), st.data())
+def test_nothing_is_deleted_that_a_recorded_version_needs(
+    steps: list[tuple[str, bool, bool, float]], data: st.DataObject
+) -> None:
+    """Of the recorded version and the one before every plan works, of what was published last too; others go."""
+    record, now = ChainRecord(model="m"), 0.0
+    stored: dict[str, float] = {}
+    manifests: dict[str, tuple[Link, ...]] = {}
+    for number, (what, is_recorded, is_cleaned, seconds) in enumerate(steps, start=1):
+        now += seconds
+        own = {"delta": link(number), "both": anchor(number, delta=1), "anchor": anchor(number)}[what]
+        if not record.links:
+            own = anchor(number)
+        manifests[own.objects] = chain.links_with(record.links, own)
+        stored[own.objects] = now
+        record = replace(record, links=(*record.links, own))
+        recorded = set(record.noted[-1:])
+        if is_recorded:
+            young = [objects for objects, at in stored.items() if now - at < chain.YOUNG_S]
+            objects = data.draw(st.sampled_from(young))
+            record, recorded = replace(record, noted=chain.noted(record.noted, objects)), {objects}
+        if not is_cleaned:
+            continue
+        ages = {objects: now - at for objects, at in stored.items()}
+        kept = chain.kept(record.links, recorded | set(record.noted), ages)
+        record = chain.trimmed(record, recorded, kept)
+        stored = {objects: at for objects, at in stored.items() if objects in kept}
+        for objects in {*record.noted, own.objects}:
+            links = manifests[objects]
+            for plan in fetch_plans(links, {one.digest for one in links[:-1]}):
+                needed = {one.objects for one in (*plan.deltas, *([plan.anchor] if plan.anchor else []))}
+                assert needed <= stored.keys(), plan
+        assert len(chain.kept(record.links, set(), dict.fromkeys(stored, math.inf))) <= len(manifests[own.objects])

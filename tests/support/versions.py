@@ -1,0 +1,109 @@
+"""Stores of published versions, and small versions, as tests use them."""
+
+import contextlib
+import hashlib
+import uuid
+from collections.abc import AsyncIterator
+
+from rollbus.bus.control.publication import Publication
+from rollbus.bus.control.versions import VersionStore
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.server import Server
+from rollbus.bus.objects import ensure_bucket
+from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.protocol.weights.chain import links_with
+from rollbus.bus.subjects import Subjects, published_bucket
+from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest
+
+__all__ = ["BUCKET_BYTES", "fresh_store", "manifest_of", "opened_store", "parts_in", "publish", "versions_bucket"]
+
+BUCKET_BYTES = 24 * 1024**2
+MODEL = "m"
+
+
+@contextlib.asynccontextmanager
+async def versions_bucket(nats: Connection, *, max_bytes: int = BUCKET_BYTES) -> AsyncIterator[tuple[str, str]]:
+    """Make a fleet of its own with a bucket for the model `m`; both go on leaving."""
+    fleet = f"versions-{uuid.uuid4().hex[:8]}"
+    bucket = published_bucket(fleet, MODEL)
+    await ensure_bucket(nats, bucket, max_bytes=max_bytes)
+    try:
+        yield fleet, bucket
+    finally:
+        await ask(nats, f"STREAM.DELETE.OBJ_{bucket}")
+
+
+def fresh_store(server: str | Server, fleet: str, *, publisher: str = "alice") -> VersionStore:
+    """A store that is not open."""
+    return VersionStore(server, Subjects(fleet), MODEL, publisher=publisher)
+
+
+@contextlib.asynccontextmanager
+async def opened_store(
+    server: str | Server, fleet: str, *, publisher: str = "alice", with_lease: bool = True
+) -> AsyncIterator[VersionStore]:
+    """A store that is open for a block."""
+    store = fresh_store(server, fleet, publisher=publisher)
+    await store.open(with_lease=with_lease)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def manifest_of(
+    store: VersionStore,
+    publication: Publication,
+    content: bytes,
+    *,
+    delta: bool = False,
+    adapter: str | None = None,
+    publisher: str = "alice",
+) -> Manifest:
+    """Describe a version of one tensor."""
+    tensor = TensorEntry(
+        name="t", dtype="U8", shape=(len(content),), sha256=hashlib.sha256(content).hexdigest(), file="a.safetensors"
+    )
+    digest = content_digest([tensor], {})
+    own = Link(
+        objects=publication.objects,
+        version=publication.version,
+        digest=digest,
+        delta_bytes=len(content) if delta else None,
+        anchor_bytes=None if delta else len(content),
+    )
+    return Manifest(
+        model=MODEL,
+        adapter=adapter,
+        version=publication.version,
+        digest=digest,
+        epoch=publication.epoch,
+        publisher=publisher,
+        tensors=(tensor,),
+        links=(own,) if adapter else links_with(store.record.links, own),
+    )
+
+
+async def publish(
+    store: VersionStore,
+    version: int,
+    *,
+    content: bytes | None = None,
+    delta: bool = False,
+    adapter: str | None = None,
+    publisher: str = "alice",
+) -> str:
+    """Publish a small version; return its folder."""
+    content = content or f"content {version}".encode()
+    publication = store.begin(version, adapter)
+    await publication.put("delta-0000" if delta else "a.safetensors", [content])
+    await publication.commit(
+        manifest_of(store, publication, content, delta=delta, adapter=adapter, publisher=publisher)
+    )
+    return publication.objects
+
+
+async def parts_in(nats: Connection, bucket: str) -> int:
+    """Of how many objects the bucket has parts."""
+    return len(await list_subjects(nats, bucket, f"$O.{bucket}.C.>"))
