@@ -4,9 +4,9 @@ Nothing counts before the chain record names it, or, for an adapter, before its 
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,7 +86,7 @@ class Publication:
         self.tag: Final = self._prefix[-8:]
         self._nuids = NUID()
         self._infos: list[ObjectInfo] = []
-        self._stack = AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
         self._sender: Sender | None = None
         self._has_ranks = False
         self._is_over = False
@@ -120,11 +120,8 @@ class Publication:
             raise ControlError(
                 ControlCode.BAD_SOURCE, f"{self.objects} has {MAX_FILES} objects with its manifest; no more are allowed"
             )
-        try:
+        async with self._or_discarded():
             return await self._put(full, pieces)
-        except BaseException:
-            await self.discard()
-            raise
 
     async def commit(self, manifest: Manifest) -> None:
         """Describe all objects, the manifest last, and have the chain record name the version.
@@ -139,7 +136,7 @@ class Publication:
                 version; else the publication is taken back, or later by a `clean`.
         """
         self._check_open()
-        try:
+        async with self._or_discarded():
             self._check_manifest(manifest)
             data = msgspec.json.encode(manifest)
             if len(data) > MAX_MANIFEST_BYTES:
@@ -153,9 +150,6 @@ class Publication:
                 self._infos = describe_folder(self.objects, self._infos)
             await store_descriptions(self._home.nats, sender, self._infos[:-1])
             await store_descriptions(self._home.nats, sender, self._infos[-1:])
-        except BaseException:
-            await self.discard()
-            raise
         try:
             await self._home.change(lambda record: chain.committed(record, manifest))
         except ControlError:
@@ -163,15 +157,13 @@ class Publication:
                 await self.discard()
                 raise
             # An answer was lost, and another publisher has taken over since: the version is committed all the same.
-        except BaseException:
-            # The record may name the folder. If it does not, a later `clean` deletes the folder.
+        finally:
+            # Where it is not known whether the record names the folder, it stays; if need be, `clean` deletes it.
             await self._end()
-            raise
         size = sum(info.size for info in self._infos)
         logger.info("publication.committed objects=%s files=%s bytes=%s", self.objects, len(self._infos), size)
         if self._has_ranks:
             await self._delete_lists()
-        await self._end()
 
     async def discard(self) -> None:
         """Take back what was stored, unless the publication is over. What fails is logged; `clean` deletes it later."""
@@ -219,7 +211,7 @@ class Publication:
             tensors=tuple(tensors),
         )
         folder = f"{self._list_prefix}/{rank}"
-        try:
+        async with self._or_discarded():
             info = await self._put(f"{folder}/{LIST}", [msgspec.json.encode(given)])
             sender = await self._open_sender()
             await sender.finish()
@@ -227,9 +219,6 @@ class Publication:
             if self._home.nats.signatures.own is not None:
                 infos = describe_folder(f"{self._bucket}/{folder}", infos)
             await store_descriptions(self._home.nats, sender, infos)
-        except BaseException:
-            await self.discard()
-            raise
         await self._end()
 
     async def collect(self, num_ranks: int, timeout_s: float) -> tuple[RankList, ...]:
@@ -248,7 +237,7 @@ class Publication:
         self._check_open()
         self._has_ranks = True
         found: dict[int, RankList] = {}
-        try:
+        async with self._or_discarded():
             try:
                 async with asyncio.timeout(timeout_s):
                     while missing := [rank for rank in range(1, num_ranks) if rank not in found]:
@@ -263,9 +252,6 @@ class Publication:
                     f"version {self.version} is not published: of {num_ranks} ranks these gave no list within "
                     f"{timeout_s:g} s: {shown}",
                 ) from None
-        except BaseException:
-            await self.discard()
-            raise
         return tuple(given for _, given in sorted(found.items()))
 
     async def _collect_from(self, rank: int, found: dict[int, RankList]) -> None:
@@ -327,6 +313,17 @@ class Publication:
         if self._sender is None:
             self._sender = await self._stack.enter_async_context(open_sender(self._home.nats))
         return self._sender
+
+    @contextlib.asynccontextmanager
+    async def _or_discarded(self) -> AsyncIterator[None]:
+        """Take back the publication if the block fails or is cancelled."""
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            if not is_done:
+                await self.discard()
 
     async def _end(self) -> None:
         self._is_over = True

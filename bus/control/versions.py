@@ -88,10 +88,8 @@ class VersionStore:
                 bucket, or it is full.
             BusBroken: the connection or JetStream failed.
         """
-        try:
-            nats = await self._stack.enter_async_context(
-                connected(self._server, name=f"rollbus versions {self._publisher}")
-            )
+        async with AsyncExitStack() as stack:
+            nats = await stack.enter_async_context(connected(self._server, name=f"rollbus versions {self._publisher}"))
             key = ChainKey(nats, self._fleet, self._model)
             self._home = PublicationHome(
                 nats=nats,
@@ -105,13 +103,11 @@ class VersionStore:
             await _make_bucket(nats, key)
             if with_lease:
                 await self._take_lease(key)
-                tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+                tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 self._renewing = tasks.create_task(self._renew(), name="versions.renew")
             else:
                 self.record = (await key.read()).record
-        except BaseException:
-            await self._stack.aclose()
-            raise
+            self._stack = stack.pop_all()
 
     async def close(self) -> None:
         """Take back publications that are not committed, give back the lease, and disconnect. Safe to repeat."""
