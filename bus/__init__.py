@@ -29,6 +29,9 @@ from .auth.tls import Tls
 from .client.client import Client, ClientStats, connect
 from .client.fleet import Fleet, FleetState
 from .client.generation import Generation
+from .client.weights.publisher import WeightPublisher
+from .client.weights.results import PublishedWeights
+from .client.weights.tensors import RawTensor
 from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
@@ -56,7 +59,9 @@ __all__ = [
     "InvalidRequest",
     "NoWorkers",
     "PermissionDenied",
+    "PublishedWeights",
     "QueueDepth",
+    "RawTensor",
     "RequestError",
     "RequestFailed",
     "RequestRejected",
@@ -69,6 +74,7 @@ __all__ = [
     "Tls",
     "TlsFailed",
     "TokenMasks",
+    "WeightPublisher",
     "canary_request",
     "connect",
 ]

@@ -35,6 +35,21 @@ class CallRegistry:
         return f"<CallRegistry calls={len(self._calls)} unread={self.unread_bytes} {self._thread!r}>"
 
     @property
+    def thread(self) -> LoopThread[ClientRuntime]:
+        """The bus thread."""
+        return self._thread
+
+    @property
+    def runtime(self) -> ClientRuntime:
+        """What lives on the bus thread."""
+        return self._runtime
+
+    @property
+    def config(self) -> ClientConfig:
+        """How the client is set up."""
+        return self._config
+
+    @property
     def num_calls(self) -> int:
         """Calls that were opened and not dropped."""
         return len(self._calls)

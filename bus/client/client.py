@@ -29,7 +29,7 @@ from .fleet import Fleet
 from .generation import Generation, join_samples
 from .runtime import ClientStats
 
-__all__ = ["Client", "ClientStats", "connect"]
+__all__ = ["Client", "ClientStats", "connect", "registry_of"]
 
 DEFAULT_WORKER_GRACE_S = 15.0
 """Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
@@ -267,6 +267,15 @@ class Client:
             BusClosed: the client is not connected.
         """
         return await self._registry.abort(check_ids(request_ids))
+
+
+def registry_of(client: Client) -> CallRegistry:
+    """Return what a connected client consists of, for parts that share its connection and thread.
+
+    Raises:
+        BusClosed: the client is not connected.
+    """
+    return client._registry
 
 
 async def _try_open(registry: CallRegistry, request: GenerateRequest) -> Call | RequestError:

@@ -5,6 +5,7 @@ with it every task ends. The owner hands over plain calls (`post`) and coroutine
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -132,6 +133,21 @@ class LoopThread(Generic[T]):
         # It was cancelled there, or not taken up any more: the thread is ending.
         await self._until_ended()
         raise self._why_ended()
+
+    def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Run `coroutine` on the thread, for a caller on any thread, which may block for the result.
+
+        The future is cancelled if the thread is stopped meanwhile.
+
+        Raises:
+            BusClosed: the thread has ended.
+        """
+        self._runs.add(coroutine)
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise BusClosed("this client was closed") from None
 
     async def stop(self) -> None:
         """Leave the resident, after all that was posted before, and end the thread. Safe to repeat.

@@ -23,7 +23,7 @@ from ...schemas.control import (
     WeightSource,
 )
 from ...schemas.desired import DesiredState
-from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
+from ...schemas.errors import BusBroken, ControlCode, ControlError, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ..protocol.fleet import desired
 from ..protocol.fleet.canary import check_expected
@@ -147,6 +147,21 @@ class Updates:
             logger.warning("upload.not_deleted objects=%s error=%s", command.source.objects, exc)
             return
         await self._uploads.delete_source(model, command, keep)
+
+    async def check_version(self, command: UpdateWeights) -> None:
+        """Raise what `update_weights` would raise for its version; without workers the desired state decides alone."""
+        command = check_command(command)
+        try:
+            roster = await self._controller.roster(command)
+        except NoWorkers:
+            desired.record(await self._state(command.model or ""), command)
+            return
+        [model] = roster
+        await self._check_version(model, command, roster)
+
+    async def state(self, model: str) -> DesiredState:
+        """Return what is desired of the workers of `model`."""
+        return await self._state(model)
 
     async def _state(self, model: str) -> DesiredState:
         return await self._controller.store.current(model)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...bus.client.fleet import SendOptions
     from ...schemas.control import Ack
 
-__all__ = ["AckCounter", "add_send_options", "add_source_options", "command", "source_of"]
+__all__ = ["AckCounter", "add_send_options", "add_source_options", "command", "show_ledger", "source_of"]
 
 
 EXPECT_WITHIN_S = 5.0
@@ -107,7 +107,7 @@ async def _control(send: Send, args: argparse.Namespace) -> int:
                 ledger = await send(args, rb.fleet, options)
             except bus.CommandIncomplete as error:
                 incomplete, ledger = error, error.ledger
-    _show(args, ledger)
+    show_ledger(args, ledger)
     if incomplete is not None:
         # Where one reader sees both, the table above has each worker's reason.
         has_table = not args.json and sys.stdout.isatty() and sys.stderr.isatty()
@@ -142,7 +142,8 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
     return options
 
 
-def _show(args: argparse.Namespace, ledger: "CommandResult") -> None:
+def show_ledger(args: argparse.Namespace, ledger: "CommandResult") -> None:
+    """Show what each worker answered."""
     from ..ledger import ledger_as_json
     from .console import print_json, print_table, write
     from .ledger import COLUMNS, ledger_rows, summary

@@ -19,8 +19,20 @@ from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
     *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
-    *("make-queue", "nats", "pause", "reset", "resume", "sign", "sleep", "status", "unload-lora", "up"),
-    *("update-weights", "wake", "worker"),
+    *(
+        "make-queue",
+        "nats",
+        "pause",
+        "publish-weights",
+        "reset",
+        "resume",
+        "sign",
+        "sleep",
+        "status",
+        "unload-lora",
+        "up",
+    ),
+    *("update-weights", "wake", "weights", "worker"),
 )
 NEEDED = {
     "abort": ["id"],
@@ -30,6 +42,7 @@ NEEDED = {
     "load-lora": ["name", "path"],
     "make-queue": ["m"],
     "nats": ["init"],
+    "publish-weights": ["d", "--version", "1"],
     "unload-lora": ["name"],
     "update-weights": ["path"],
 }

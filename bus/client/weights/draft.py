@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....schemas.errors import InvalidRequest
-from ....schemas.manifest import TensorDelta, TensorEntry, content_digest
+from ....schemas.manifest import TensorDelta, TensorEntry
 from ...protocol.weights.safetensors_layout import layouts, ordered
 from ...protocol.weights.tensor_delta import Encoded, apply_delta, encode_delta
-from .checkpoint import FolderFile
 from .packing import DeltaPacker, Piece, ShardPlan, StoredObject
 from .snapshot import Snapshot, SnapshotTensor, new_content
 from .tensors import TensorKind, read_tensor
@@ -32,6 +31,8 @@ class DraftPlan:
     """The whole checkpoint."""
     rank: int = 0
     num_ranks: int = 1
+    file: str | None = None
+    """The file that holds all tensors; None: as many as it takes."""
 
 
 @dataclass(slots=True)
@@ -53,22 +54,14 @@ class Draft:
     Args:
         snapshot: what was committed before; empty if nothing was.
         kinds: of all tensors that must come, by name; None: whichever come.
-        files: that stand beside the tensors.
     """
 
-    def __init__(
-        self,
-        plan: DraftPlan,
-        snapshot: Snapshot,
-        kinds: Mapping[str, TensorKind] | None,
-        files: Mapping[str, FolderFile],
-    ) -> None:
+    def __init__(self, plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None) -> None:
         self._plan = plan
         self._snapshot = snapshot
         self._kinds = {name: tensor.kind for name, tensor in snapshot.tensors.items()} if snapshot else kinds
-        self._files = files
         self._packer = DeltaPacker(plan.rank, plan.num_ranks)
-        self._shards = ShardPlan(plan.rank, plan.num_ranks)
+        self._shards = ShardPlan(plan.rank, plan.num_ranks, plan.file)
         self._drafted: dict[str, _Drafted] = {}
         # By file: the names of its tensors in the manifest's order, and how many of them are still to come.
         self._layout: dict[str, list[str]] = dict(snapshot.layout())
@@ -122,12 +115,8 @@ class Draft:
         """Describe all tensors, in the manifest's order."""
         return [self._entry(name, file) for file in sorted(self._layout) for name in self._layout[file]]
 
-    def digest(self) -> str:
-        """Name the content."""
-        return content_digest(self.entries(), {name: file.sha256 for name, file in self._files.items()})
-
     def commit(self, digest: str) -> None:
-        """Make the snapshot what this publication has stored; if that fails, the snapshot is empty."""
+        """Make the snapshot what this publication has stored, named by `digest`; if that fails, it is empty. Blocks."""
         before, self._snapshot.tensors, self._snapshot.digest = self._snapshot.tensors, {}, ""
         tensors: dict[str, SnapshotTensor] = {}
         for file in sorted(self._layout):
@@ -139,7 +128,7 @@ class Draft:
                     content = before[name].content
                     apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
                 tensors[name] = SnapshotTensor(drafted.kind, file, drafted.sha256, content)
-        self._snapshot.tensors, self._snapshot.digest, self._snapshot.files = tensors, digest, self._files
+        self._snapshot.tensors, self._snapshot.digest = tensors, digest
 
     @property
     def _is_partial(self) -> bool:

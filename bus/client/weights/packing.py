@@ -80,9 +80,13 @@ class ShardPlan:
     """Assigns tensors to the files of a first anchor, in the order in which they come.
 
     The first file's name depends on whether there is a second one, so a file is known when the next one begins.
+
+    Args:
+        single: name of the one file of all tensors, however large they are; None: as many files as it takes.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, single: str | None) -> None:
+        self._single = single
         self._number = rank + 1
         self._num_ranks = num_ranks
         self._names: list[str] = []
@@ -100,7 +104,7 @@ class ShardPlan:
             InvalidRequest: it is one file more than a folder may have.
         """
         full = None
-        if self._names and self._num_bytes + num_bytes > SHARD_BYTES:
+        if self._single is None and self._names and self._num_bytes + num_bytes > SHARD_BYTES:
             full = self._close(is_last=False)
         if self._number > MAX_SHARDS:
             raise InvalidRequest(
@@ -116,7 +120,7 @@ class ShardPlan:
 
     def _close(self, *, is_last: bool) -> tuple[str, list[str]]:
         is_single = is_last and self._is_first and self._num_ranks == 1
-        file = SINGLE_FILE if is_single else f"model-{self._number:05d}.safetensors"
+        file = self._single or (SINGLE_FILE if is_single else f"model-{self._number:05d}.safetensors")
         names, self._names, self._num_bytes = self._names, [], 0
         self._number += self._num_ranks
         self._is_first = False

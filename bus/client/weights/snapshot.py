@@ -1,13 +1,12 @@
 """What a publisher committed last: each tensor's content, in memory, and where it lies in the version's files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ...protocol.weights.tensor_delta import Encoded, apply_delta
-from .checkpoint import FolderFile
 from .tensors import TensorKind
 
 __all__ = ["Snapshot", "SnapshotTensor", "new_content"]
@@ -33,7 +32,6 @@ class Snapshot:
     """Of the content."""
     tensors: dict[str, SnapshotTensor] = field(default_factory=dict)
     """In the manifest's order."""
-    files: Mapping[str, FolderFile] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if there is a version to compare with."""

@@ -36,7 +36,7 @@ def arrays(seed: int = 0) -> Arrays:
 
 def a_draft(plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
     """A draft."""
-    return Draft(plan, snapshot, kinds, {})
+    return Draft(plan, snapshot, kinds)
 
 
 def publish(plan: DraftPlan, snapshot: Snapshot, tensors: Arrays) -> tuple[Draft, dict[str, bytes]]:
@@ -74,7 +74,7 @@ def test_deltas_and_anchors_give_the_same_contents(shares: list[float], reverses
     draft, objects = publish(ANCHOR, snapshot, tensors)
     before = from_anchor(draft.entries(), objects)
     assert before == as_bytes(tensors)
-    draft.commit(draft.digest())
+    draft.commit("d" * 64)
     for seed, share in enumerate(shares):
         tensors = changed(tensors, seed, share)
         if reverses:
@@ -84,7 +84,7 @@ def test_deltas_and_anchors_give_the_same_contents(shares: list[float], reverses
         assert from_anchor(entries, objects) == as_bytes(tensors)
         assert from_delta(entries, objects, before) == as_bytes(tensors)
         before = from_delta(entries, objects, before)
-        draft.commit(draft.digest())
+        draft.commit("d" * 64)
     assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == before
 
 
@@ -93,7 +93,7 @@ def test_tensors_that_did_not_change_are_not_stored() -> None:
     snapshot = Snapshot()
     tensors = arrays()
     draft, _ = publish(ANCHOR, snapshot, tensors)
-    draft.commit(draft.digest())
+    draft.commit("d" * 64)
     tensors["a.full"] = tensors["a.full"].copy()
     tensors["a.full"][3, 3] = 7
     draft, objects = publish(DELTA, snapshot, tensors)
@@ -119,7 +119,7 @@ def test_the_snapshot_is_no_view_of_the_callers_memory() -> None:
     snapshot = Snapshot()
     weights = np.ones(8, np.float32)
     draft, _ = publish(ANCHOR, snapshot, {"w": weights})
-    draft.commit(draft.digest())
+    draft.commit("d" * 64)
     weights[:] = 2
     draft, _ = publish(DELTA, snapshot, {"w": weights})
     assert draft.num_changed == 1
@@ -135,7 +135,7 @@ def test_objects_and_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, objects = publish(ANCHOR, snapshot, tensors)
     assert list(objects) == [f"model-{i:05d}.safetensors" for i in range(1, 4)]
     assert from_anchor(draft.entries(), objects) == as_bytes(tensors)
-    draft.commit(draft.digest())
+    draft.commit("d" * 64)
     before, tensors = as_bytes(tensors), changed(tensors, 1, 1.0)
     draft, objects = publish(DELTA, snapshot, tensors)
     assert len(objects) > 2
@@ -174,7 +174,7 @@ def test_other_tensors_than_expected_are_refused(
     kinds = {name: TensorKind("F32", (3,)) for name in ("a", "b")}
     if has_snapshot:
         draft, _ = publish(ANCHOR, snapshot, {name: np.ones(3, np.float32) for name in kinds})
-        draft.commit(draft.digest())
+        draft.commit("d" * 64)
     with pytest.raises(InvalidRequest, match=message):
         draw(a_draft(BOTH, snapshot, None if has_snapshot else kinds), tensors)
 
@@ -184,7 +184,7 @@ def test_a_large_position_is_found() -> None:
     snapshot = Snapshot()
     content = np.zeros(70_000_000, np.uint8)
     draft, _ = publish(ANCHOR, snapshot, {"w": content})
-    draft.commit(draft.digest())
+    draft.commit("d" * 64)
     content[-1] = 1
     draft = a_draft(DELTA, snapshot)
     objects = draw(draft, [("w", RawTensor("U8", content.shape, content))])

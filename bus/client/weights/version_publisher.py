@@ -1,0 +1,358 @@
+"""Publishes versions of one model's weights: stores what changed, commits that, and has the fleet load it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import structs
+
+from ....schemas.control import FinishWeightUpdate, LoadLora, UpdateWeights, WeightSource
+from ....schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
+from ....schemas.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Link,
+    Manifest,
+    TensorEntry,
+    content_digest,
+    decode_manifest,
+)
+from ...control.ack_collector import OnAck
+from ...control.publication import Publication
+from ...control.uploads import sources_in
+from ...control.versions import VersionStore
+from ...nats.connection import connected
+from ...objects.folder_reader import open_reader
+from ...protocol.fleet.command_result import CommandResult
+from ...protocol.weights.chain import contents, links_with, needs_anchor
+from ...subjects import published_bucket
+from ..call_registry import CallRegistry
+from .base import fill
+from .checkpoint import Checkpoint, FolderFile
+from .draft import Draft, DraftPlan
+from .feed import TensorFeed
+from .folder import file_objects, with_index
+from .off_loop import read_off_loop
+from .packing import StoredObject
+from .results import PublishedWeights
+from .snapshot import Snapshot
+
+__all__ = ["AdapterOptions", "PublishOptions", "VersionPublisher"]
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+"""As PEFT calls it: all tensors of an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """What one publication is asked for."""
+
+    command: UpdateWeights
+    """Carried out after the commit; its source is set then."""
+    updates: bool
+    """False: the version is only stored."""
+    min_staged: int | None = None
+    on_ack: OnAck | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """What the publication of an adapter is asked for."""
+
+    command: LoadLora
+    """Carried out after the commit; its source is set then."""
+    updates: bool
+    """False: the adapter is only stored."""
+    on_ack: OnAck | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A publication under way."""
+
+    publication: Publication
+    plan: DraftPlan
+    draft: Draft
+    files: Mapping[str, FolderFile]
+    adapter: str | None
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What a publication has stored so far."""
+
+    num_bytes: int = 0
+    started: float | None = None
+    upload_s: float = 0.0
+    entries: Sequence[TensorEntry] = ()
+    files: Mapping[str, FolderFile] = field(default_factory=dict)
+
+
+class VersionPublisher:
+    """Lives on the bus thread of a client.
+
+    Args:
+        registry: of the client.
+        checkpoint: with which training began; None: the first publication says which tensors there are.
+    """
+
+    def __init__(self, registry: CallRegistry, model: str, checkpoint: Checkpoint | None) -> None:
+        config = registry.config
+        self._server = config.server
+        self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
+        self._updates = registry.runtime.updates
+        self._watcher = registry.runtime.watcher
+        self._model = model
+        self._name = config.client
+        self.bucket = published_bucket(config.subjects.fleet, model)
+        self._kinds = None if checkpoint is None else checkpoint.kinds
+        self._files: Mapping[str, FolderFile] = {} if checkpoint is None else checkpoint.files
+        self._snapshot = Snapshot()
+        self._is_busy = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<VersionPublisher {self._model} busy={self._is_busy.locked()}>"
+
+    async def open(self, base: str | os.PathLike[str] | None) -> None:
+        """Take the lease.
+
+        Args:
+            base: folder of the version that was published last; None: the first version will be an anchor.
+
+        Cancellation: leaves nothing open.
+
+        Raises:
+            InvalidRequest: nothing was published, or the content of `base` is not what was.
+            ControlError: `publisher_busy`, or the bucket is not as needed.
+            BusBroken: JetStream or the connection failed.
+        """
+        await self._versions.open()
+        async with contextlib.AsyncExitStack() as unless_opened:
+            unless_opened.push_async_callback(self.close)
+            if base is not None:
+                await self._read_base(base)
+            unless_opened.pop_all()
+
+    async def _read_base(self, folder: str | os.PathLike[str]) -> None:
+        """Fill the snapshot.
+
+        Raises:
+            InvalidRequest: nothing was published, or the folder's content is not what was.
+            ControlError: the manifest cannot be read.
+            BusBroken: JetStream or the connection failed.
+        """
+        if not self._versions.record.links:
+            raise InvalidRequest(field="base", problem=f"is {folder}, and nothing was published", allowed="no base")
+        link = self._versions.record.links[-1]
+        async with (
+            connected(self._server, name=f"rollbus versions {self._name}") as nats,
+            open_reader(nats, link.objects, None) as reader,
+        ):
+            manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
+        await asyncio.to_thread(fill, self._snapshot, manifest, self._files, folder)
+
+    async def close(self) -> None:
+        """Give the lease back."""
+        await self._versions.close()
+
+    async def publish(self, feed: TensorFeed, options: PublishOptions) -> PublishedWeights:
+        """Store the tensors of `feed` as a version, and commit it; then update the fleet, if asked to.
+
+        Publications come one after another. Until the commit nothing is seen of one, and its failure leaves nothing.
+
+        Cancellation: before the commit takes back what was stored; after it the version stays.
+
+        Raises:
+            InvalidRequest: a tensor is not what was published before, or is none. Nothing is published.
+            ControlError: the version is refused, or the bucket. Nothing is published.
+            NoWorkers: the version is stored, and there is no worker to load it.
+            CommandIncomplete: the version is stored, and not all workers have loaded it.
+            BusBroken: JetStream or the connection failed.
+        """
+        started = time.monotonic()
+        try:
+            async with self._is_busy:
+                published = await self._store_weights(feed, options, started)
+                if not options.updates:
+                    return published
+                ledger = await self._update(published.objects, options)
+                return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
+        finally:
+            await feed.stop()
+
+    async def publish_adapter(
+        self, feed: TensorFeed, files: Mapping[str, FolderFile], options: AdapterOptions
+    ) -> PublishedWeights:
+        """Store a whole LoRA adapter, and commit it; then load it, if asked to. As `publish` otherwise."""
+        started = time.monotonic()
+        command = options.command
+        try:
+            async with self._is_busy:
+                plan = DraftPlan(has_delta=False, has_anchor=True, file=ADAPTER_FILE)
+                draft = Draft(plan, Snapshot(), None)
+                publication = self._versions.begin(command.version, command.name)
+                published = await self._store(feed, _Job(publication, plan, draft, files, command.name), started)
+                if not options.updates:
+                    return published
+                ledger = await self._load(published, options)
+                return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
+        finally:
+            await feed.stop()
+
+    async def _store_weights(self, feed: TensorFeed, options: PublishOptions, started: float) -> PublishedWeights:
+        plan = await self._plan(options)
+        draft = Draft(plan, self._snapshot, self._kinds)
+        publication = self._versions.begin(options.command.version)
+        published = await self._store(feed, _Job(publication, plan, draft, self._files, None), started)
+        await asyncio.to_thread(draft.commit, published.digest)
+        return published
+
+    async def _store(self, feed: TensorFeed, job: _Job, started: float) -> PublishedWeights:
+        publication, is_committed = job.publication, False
+        try:
+            stored = await self._upload(feed, job)
+            manifest = self._manifest(job, stored)
+            await publication.commit(manifest)
+            is_committed = True
+        finally:
+            if not is_committed:
+                await publication.discard()
+        published = PublishedWeights(
+            version=publication.version,
+            objects=publication.objects,
+            digest=manifest.digest,
+            is_anchor=job.plan.has_anchor,
+            num_tensors=len(stored.entries),
+            num_changed=job.draft.num_changed,
+            model_bytes=job.draft.model_bytes,
+            stored_bytes=stored.num_bytes,
+            compare_s=feed.compare_s,
+            upload_s=stored.upload_s,
+            seconds=time.monotonic() - started,
+        )
+        logger.info(
+            "weights.published model=%s version=%s objects=%s"
+            " changed=%s tensors=%s bytes=%s model_bytes=%s seconds=%.3f",
+            *(self._model, published.version, published.objects, published.num_changed, published.num_tensors),
+            *(published.stored_bytes, published.model_bytes, published.seconds),
+        )
+        return published
+
+    async def _plan(self, options: PublishOptions) -> DraftPlan:
+        """Decide what to store, and refuse what cannot be, before the first byte."""
+        links = self._versions.record.links
+        state = await self._updates.state(self._model)
+        if options.updates:
+            await self._updates.check_version(options.command)
+        elif links and options.command.version <= links[-1].version and not options.command.allow_rollback:
+            raise ControlError(
+                ControlCode.OLD_VERSION,
+                f"version {options.command.version} is not newer than {links[-1].version}, which was published last; "
+                "allow_rollback permits it all the same",
+            )
+        recorded = state.registers.get("weights")
+        reason = needs_anchor(
+            links,
+            snapshot=self._snapshot.digest or None,
+            after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
+            workers_read_deltas=all(
+                worker.capabilities is not None and worker.capabilities.weight_deltas
+                for worker in await self._watcher.known_workers()
+                if worker.model == self._model
+            ),
+        )
+        kinds = self._kinds or {name: tensor.kind for name, tensor in self._snapshot.tensors.items()}
+        used, limit = await self._versions.used_and_limit()
+        anchor_bytes = sum(kind.size for kind in kinds.values())
+        what = contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
+        return DraftPlan(has_delta=what.delta, has_anchor=what.anchor)
+
+    async def _upload(self, feed: TensorFeed, job: _Job) -> _Stored:
+        """Store all objects but the manifest, while the tensors are drawn."""
+        stored = _Stored()
+        feed.begin(job.draft)
+        async for found in feed.objects():
+            await self._put(job.publication, found, stored)
+        stored.entries = job.draft.entries()
+        stored.files = with_index(job.files, stored.entries)
+        if job.plan.has_anchor:
+            for found in file_objects(stored.files):
+                await self._put(job.publication, found, stored)
+        return stored
+
+    async def _put(self, publication: Publication, found: StoredObject, stored: _Stored) -> None:
+        stored.started = stored.started or time.monotonic()
+        await publication.put(found.name, read_off_loop(found))
+        stored.upload_s = time.monotonic() - stored.started
+        stored.num_bytes += found.num_bytes
+
+    def _manifest(self, job: _Job, stored: _Stored) -> Manifest:
+        files = {name: file.sha256 for name, file in stored.files.items()}
+        digest = content_digest(stored.entries, files)
+        delta_bytes = job.draft.delta_bytes if job.plan.has_delta else None
+        link = Link(
+            objects=job.publication.objects,
+            version=job.publication.version,
+            digest=digest,
+            delta_bytes=delta_bytes,
+            anchor_bytes=stored.num_bytes - (delta_bytes or 0) if job.plan.has_anchor else None,
+        )
+        return Manifest(
+            model=self._model,
+            adapter=job.adapter,
+            version=job.publication.version,
+            digest=digest,
+            epoch=job.publication.epoch,
+            publisher=self._name,
+            tensors=tuple(stored.entries),
+            files=files,
+            links=links_with(self._versions.record.links, link),
+        )
+
+    async def _load(self, published: PublishedWeights, options: AdapterOptions) -> CommandResult:
+        """Have the fleet load a committed adapter."""
+        command = structs.replace(options.command, source=WeightSource(objects=published.objects))
+        try:
+            return await self._updates.load_lora(command, is_next_version=False, upload=False, on_ack=options.on_ack)
+        except NoWorkers as error:
+            raise NoWorkers(
+                message=f"adapter {command.name!r} is stored as objects:{published.objects}, and no worker has loaded "
+                f"it: {error}. When there are workers: fleet.load_lora({command.name!r}, "
+                f"objects={published.objects!r}, version={command.version})"
+            ) from error
+        finally:
+            await self._note(published.objects)
+
+    async def _update(self, objects: str, options: PublishOptions) -> CommandResult:
+        """Have the fleet load a committed version, and delete what nobody needs any more."""
+        command = structs.replace(options.command, source=WeightSource(objects=objects))
+        try:
+            ledger = await self._updates.update_weights(
+                command, upload=False, on_ack=options.on_ack, min_staged=options.min_staged
+            )
+        except NoWorkers as error:
+            raise NoWorkers(
+                message=f"version {command.version} is stored as objects:{objects}, and no worker has loaded it: "
+                f"{error}. When there are workers: fleet.update_weights(objects={objects!r}, version={command.version})"
+            ) from error
+        finally:
+            await self._note(objects)
+        return ledger
+
+    async def _note(self, objects: str) -> None:
+        """Tell the store what is recorded; a failure of that is logged, as the next publication does it again."""
+        try:
+            recorded = sources_in(await self._updates.state(self._model))
+            if objects in recorded:
+                await self._versions.note_recorded(objects)
+            await self._versions.clean(recorded)
+        except RollbusError as error:
+            logger.warning("weights.not_cleaned model=%s error=%s", self._model, error)

@@ -1,0 +1,134 @@
+"""Publish a checkpoint through NATS, and have the fleet load it: for workers that share no disk with this machine.
+
+DIR is the folder of a whole checkpoint on this machine. It is stored in the bucket of the model, as an anchor: whole.
+With --base, the folder of the version that was published last, only what changed is stored, and workers that have that
+version fetch no more than that. The contents of --base must be what was published; they are compared by hash.
+
+One program at a time publishes weights of a model. `rollbus weights` shows what is published. A trainer publishes from
+its memory: see rollbus.WeightPublisher.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from ....schemas.control import PauseMode
+from ..arguments import non_negative_int, positive_float, positive_int
+from ..exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from ....bus import Client, PublishedWeights
+    from ....bus.client.weights.arguments import PublishSettings
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+HELP = "store a checkpoint for the fleet, and load it"
+EXAMPLES = (
+    "rollbus publish-weights out/step-7 --version 7",
+    "rollbus publish-weights out/step-8 --version 8 --base out/step-7",
+    "rollbus publish-weights out/step-9 --version 9 --base out/step-8 --store-only",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder of a whole checkpoint on this machine")
+    parser.add_argument("--version", metavar="N", type=non_negative_int, required=True, help="of the weights")
+    parser.add_argument("--model", metavar="NAME", help="whose weights (default: the fleet's only model)")
+    parser.add_argument(
+        "--base", metavar="DIR", type=Path, help="folder of the version that was published last (default: store all)"
+    )
+    parser.add_argument("--store-only", action="store_true", help="store it, and have no worker load it")
+    parser.add_argument(
+        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
+    )
+    parser.add_argument("--allow-rollback", action="store_true", help="N may be lower than the present version")
+    parser.add_argument(
+        "--min-staged",
+        metavar="N",
+        type=positive_int,
+        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
+        "them, and are not waited for (default: all)",
+    )
+    parser.add_argument(
+        "--timeout-s", metavar="S", type=positive_float, help="for each worker to load it (default: 600)"
+    )
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Store, and load."""
+    from .... import bus
+    from ..console import note, waiting
+    from ..control import AckCounter, show_ledger
+    from ..exits import exit_code_of_ledger
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        model = args.model or await only_model(rb)
+        with waiting("publish-weights") as show:
+            settings: PublishSettings = {
+                "update": not args.store_only,
+                "mode": args.mode,
+                "allow_rollback": args.allow_rollback,
+                "min_staged": args.min_staged,
+                "on_ack": AckCounter(show).add,
+            }
+            if args.timeout_s is not None:
+                settings["timeout_s"] = args.timeout_s
+            show("storing")
+            try:
+                published = await _publish(rb, model, args, settings)
+            except bus.CommandIncomplete as error:
+                incomplete = error
+            else:
+                _show(args, published)
+                return ExitCode.OK if published.ledger is None else exit_code_of_ledger(published.ledger)
+    show_ledger(args, incomplete.ledger)
+    note(f"rollbus: version {args.version} is stored. {incomplete}")
+    return exit_code_of_ledger(incomplete.ledger)
+
+
+async def only_model(rb: "Client") -> str:
+    """Return the fleet's model.
+
+    Raises:
+        CommandFailed: there is none, or there are several.
+    """
+    state = await rb.fleet.state()
+    models = sorted({worker.model for worker in state.workers} | state.desired.keys())
+    if len(models) != 1:
+        found = f"the fleet has the models {', '.join(models)}" if models else "no worker says which model it serves"
+        raise CommandFailed(f"--model NAME is needed: {found}", ExitCode.USAGE)
+    return models[0]
+
+
+async def _publish(
+    rb: "Client", model: str, args: argparse.Namespace, settings: "PublishSettings"
+) -> "PublishedWeights":
+    from ....bus import WeightPublisher
+    from ....bus.client.weights.checkpoint import folder_tensors
+
+    async with WeightPublisher(rb, model=model, checkpoint=args.folder, base=args.base) as publisher:
+        return await publisher.publish(folder_tensors(args.folder), version=args.version, **settings)
+
+
+def _show(args: argparse.Namespace, published: "PublishedWeights") -> None:
+    import msgspec
+
+    from ...ledger import ledger_as_json
+    from ..byte_counts import size
+    from ..console import print_json, write
+    from ..control import show_ledger
+
+    if args.json:
+        told = msgspec.to_builtins(msgspec.structs.replace(published, ledger=None))
+        told["ledger"] = None if published.ledger is None else ledger_as_json(published.ledger)
+        print_json(told)
+        return
+    if published.ledger is not None:
+        show_ledger(args, published.ledger)
+    what = "an anchor" if published.is_anchor else "a delta"
+    write(
+        f"published version {published.version} as {what}: {size(published.stored_bytes)} of "
+        f"{size(published.model_bytes)}, {published.num_changed} of {published.num_tensors} tensors changed, in "
+        f"{published.seconds:.2f} s: {published.objects}"
+    )

@@ -1,0 +1,66 @@
+"""Show the published weights of a model: the versions that are kept, what each takes, and which workers have it.
+
+A version is an anchor, the whole checkpoint, or a delta, which has what changed since the version above it. Those that
+are recorded are what workers load when they start, or did before the last update.
+"""
+
+import argparse
+
+from ..exits import CommandFailed, ExitCode
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+HELP = "show what weights are published"
+EXAMPLES = (
+    "rollbus weights",
+    "rollbus weights --model policy --json",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="NAME", help="whose weights (default: of every model of the fleet)")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Read the chain records, and ask the workers."""
+    from .... import bus
+    from ....bus.control.chain_key import ChainKey
+    from ....bus.nats.connection import connected
+    from ....bus.nats.server import Server
+    from ....schemas.errors import ControlCode, ControlError
+    from ..console import print_json, print_table, write
+    from ..weights_tables import COLUMNS, ModelWeights, head_line, weights_as_json, weights_rows
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        fleet = await rb.fleet.state()
+    models = [args.model] if args.model else sorted({worker.model for worker in fleet.workers} | fleet.desired.keys())
+    found: list[ModelWeights] = []
+    async with connected(Server.named(args.nats), name="rollbus weights") as nats:
+        for model in models:
+            key = ChainKey(nats, fleet.fleet, model)
+            try:
+                stored, bucket = await key.read(), await key.bucket_state()
+            except ControlError as error:
+                if error.code is not ControlCode.STORAGE or args.model:
+                    raise
+                continue  # it has no bucket
+            versions: dict[int, list[str]] = {}
+            for worker in fleet.workers:
+                if worker.model == model:
+                    versions.setdefault(worker.weight_version, []).append(worker.worker)
+            found.append(
+                ModelWeights(
+                    record=stored.record, age_s=stored.age_s, used=bucket.used, limit=bucket.limit, workers=versions
+                )
+            )
+    if not found:
+        shown = f"nothing is published in fleet {fleet.fleet!r}: no model has a bucket for it"
+        raise CommandFailed(f"{shown}; `rollbus publish-weights` or a trainer's rollbus.WeightPublisher make one")
+    if args.json:
+        print_json({"models": [weights_as_json(weights) for weights in found]})
+        return ExitCode.OK
+    for weights in found:
+        write(head_line(weights))
+        print_table(COLUMNS, weights_rows(weights))
+    return ExitCode.OK

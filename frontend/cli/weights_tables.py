@@ -1,0 +1,88 @@
+"""The published weights of a model as a table for people, and as JSON for programs."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...schemas.chain import ChainRecord
+from ...schemas.manifest import Link
+from .byte_counts import size
+
+__all__ = ["COLUMNS", "ModelWeights", "head_line", "weights_as_json", "weights_rows"]
+
+COLUMNS = ("version", "kind", "anchor", "delta", "recorded", "workers", "objects")
+NONE = "-"
+
+
+class ModelWeights(NamedTuple):
+    """What is known of one model."""
+
+    record: ChainRecord
+    age_s: float
+    """Since the record was stored, by the server's clock; infinite if there is none."""
+    used: int
+    """Bytes of the bucket."""
+    limit: int
+    """Bytes that it may have."""
+    workers: Mapping[int, list[str]]
+    """Ids of the live workers, by the version that they serve."""
+
+
+def head_line(weights: ModelWeights) -> str:
+    """Say who publishes, and how full the bucket is."""
+    record = weights.record
+    holder = "nobody publishes"
+    if record.holder is not None:
+        holder = f"published by {record.holder.publisher} (heard {weights.age_s:.0f} s ago)"
+    limit = f" of {size(weights.limit)}" if weights.limit < 2**60 else ""
+    return f"{record.model}: {holder}, epoch {record.epoch}, {size(weights.used)}{limit} used"
+
+
+def weights_rows(weights: ModelWeights) -> list[list[str]]:
+    """Return the cells of `COLUMNS` for each version, the newest last."""
+    newest = {link.version: link.objects for link in weights.record.links}
+    return [
+        [
+            str(link.version),
+            _kind(link),
+            NONE if link.anchor_bytes is None else size(link.anchor_bytes),
+            NONE if link.delta_bytes is None else size(link.delta_bytes),
+            "yes" if link.objects in weights.record.noted else NONE,
+            # Workers say the number of their version alone: the last of a number is meant.
+            ", ".join(sorted(weights.workers.get(link.version, ()))) or NONE
+            if newest[link.version] == link.objects
+            else NONE,
+            link.objects,
+        ]
+        for link in weights.record.links
+    ]
+
+
+def weights_as_json(weights: ModelWeights) -> dict[str, Any]:
+    """Return everything that is known, for programs."""
+    record = weights.record
+    return {
+        "model": record.model,
+        "epoch": record.epoch,
+        "publisher": None if record.holder is None else record.holder.publisher,
+        "renewed_s": None if math.isinf(weights.age_s) else round(weights.age_s, 3),
+        "used_bytes": weights.used,
+        "limit_bytes": weights.limit,
+        "versions": [
+            {
+                **msgspec.to_builtins(link),
+                "kind": _kind(link),
+                "recorded": link.objects in record.noted,
+                "workers": sorted(weights.workers.get(link.version, ())),
+            }
+            for link in record.links
+        ],
+    }
+
+
+def _kind(link: Link) -> str:
+    if link.anchor_bytes is None:
+        return "delta"
+    return "anchor" if link.delta_bytes is None else "anchor, delta"

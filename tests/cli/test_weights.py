@@ -1,0 +1,78 @@
+"""Rule: weights are published from a folder by command, whole or as what changed, and shown with who has them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollbus.frontend.cli.exits import ExitCode
+from tests.cli.support import run_rollbus
+from tests.control.support import MODEL, folders, serving
+
+pytestmark = pytest.mark.slow
+
+
+async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The first is an anchor; with the folder of the one before, the second is a delta."""
+    one, two = folders(tmp_path)
+    own = ("--model", MODEL)
+    first = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--store-only", *own)
+    based = ("--base", str(one), "--store-only", "--json")
+    second = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", *based, *own)
+    shown = await run_rollbus(nats_url, fleet, "weights", *own)
+    told = await run_rollbus(nats_url, fleet, "weights", *own, "--json")
+
+    assert (first.code, second.code, shown.code, told.code) == (0, 0, 0, 0), first.stderr + second.stderr + shown.stderr
+    assert "published version 1 as an anchor" in first.stdout
+    published = json.loads(second.stdout)
+    assert (published["version"], published["is_anchor"], published["num_changed"]) == (2, False, 2)
+    [model] = json.loads(told.stdout)["models"]
+    assert [(link["version"], link["kind"]) for link in model["versions"]] == [(1, "anchor"), (2, "delta")]
+    assert model["versions"][1]["objects"] == published["objects"]
+    assert model["publisher"] is None
+    assert "nobody publishes" in shown.stdout
+
+
+async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A folder is trusted only if its hashes are the committed ones."""
+    one, two = folders(tmp_path)
+    own = ("--model", MODEL, "--store-only")
+    early = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "1", "--base", str(one), *own)
+    await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", *own)
+    other = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "2", "--base", str(two), *own)
+    (two / "config.json").write_text("{}")
+    files = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", "--base", str(one), *own)
+    assert {early.code, other.code, files.code} == {ExitCode.USAGE}
+    assert "nothing was published" in early.stderr
+    assert "version 1 was published with another model.layers.0" in other.stderr
+    assert "version 1 was published with another config.json" in files.stderr
+
+
+async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The ledger is shown, and who has the version; the only model needs no name."""
+    one, two = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 2):
+        ended = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", "--json")
+        told = await run_rollbus(nats_url, fleet, "weights", "--json")
+        shown = await run_rollbus(nats_url, fleet, "weights")
+        refused = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2")
+    assert ended.code == 0, ended.stderr
+    assert json.loads(ended.stdout)["ledger"]["complete"]
+    [model] = json.loads(told.stdout)["models"]
+    [version] = model["versions"]
+    assert (version["recorded"], version["workers"]) == (True, ["w0", "w1"])
+    assert "w0, w1" in shown.stdout
+    assert refused.code == ExitCode.FAILED
+    assert "version 2 is recorded already" in refused.stderr
+
+
+async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The version is stored; nothing that is published, and no model, are errors."""
+    one, _ = folders(tmp_path)
+    nameless = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1")
+    nothing = await run_rollbus(nats_url, fleet, "weights")
+    stored = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--model", MODEL)
+    assert (nameless.code, nothing.code, stored.code) == (ExitCode.USAGE, ExitCode.FAILED, ExitCode.NO_WORKERS)
+    assert "--model NAME is needed" in nameless.stderr
+    assert "nothing is published" in nothing.stderr
+    assert "version 1 is stored as objects:" in stored.stderr

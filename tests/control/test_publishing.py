@@ -1,0 +1,243 @@
+"""Weights that a trainer publishes, on a real server and on worker processes: what is stored, loaded and refused."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollbus
+from rollbus.bus.control.chain_key import ChainKey
+from rollbus.bus.nats.connection import connected
+from rollbus.bus.objects.catalog import list_prefix
+from rollbus.bus.subjects import published_bucket
+from rollbus.schemas.errors import ControlError, InvalidRequest
+from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, write_adapter, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def weights(seed: int) -> Arrays:
+    """Return the tensors of `write_checkpoint` with this seed."""
+    numbers = np.random.default_rng(seed)
+    return {name: numbers.random(SHAPE, np.float32) for name in TENSORS.values()}
+
+
+def stepped(tensors: Arrays) -> Arrays:
+    """Return a copy with one other number in each tensor."""
+    tensors = {name: tensor.copy() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor[3, 1] += 1
+    return tensors
+
+
+async def names(nats_url: str, objects: str) -> list[str]:
+    """Return the objects of a folder."""
+    async with connected(nats_url, name="test") as nats:
+        infos = await list_prefix(nats, objects, is_signed=False)
+    return sorted(info.name.rpartition("/")[2] for info in infos)
+
+
+async def folders(nats_url: str, fleet: str) -> list[str]:
+    """Return the folders of the versions that the chain record names."""
+    async with connected(nats_url, name="test") as nats:
+        record = (await ChainKey(nats, fleet, MODEL).read()).record
+    return [link.objects for link in record.links]
+
+
+async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The checkpoint's other files are in the anchor; a delta has what changed."""
+    folder = write_checkpoint(tmp_path / "one", seed=1)
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL, checkpoint=folder) as publisher,
+    ):
+        first = await publisher.publish(weights(1).items(), version=1, update=False)
+        second = await publisher.publish(stepped(weights(1)).items(), version=2, update=False)
+        third = await publisher.publish(stepped(weights(1)).items(), version=3, update=False)
+    assert (first.is_anchor, first.num_tensors, first.num_changed, first.model_bytes) == (True, 2, 2, 256)
+    assert (second.is_anchor, second.num_changed, third.num_changed) == (False, 2, 0)
+    assert second.stored_bytes < 30
+    assert (second.digest, third.stored_bytes) == (third.digest, 0)
+    assert await names(nats_url, first.objects) == ["config.json", "model.safetensors", "rollbus-manifest.json"]
+    assert await names(nats_url, second.objects) == ["delta-0000", "rollbus-manifest.json"]
+    assert await names(nats_url, third.objects) == ["rollbus-manifest.json"]
+    assert await folders(nats_url, fleet) == [first.objects, second.objects, third.objects]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors | {"other": np.ones(1)}, r"named_tensors\['other'\] is a tensor that is not expected"),
+        (lambda tensors: dict(list(tensors.items())[:1]), r"named_tensors\['.*'\] is missing"),
+        (lambda tensors: tensors | dict.fromkeys(list(tensors)[1:], np.ones(3)), r"is F64\[3\]; allowed: F32\[8, 4\]"),
+        (lambda tensors: [*tensors.items(), 7], "named_tensors has 7; allowed: pairs"),
+    ],
+)
+async def test_what_was_not_published_before_is_refused_and_nothing_stays(
+    nats_url: str, fleet: str, change: Any, message: str
+) -> None:
+    """The next publication is compared with what was committed."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        first = await publisher.publish(weights(1), version=1, update=False)
+        with pytest.raises(InvalidRequest, match=message):
+            await publisher.publish(change(stepped(weights(1))), version=2, update=False)
+        assert await folders(nats_url, fleet) == [first.objects]
+        async with connected(nats_url, name="test") as nats:
+            assert len(await list_prefix(nats, published_bucket(fleet, MODEL) + "/versions", is_signed=False)) == 3
+        second = await publisher.publish(stepped(weights(1)), version=2, update=False)
+    assert (second.is_anchor, second.num_changed) == (False, 2)
+
+
+async def test_an_error_of_the_callers_iterator_is_the_callers(nats_url: str, fleet: str) -> None:
+    """It is raised as it is."""
+
+    def broken() -> Iterator[tuple[str, object]]:
+        yield from list(weights(1).items())[:1]
+        raise RuntimeError("gather failed")
+
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        with pytest.raises(RuntimeError, match="gather failed"):
+            await publisher.publish(broken(), version=1, update=False)
+        assert await folders(nats_url, fleet) == []
+
+
+async def test_a_cancelled_publication_leaves_nothing(nats_url: str, fleet: str) -> None:
+    """The next one of the same publisher works."""
+    is_drawn, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[tuple[str, object]]:
+        for item in weights(1).items():
+            yield item
+            is_drawn.set()
+            goes_on.wait()
+
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        publishing = asyncio.ensure_future(publisher.publish(slow(), version=1, update=False))  # noqa: TID251
+        await asyncio.to_thread(is_drawn.wait)
+        publishing.cancel()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert await folders(nats_url, fleet) == []
+        assert (await publisher.publish(weights(1), version=1, update=False)).is_anchor
+
+
+async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: str) -> None:
+    """The chain's order is that of commits."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        await publisher.publish(weights(1), version=5, update=False)
+        for version in (5, 4):
+            with pytest.raises(ControlError, match="is not newer than 5"):
+                await publisher.publish(weights(2), version=version, update=False)
+        again = await publisher.publish(stepped(weights(1)), version=4, update=False, allow_rollback=True)
+        assert (again.version, again.is_anchor) == (4, False)
+
+
+async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anchor(nats_url: str, fleet: str) -> None:
+    """The message has the first one's name."""
+    async with rollbus.connect(nats_url, fleet=fleet, client="trainer") as rb:
+        async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+            await publisher.publish(weights(1), version=1, update=False)
+            with pytest.raises(ControlError, match="trainer publishes weights"):
+                async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL):
+                    pytest.fail("two publishers have the lease")
+        async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+            assert (await publisher.publish(weights(1), version=2, update=False)).is_anchor
+
+
+async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) -> None:
+    """The error says how to go on."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        with pytest.raises(rollbus.NoWorkers, match=r"version 3 is stored as objects:.*update_weights\(objects="):
+            await publisher.publish(weights(1), version=3)
+        [objects] = await folders(nats_url, fleet)
+        assert "/versions/3-" in objects
+
+
+async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """From a folder, or from tensors and a configuration; each version replaces the one before."""
+    one = write_checkpoint(tmp_path / "one", seed=1)
+    folder = write_adapter(tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": np.full((2, SHAPE[1]), 2, np.float32),
+        f"{prefix}.lora_B.weight": np.full((SHAPE[0], 2), 2, np.float32),
+    }
+    async with (
+        serving(nats_url, fleet, one, 1) as (rb, _),
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        first = await publisher.publish_adapter("tuned", folder, version=1)
+        second = await publisher.publish_adapter("tuned", tensors, version=2, config=config)
+        third = await publisher.publish_adapter("other", folder, version=1, update=False)
+        generation = await rb.complete(ask(lora="tuned"))
+        with pytest.raises(InvalidRequest, match="config is None"):
+            await publisher.publish_adapter("tuned", tensors, version=3)
+    files = ["adapter_config.json", "adapter_model.safetensors", "rollbus-manifest.json"]
+    for published in (first, second, third):
+        assert await names(nats_url, published.objects) == files
+    assert (first.num_tensors, first.is_anchor) == (2, True)
+    assert first.digest == third.digest != second.digest
+    assert second.ledger is not None
+    assert third.ledger is None
+    assert generation.lora_versions is not None
+    assert set(generation.lora_versions.tolist()) == {2}
+    assert await folders(nats_url, fleet) == []
+
+
+def test_without_asyncio(nats_url: str, fleet: str) -> None:
+    """The tensors are drawn on the caller's thread."""
+    threads = set()
+
+    def drawn() -> Iterator[tuple[str, object]]:
+        for item in weights(1).items():
+            threads.add(threading.current_thread())
+            yield item
+
+    with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        assert publisher.publish_blocking(drawn(), version=1, update=False).is_anchor
+        with pytest.raises(InvalidRequest, match="came twice"):
+            publisher.publish_blocking([*weights(1).items()] * 2, version=2, update=False)
+        assert not publisher.publish_blocking(stepped(weights(1)), version=2, update=False).is_anchor
+    assert threads == {threading.current_thread()}
+    with pytest.raises(rollbus.BusClosed, match="not entered"):
+        publisher.publish_blocking(weights(1), version=3)
+
+
+async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> None:
+    """The client's thread goes on while its owner's loop is blocked."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+            assert publisher.publish_blocking(weights(1), version=1, update=False).is_anchor
+
+
+async def test_a_publisher_without_a_server_says_so(fleet: str) -> None:
+    """As `connect` does."""
+    with pytest.raises(rollbus.BusBroken), rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+        pytest.fail("it is connected")
+    with pytest.raises(rollbus.BusBroken):
+        async with rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+            pytest.fail("it is connected")
