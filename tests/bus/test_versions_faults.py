@@ -1,0 +1,219 @@
+"""The store of versions when the publisher is killed, the server restarts, and answers are lost."""
+
+import asyncio
+import contextlib
+import functools
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollbus.bus.control import versions
+from rollbus.bus.control.chain_key import ChainKey, read_chain
+from rollbus.bus.control.version_cleaning import Cleaning
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.jetstream import Unanswered, put
+from rollbus.bus.objects import ObjectReader, sender
+from rollbus.bus.protocol.weights import chain
+from rollbus.schemas.chain import ChainRecord, Holder
+from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
+from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from tests.support.connections import opened
+from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
+from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
+
+pytestmark = pytest.mark.slow
+
+MEGABYTE = 1024 * 1024
+
+KILLED = """
+import asyncio, sys
+from rollbus.bus.control.versions import VersionStore
+from rollbus.bus.subjects import Subjects
+
+async def main():
+    store = VersionStore(sys.argv[1], Subjects(sys.argv[2]), "m", publisher="alice")
+    await store.open()
+    publication = store.begin(1)
+    await publication.put("a.safetensors", [bytes(3 * 1024**2)])
+    await store.note_recorded("b/versions/0")  # all that was put before it is stored
+    print("stored", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[EmbeddedServer, Connection, str, str]]:
+    """A server of the test's own, with a fleet and its bucket."""
+    require_binary()
+    async with (
+        EmbeddedServer() as server,
+        opened(server.url) as nats,
+        versions_bucket(nats, max_bytes=max_bytes) as (fleet, bucket),
+    ):
+        yield server, nats, fleet, bucket
+
+
+async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reader sees a version; the next life publishes, and its cleaning deletes what the first one left."""
+    monkeypatch.setattr(chain, "LEASE_S", 1.0)
+    monkeypatch.setattr(chain, "MARGIN_S", 0.0)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, nats_url, fleet, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"stored\n"
+        process.kill()
+        assert await process.wait() == -signal.SIGKILL
+
+        assert await parts_in(nats, bucket) == 1
+        async with opened_store(nats_url, fleet) as store:
+            assert (store.epoch, store.record.links) == (2, ())
+            objects = await publish(store, 1)
+            await store.clean(set())
+            assert await parts_in(nats, bucket) == 3
+            await store.clean(set(), young_s=0.0)
+            assert await parts_in(nats, bucket) == 2
+        async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
+            assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).version == 1
+
+
+async def test_a_server_that_restarts_during_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publication fails and is taken back; the lease is kept, and the next publication works."""
+    monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
+    async with own_server() as (server, nats, fleet, bucket), opened_store(server.url, fleet) as store:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for number in range(20):
+                if number == 8:
+                    await server.kill()
+                    await server.restart()
+                yield bytes(MEGABYTE)
+
+        with pytest.raises(BusBroken):
+            await store.begin(1).put("a.safetensors", pieces())
+        assert await parts_in(nats, bucket) == 0
+        await publish(store, 1)
+        assert (store.epoch, [link.version for link in store.record.links]) == (1, [1])
+
+
+async def test_a_server_that_restarts_between_manifest_and_chain_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit waits for the server, and counts once."""
+    real = ChainKey.write
+    killed: list[int] = []
+
+    async with own_server() as (server, nats, fleet, bucket), opened_store(server.url, fleet) as store:
+
+        async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+            if record.links and not killed:
+                killed.append(await parts_in(nats, bucket))
+                await server.kill()
+                await server.restart()
+            return await real(key, record, sequence)
+
+        monkeypatch.setattr(ChainKey, "write", write)
+        objects = await publish(store, 1)
+        assert killed == [2]
+        assert [link.objects for link in store.record.links] == [objects]
+        record = await read_chain(nats, fleet, "m")
+        assert record is not None
+        assert [link.objects for link in record.links] == [objects]
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_compare_and_set_without_an_answer_counts_once(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool
+) -> None:
+    """Whether it was stored or not, the version is in the chain once."""
+    real = ChainKey.write
+    lost: list[int] = []
+
+    async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+        if record.links and not lost:
+            lost.append(sequence)
+            if is_stored:
+                await real(key, record, sequence)
+            raise Unanswered("the test has lost the answer")
+        return await real(key, record, sequence)
+
+    monkeypatch.setattr(ChainKey, "write", write)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
+        objects = await publish(store, 1)
+        assert len(lost) == 1
+        record = await read_chain(nats, fleet, "m")
+        assert record is not None
+        assert [link.objects for link in record.links] == [objects]
+
+
+async def test_a_commit_whose_answer_was_lost_counts_after_a_takeover(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the chain record names is not taken back, whoever has the lease by then."""
+    real = ChainKey.write
+    lost: list[int] = []
+
+    async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+        stored = await real(key, record, sequence)
+        if record.links and not lost:
+            lost.append(sequence)
+            taken = chain.lease_taken(record, Holder(publisher="bob", incarnation="other"), 1e6)
+            assert stored is not None
+            await real(key, taken, stored)
+            raise Unanswered("the test has lost the answer")
+        return stored
+
+    monkeypatch.setattr(ChainKey, "write", write)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            await publish(store, 1)
+            with pytest.raises(ControlError, match="bob took over") as raised:
+                store.begin(2)
+        assert raised.value.code is ControlCode.PUBLISHER_BUSY
+        assert await parts_in(nats, bucket) == 2
+
+
+async def test_a_bucket_that_a_killed_upload_filled(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets the lease while its parts are young; then they are deleted first."""
+    async with opened(nats_url) as nats, versions_bucket(nats, max_bytes=6 * MEGABYTE) as (fleet, bucket):
+        subject, part = f"$O.{bucket}.C.rb{'0' * 30}", bytes(64 * 1024)
+        with contextlib.suppress(Exception):
+            while True:
+                await put(nats, subject, part)
+        with contextlib.suppress(Exception):
+            while True:
+                await put(nats, subject, b"")
+        store = fresh_store(nats_url, fleet)
+        with pytest.raises(ControlError, match="cannot be written: maximum bytes exceeded") as raised:
+            await store.open()
+        assert raised.value.code is ControlCode.STORAGE
+        monkeypatch.setattr(versions, "Cleaning", functools.partial(Cleaning, young_s=0.0))
+        async with opened_store(nats_url, fleet) as store:
+            await publish(store, 1)
+        assert await parts_in(nats, bucket) == 2
+
+
+async def test_a_lease_is_kept_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal that fails is tried again; a publication that was under way goes on."""
+    monkeypatch.setattr(versions, "RENEW_S", 0.05)
+    async with own_server() as (server, nats, fleet, _), opened_store(server.url, fleet) as store:
+        publication = store.begin(1)
+        await publication.put("a.safetensors", [b"x"])
+        await store.note_recorded("b/versions/0")  # what was put is stored
+        await server.kill()
+        await asyncio.sleep(0.5)
+        await server.restart()
+        await publication.commit(manifest_of(store, publication, b"x"))
+        key = ChainKey(nats, fleet, "m")
+        before = (await key.read()).sequence
+        async with asyncio.timeout(SOON_S):
+            while (await key.read()).sequence == before:  # noqa: ASYNC110 - the server tells nobody
+                await asyncio.sleep(0.05)
+        assert store.epoch == 1

@@ -1,0 +1,167 @@
+"""A version that several ranks publish together: all of it, or nothing."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from rollbus.bus.control import publication as module
+from rollbus.bus.control.chain_key import ChainKey
+from rollbus.bus.control.publication import Publication
+from rollbus.bus.control.versions import VersionStore
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.objects import ObjectReader, list_objects
+from rollbus.schemas.chain import RankList
+from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
+from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest
+from tests.support.connections import opened
+from tests.support.patience import SOON_S
+from tests.support.versions import opened_store, parts_in, publish, versions_bucket
+
+ZERO = "0" * 64
+
+
+def tensor(rank: int) -> TensorEntry:
+    """The tensor of a rank, in a file of its own."""
+    return TensorEntry(name=f"t{rank}", dtype="U8", shape=(1,), sha256=ZERO, file=f"{rank}.safetensors")
+
+
+def manifest_of(publication: Publication, tensors: list[TensorEntry]) -> Manifest:
+    """A version with an anchor alone."""
+    digest = content_digest(tensors, {})
+    own = Link(objects=publication.objects, version=publication.version, digest=digest, anchor_bytes=1)
+    return Manifest(
+        model="m", version=publication.version, digest=digest, epoch=publication.epoch, publisher="alice",
+        tensors=tuple(tensors), links=(own,),
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, str, list[VersionStore]]]:
+    """So many stores, the first one with the lease; and the bucket."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        stores = [
+            await stack.enter_async_context(opened_store(nats_url, fleet, with_lease=not rank)) for rank in range(count)
+        ]
+        yield nats, bucket, stores
+
+
+async def take_part(store: VersionStore, rank: int, version: int) -> None:
+    """Do what a rank other than 0 does."""
+    publication = await store.join(version, SOON_S)
+    await publication.put(f"{rank}.safetensors", [bytes([rank])])
+    await publication.give(rank, [tensor(rank)])
+
+
+async def test_several_ranks_publish_one_version(nats_url: str) -> None:
+    """Each gives its objects, and rank 0 commits them all; the lists are deleted."""
+    async with ranks(nats_url, 3) as (nats, bucket, stores), asyncio.TaskGroup() as tasks:
+        for rank in (1, 2):
+            tasks.create_task(take_part(stores[rank], rank, 7))
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await publication.put("0.safetensors", [b"\0"])
+        lists = await publication.collect(3, SOON_S)
+        assert [(given.rank, given.tensors) for given in lists] == [(1, (tensor(1),)), (2, (tensor(2),))]
+        await publication.commit(manifest_of(publication, [tensor(rank) for rank in range(3)]))
+
+        async with ObjectReader(nats_url, name="test").open_folder(publication.objects) as folder:
+            for rank in range(3):
+                assert await folder.read(f"{rank}.safetensors", 1) == bytes([rank])
+        assert await list_objects(nats, bucket, "ranks") == ()
+        assert await parts_in(nats, bucket) == 4
+        assert stores[0].record.opened is None
+
+
+async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
+    """The missing ones are named; what the others gave is taken back too, and nobody joins any more."""
+    async with ranks(nats_url, 2) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await publication.put("0.safetensors", [b"\0"])
+        await take_part(stores[1], 1, 7)
+        with pytest.raises(ControlError, match=r"of 4 ranks these gave no list within 0\.1 s: 2, 3") as raised:
+            await publication.collect(4, 0.1)
+        assert raised.value.code is ControlCode.TIMEOUT
+        assert await parts_in(nats, bucket) == 0
+        with pytest.raises(ControlError, match="rank 0 did not begin to publish version 7 within 0 s"):
+            await stores[1].join(7, 0.0)
+        await publish(stores[0], 7)
+
+
+async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
+    """Neither another version, nor one of a publisher that has closed; and it commits nothing."""
+    async with ranks(nats_url, 2) as (_, _, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        for version, adapter in ((8, None), (7, "lora")):
+            with pytest.raises(ControlError, match="rank 0 did not begin") as raised:
+                await stores[1].join(version, 0.0, adapter)
+            assert raised.value.code is ControlCode.TIMEOUT
+        joined = await stores[1].join(7, 0.0)
+        assert joined.objects == publication.objects
+        with pytest.raises(LocalProtocolError, match="rank 0 commits"):
+            await joined.commit(manifest_of(joined, [tensor(1)]))
+        with pytest.raises(LocalProtocolError, match="has no lease"):
+            stores[1].begin(7)
+        await stores[0].close()
+        with pytest.raises(ControlError, match="rank 0 did not begin"):
+            await stores[1].join(7, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 8}, "it is of version 8, epoch 1, rank 1"),
+        ({"epoch": 2}, "it is of version 7, epoch 2, rank 1"),
+        ({"rank": 2}, "it is of version 7, epoch 1, rank 2"),
+    ],
+)
+async def test_a_list_of_something_else_is_refused(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], said: str
+) -> None:
+    """And nothing is published."""
+    monkeypatch.setattr(module, "RankList", lambda **fields: RankList(**(fields | change)))
+    async with ranks(nats_url, 2) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        with pytest.raises(ControlError, match=said) as raised:
+            await publication.collect(2, SOON_S)
+        assert raised.value.code is ControlCode.BAD_SOURCE
+        await stores[0].clean(set(), young_s=0.0)
+        assert await parts_in(nats, bucket) == 0
+
+
+@pytest.mark.parametrize("name", ["versions/chain", "../x", "m/weights/1-abc/a"])
+async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A list with an object outside of the folder is refused."""
+    real = module._as_rank_object
+    monkeypatch.setattr(module, "_as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
+    async with ranks(nats_url, 2) as (_, _, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        with pytest.raises(ControlError) as raised:
+            await publication.collect(2, SOON_S)
+        assert raised.value.code is ControlCode.BAD_SOURCE
+
+
+async def test_a_rank_that_loses_its_lease_says_who_has_it(nats_url: str) -> None:
+    """Announcing needs the lease."""
+    async with ranks(nats_url, 1) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        key = ChainKey(nats, bucket.removeprefix("rollbus-").rpartition("-")[0], "m")
+        stored = await key.read()
+        assert stored.record.holder is not None
+        other = msgspec.structs.replace(stored.record.holder, publisher="bob", incarnation="x")
+        assert await key.write(msgspec.structs.replace(stored.record, epoch=2, holder=other), stored.sequence)
+        with pytest.raises(ControlError, match="bob took over") as raised:
+            await publication.announce()
+        assert raised.value.code is ControlCode.PUBLISHER_BUSY
