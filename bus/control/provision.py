@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ..nats.connection import connected
 from ..nats.server import Server
-from ..objects import ensure_bucket
+from ..objects.catalog import set_bucket_bytes
 from ..queue.set_limits import set_limits
 from ..queue.streams import ensure_queue
 from ..subjects import Subjects, published_bucket
@@ -28,11 +28,11 @@ async def provision(
 
     Args:
         limits: by the names of `QueueLimits`; those that queues are to have, also queues that exist.
-        upload_bytes: make the buckets for what publishers of the models upload too, of this size.
+        upload_bytes: make the buckets for what publishers of the models upload too; also those that are there get this size.
 
     Raises:
         BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` for a user that is no admin.
-        ControlError: a bucket for uploads cannot be made.
+        ControlError: a bucket for uploads cannot be made, or holds more than its new size.
         InvalidRequest: the fleet's name cannot stand in a subject, or a queue holds more than a limit allows.
     """
     subjects = Subjects(fleet)
@@ -42,5 +42,5 @@ async def provision(
             if limits:
                 await set_limits(nats, subjects, model, limits)
             if upload_bytes:
-                await ensure_bucket(nats, published_bucket(fleet, model), max_bytes=upload_bytes)
+                await set_bucket_bytes(nats, published_bucket(fleet, model), upload_bytes)
         await DesiredStore(nats, subjects).ensure_bucket()

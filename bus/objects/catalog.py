@@ -41,6 +41,7 @@ __all__ = [
     "list_objects",
     "list_prefix",
     "list_subjects",
+    "set_bucket_bytes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,30 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
         await create_stream(nats, stream_config(bucket, max_bytes))
     except ApiError as error:
         raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be made: {error}") from error
+
+
+async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> None:
+    """Give a bucket that many bytes; make it if it is missing.
+
+    Raises:
+        ControlError: `bad_source`, as in `ensure_bucket`; `storage`: the server refuses, or the bucket holds more.
+        BusBroken: JetStream does not answer.
+    """
+    await ensure_bucket(nats, bucket, max_bytes=max_bytes)
+    stream = stream_of(bucket)
+    try:
+        info = await ask(nats, f"STREAM.INFO.{stream}")
+        if info["config"]["max_bytes"] == max_bytes:
+            return
+        used = info["state"]["bytes"]
+        # The server would refuse all uploads from then on, and the record of published weights with them.
+        if used > max_bytes:
+            raise ControlError(
+                ControlCode.STORAGE, f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}"
+            )
+        await ask(nats, f"STREAM.UPDATE.{stream}", {**info["config"], "max_bytes": max_bytes})
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be resized: {error}") from error
 
 
 async def list_objects(

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import Connection, subscribe
 from rollbus.bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
-from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.objects.catalog import ensure_bucket, set_bucket_bytes
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.support.checkpoints import ignore
 from tests.support.connections import count_tasks, opened
@@ -266,3 +266,18 @@ async def test_a_spoilt_object_is_refused(
 ) -> None:
     """Content that is not what the description says, and descriptions that are none, are named; nothing is left."""
     assert said in await spoilt(nats_url, tmp_path, parts, info)
+
+
+async def test_a_bucket_gets_another_size_but_none_below_what_it_holds(nats_url: str, tmp_path: Path) -> None:
+    """It is made where it is missing; what lies in it stays, and can be added to up to the new size."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        await set_bucket_bytes(nats, bucket, 2 * MEGABYTE)
+        await put(nats, bucket, "p", write_folder(tmp_path / "p", a=MEGABYTE))
+        with pytest.raises(ControlError, match=r"takes no more"):
+            await put(nats, bucket, "q", write_folder(tmp_path / "q", a=MEGABYTE))
+        await set_bucket_bytes(nats, bucket, 3 * MEGABYTE)
+        await put(nats, bucket, "q", tmp_path / "q")
+        with pytest.raises(ControlError, match=rf"holds \d+ bytes; it cannot have {MEGABYTE}") as raised:
+            await set_bucket_bytes(nats, bucket, MEGABYTE)
+        assert raised.value.code is ControlCode.STORAGE
+        assert len(await list_objects(nats, bucket)) == 2

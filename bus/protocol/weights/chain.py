@@ -28,6 +28,7 @@ __all__ = [
     "lease_taken",
     "links_with",
     "needed_bytes",
+    "needed_for_chain",
     "needs_anchor",
     "noted",
     "trimmed",
@@ -182,6 +183,16 @@ def contents(
 def needed_bytes(content_bytes: int) -> int:
     """Return what storing so many bytes takes: with subjects and headers, and with what is spared for the record."""
     return content_bytes + content_bytes // 256 + SPARE_BYTES
+
+
+def needed_for_chain(links: Sequence[Link]) -> int:
+    """Return the bytes that a bucket needs: for two anchors, of the size of the largest, and the deltas between them.
+
+    Deltas end at half an anchor, and the one that goes beyond that may be as large as the largest until now.
+    """
+    anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
+    delta_bytes = max((link.delta_bytes or 0 for link in links), default=0)
+    return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + delta_bytes)
 
 
 def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:

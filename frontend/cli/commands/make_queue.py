@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--upload-bytes",
         metavar="N",
         type=positive_int,
-        help="also make the bucket for what publishers of the model upload, of this size (34359738368: 32 GiB)",
+        help="size of the bucket for what publishers of the model upload, made if missing (34359738368: 32 GiB)",
     )
 
 

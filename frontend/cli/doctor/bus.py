@@ -11,6 +11,7 @@ from ....bus.auth.files import is_private
 from ....bus.auth.permissions import permissions
 from ....bus.auth.tls import Tls
 from ....bus.client.presence_watcher import PresenceWatcher
+from ....bus.control.store import DesiredStore
 from ....bus.nats.connection import Connection, connected, subscribe
 from ....bus.nats.jetstream import ApiError, Unanswered, ask
 from ....bus.nats.permitted import check_permitted
@@ -22,6 +23,7 @@ from ....schemas.errors import BusBroken, PermissionDenied
 from ..byte_counts import gib, size
 from .door import enter
 from .findings import Finding, Status, fail, ok, warn
+from .published import examine_published
 from .streams import NO_LEADER_ADVICE, examine_streams
 
 __all__ = ["DoctorTarget", "examine_bus"]
@@ -77,8 +79,22 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
             if credentials is None or credentials.role in CLIENT_ROLES:
                 async for finding in _fleet(nats, fleet):
                     yield finding
+            for_models = await _published_models(nats, fleet, credentials)
+            async for finding in examine_published(nats, fleet, for_models):
+                yield finding
     except BusBroken as error:
         yield fail("server", str(error), "run this again: it was there just now")
+
+
+async def _published_models(nats: Connection, fleet: str, credentials: Credentials | None) -> tuple[str, ...]:
+    """Return the models whose published weights this user may look at."""
+    if credentials is None or credentials.role is Role.ADMIN:
+        try:
+            return await DesiredStore(nats, Subjects(fleet)).models()
+        except BusBroken:  # which is said of JetStream as a whole
+            return ()
+    own = nats.signatures.own
+    return () if own is None or credentials.role is not Role.PUBLISHER else own.models or ()
 
 
 def _credentials(path: str, credentials: Credentials) -> Finding:
