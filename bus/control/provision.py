@@ -28,7 +28,8 @@ async def provision(
 
     Args:
         limits: by the names of `QueueLimits`; those that queues are to have, also queues that exist.
-        upload_bytes: make the buckets for what publishers of the models upload too; also those that are there get this size.
+        upload_bytes: make the buckets for what publishers of the models upload too; those that are there get this
+            size.
 
     Raises:
         BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` for a user that is no admin.

@@ -175,7 +175,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
         yield f"{api}.STREAM.PURGE.OBJ_{bucket}", {A} | publishers
         yield f"{api}.STREAM.INFO.OBJ_{bucket}", {A, W} | publishers
         yield f"{api}.STREAM.MSG.GET.OBJ_{bucket}", {A, W} | publishers
-        yield f"{api}.DIRECT.GET.OBJ_{bucket}", {W}
+        yield f"{api}.DIRECT.GET.OBJ_{bucket}", {W} | publishers
         yield f"{api}.STREAM.DELETE.OBJ_{bucket}", set()
         yield f"{api}.STREAM.UPDATE.OBJ_{bucket}", {A}
         yield f"{api}.STREAM.MSG.DELETE.OBJ_{bucket}", set()
