@@ -64,6 +64,8 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Modules with weights that are neither probed nor equal, each with the reason; the first ones."""
     num_unprobed: Annotated[int, Meta(ge=0)] = 0
     """How many of them there are."""
+    seconds: Seconds = 0.0
+    """Seconds that all this took, in the slowest process; part of `loaded_s`. 0: not measured."""
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True):

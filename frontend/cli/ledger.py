@@ -64,6 +64,8 @@ def _where_time_went(timing: UpdateTiming) -> str:
 
 def _what_was_verified(verified: Verified) -> str:
     text = f"{verified.probed} modules probed, {verified.equal} equal"
+    if verified.seconds:
+        text += f" in {verified.seconds:.2f} s"
     if not verified.num_unprobed:
         return text
     more = verified.num_unprobed - MAX_NAMED

@@ -50,17 +50,17 @@ def test_an_abort_says_what_it_ended() -> None:
 def test_an_update_says_what_was_compared() -> None:
     """Modules that could not be probed are named, three of them in a row for people, up to 64 for programs."""
     names = tuple(f"layers.{number} (it is quantized)" for number in range(4))
-    all_probed = replace(DONE, verified=Verified(probed=5, equal=2))
+    all_probed = replace(DONE, verified=Verified(probed=5, equal=2, seconds=0.5))
     some = replace(DONE, worker="b", verified=Verified(probed=1, unprobed=names, num_unprobed=70))
     ledger = replace(EMPTY, command="update_weights", applied={"a": all_probed, "b": some})
 
     assert [row[-1] for row in ledger_rows(ledger)] == [
-        "5 modules probed, 2 equal",
+        "5 modules probed, 2 equal in 0.50 s",
         f"1 modules probed, 0 equal, not probed: {', '.join(names[:3])} and 67 more",
     ]
     assert [worker["verified"] for worker in ledger_as_json(ledger)["workers"]] == [
-        {"probed": 5, "equal": 2, "compared": 0, "unprobed": (), "num_unprobed": 0},
-        {"probed": 1, "equal": 0, "compared": 0, "unprobed": names, "num_unprobed": 70},
+        {"probed": 5, "equal": 2, "compared": 0, "unprobed": (), "num_unprobed": 0, "seconds": 0.5},
+        {"probed": 1, "equal": 0, "compared": 0, "unprobed": names, "num_unprobed": 70, "seconds": 0.0},
     ]
 
 

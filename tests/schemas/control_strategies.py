@@ -96,6 +96,7 @@ acks = st.builds(
             compared=st.integers(0, 2**31),
             unprobed=st.lists(names, max_size=3).map(tuple),
             num_unprobed=st.integers(0, 2**31),
+            seconds=st.floats(0, 1e6),
         )
     ),
     timing=maybe(

@@ -134,7 +134,8 @@ def test_a_worker_that_waits_for_weights_serves_nothing(
     }
 
     assert target_event(effective, handled, is_poisoned=False, staging={"weights"}) is expected
-    assert target_event(effective, handled, is_poisoned=True, staging={"weights"}) is WorkerEvent.SPOILT
+    assert target_event(effective, handled, is_poisoned=True, staging={"weights"}) is expected
+    assert target_event(effective, handled, is_poisoned=True, staging={"lora:a"}) is WorkerEvent.SPOILT
 
 
 @pytest.mark.parametrize(

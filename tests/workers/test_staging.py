@@ -247,3 +247,50 @@ async def test_an_update_under_a_pause_is_answered_while_it_holds(
         assert {chunk.weight_version for chunk in client.chunks["r"]} == {1}
         await boss.applied("resume")
         await client.until(lambda: client.chunks["r"][-1].weight_version == 2)
+
+
+async def test_a_poisoned_worker_counts_as_present_while_it_stages(
+    controlled_worker: StartControlled, store: Store
+) -> None:
+    """Requests may wait for it: it serves as soon as the recorded weights are there."""
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        await boss.applied("fence", reason="for the test")
+        await client.until_state("w", WorkerState.POISONED)
+        update = await boss.command("update_weights", version=2, source=store.add("2", 2))
+        await client.until_state("w", WorkerState.UPDATING)
+        assert not boss.finals(update)
+        store.gates["2"].set()
+        await boss.final(update)
+        await client.until_serving("w")
+
+        assert client.presences["w"].weight_version == 2
+
+
+async def test_an_adapter_is_staged_while_the_worker_serves(
+    controlled_worker: StartControlled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests run during its download, and the adapter is there afterwards; one that cannot be had changes nothing."""
+    gate = asyncio.Event()
+
+    async def adapter(_self: Sources, source: WeightSource, report: Callable[[str], None], **_fields: object) -> Path:
+        report("fetching")
+        await gate.wait()
+        if str(source.objects).endswith("bad"):
+            raise ControlError(ControlCode.BAD_SOURCE, "it is bad")
+        return tmp_path
+
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(Sources, "adapter", adapter)
+    async with controlled_worker(weight_version=1) as (client, boss, *_):
+        load = await boss.command("load_lora", name="a", version=3, source={"objects": "bucket/good"})
+        await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(load)))
+        await client.enqueue(short("r"))
+        await client.until_ended("r")
+        assert client.presences["w"].state is WorkerState.SERVING
+        gate.set()
+        assert (await boss.final(load)).status is AckStatus.APPLIED
+        failed = await boss.do("load_lora", name="b", version=3, source={"objects": "bucket/bad"})
+        await client.until(lambda: client.presences["w"].epoch == failed.epoch)
+
+        assert (failed.status, client.presences["w"].state) == (AckStatus.FAILED, WorkerState.SERVING)
+        assert [(lora.name, lora.version) for lora in client.presences["w"].loras] == [("a", 3)]

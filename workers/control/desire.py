@@ -112,7 +112,7 @@ def target_event(
     Returns:
         None: the worker would serve, and waits for the sources of the registers in `staging`.
     """
-    if is_poisoned:
+    if is_poisoned and WEIGHTS not in staging:
         return WorkerEvent.SPOILT
     if WEIGHTS in effective and WEIGHTS not in staging and not _is_applied(handled, WEIGHTS):
         is_lost = isinstance(effective[WEIGHTS].command, FinishWeightUpdate)

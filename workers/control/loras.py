@@ -61,8 +61,9 @@ class Loras:
 
     @property
     def stage_keys(self) -> tuple[StageKey, ...]:
-        """The sources of the loaded adapters, which new weights may take from the engine."""
-        return tuple(StageKey(loaded.source, is_adapter=True) for loaded in self._loaded.values())
+        """The sources in the object store of the loaded adapters, which new weights may take from the engine."""
+        sources = (loaded.source for loaded in self._loaded.values() if loaded.source.objects is not None)
+        return tuple(StageKey(source, is_adapter=True) for source in sources)
 
     def is_current(self, command: LoadLora) -> bool:
         """Return True if this adapter is loaded already."""

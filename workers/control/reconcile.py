@@ -56,6 +56,11 @@ CUT_S = 1.0
 delay it."""
 MARGIN_S = 5.0
 """Seconds beyond the `timeout_s` of a command, which its parts keep by themselves: nothing may hang forever."""
+WITHOUT_PAUSE = frozenset(
+    {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
+)
+"""States that a worker leaves when other weights are recorded; one that is paused, drained or asleep stays so while it
+stages them."""
 RESET_S = 600.0
 """Seconds to undo a register that is no longer desired; that may load weights."""
 
@@ -218,7 +223,7 @@ class Reconciler:
             return
         pending = pending_registers(self.reader.effective, self._handled.by_name)
         self.sources.set_pending(pending)
-        if self._lifecycle.state is WorkerState.SERVING and any(due.register == WEIGHTS for due in pending):
+        if self._lifecycle.state in WITHOUT_PAUSE and any(due.register == WEIGHTS for due in pending):
             self._stop_serving()
 
     def _stop_serving(self) -> None:
@@ -230,11 +235,11 @@ class Reconciler:
     async def _apply(self, due: PendingRegister) -> None:
         self._handled.show(self.sources.end_update)
         error = self.sources.error_of(due)
+        self._stop_serving()
         if error is not None and due.recorded is not None:
             self._handled.add(due.register, HandledRegister(due.recorded.epoch, self._failed(due, error)))
             self.on_change()
             return
-        self._stop_serving()
         if due.recorded is None:
             await self._attempt(due, self.registers.reset(due.register, lambda _stage: None, RESET_S), RESET_S)
             self._handled.by_name.pop(due.register)
@@ -333,7 +338,7 @@ class Reconciler:
         effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
         is_poisoned = self.registers.weights.is_poisoned
         event = target_event(effective, self._handled.by_name, is_poisoned=is_poisoned, staging=staging)
-        self.problem = self._problem_of(event)
+        self.problem = self.problem if event is None else self._problem_of(event)
         try:
             async with asyncio.timeout(self._engine_timeout_s):
                 await self._apply_event(event)
@@ -370,7 +375,7 @@ class Reconciler:
                 await self._in_flight.runner.resume()
                 await self._flush_outputs()
 
-    def _problem_of(self, event: WorkerEvent | None) -> str | None:
+    def _problem_of(self, event: WorkerEvent) -> str | None:
         if event is WorkerEvent.SPOILT:
             return self.registers.weights.problem or "its weights are not to be trusted"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 DEEP = 2
 """The level of sleep after which the weights have to be loaded again."""
+_WAKING = (Wake, LoadLora, UnloadLora, FinishWeightUpdate, type(None))
 
 
 class Registers:
@@ -81,8 +82,8 @@ class Registers:
         keys = [] if source is None else [source]
         if isinstance(command, UpdateWeights):
             keys += self.loras.stage_keys if source is not None else ()
-        elif self._sleep_level == DEEP and self.weights.source is not None and not isinstance(command, Sleep):
-            # The engine has dropped its weights, and most commands wake it.
+        elif self._sleep_level == DEEP and self.weights.source is not None and isinstance(command, _WAKING):
+            # The engine has dropped its weights, and is woken for these.
             keys.append(StageKey(self.weights.source))
         return tuple(keys)
 

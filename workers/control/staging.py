@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ...schemas.control import WeightSource
-from ...schemas.errors import ControlError
+from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities, Staging
 from ..sources import Sources
@@ -175,7 +175,9 @@ class Stager:
             job, task = self._current
             following = self._next()
             # A check starts again later, with what it has fetched, once the recorded source is here.
-            if not job.is_needed or (following is not None and following.is_desired and not job.is_desired):
+            is_preempted = following is not None and following.is_desired and not job.is_desired
+            # Only once: a second cancel would interrupt the cleanup of the first.
+            if (is_preempted or not job.is_needed) and not task.cancelling():
                 task.cancel()
         self._is_due.set()
 
@@ -188,9 +190,9 @@ class Stager:
         try:
             with command_boundary(f"stage {job.key.source}"):
                 await self._bring(job)
-        except ControlError as exc:
+        except (ControlError, TimeoutError) as exc:
             self.stats.failed += 1
-            job.error = exc
+            job.error = exc if isinstance(exc, ControlError) else ControlError(ControlCode.STORAGE, f"{exc!r}")
         except asyncio.CancelledError:
             self.stats.cancelled += 1
             job.stage = WAITING

@@ -8,6 +8,7 @@ next one mixes the leftovers in.
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,10 @@ class Reload:
                 with _without_list_of_unloaded(), self._direct_copies():
                     self._worker.reload_weights(weights_path=path)
                 self.end()
+                began = time.monotonic()
                 self._check_equal(Path(path))
                 verified = self._probing.verify(is_complete=True)
+                seconds = round(time.monotonic() - began, 3)
         except ForeignError as exc:
             # Every error under way means the same: some weights are new and some are not.
             logger.exception("weights.load_failed path=%s", path)
@@ -84,7 +87,7 @@ class Reload:
             config.model, config.revision, config.model_weights = before
             self.give_up()
             return failed(ControlCode.HALF_WRITTEN, exc)
-        return done(**asdict(replace(verified, compared=len(self._copied or ()))))
+        return done(**asdict(replace(verified, compared=len(self._copied or ()), seconds=seconds)))
 
     def transfer(self, step: str, info: dict[str, Any] | None) -> dict[str, Any]:
         """Call the method `step` of vLLM's weight transfer with `info`, if there is any.

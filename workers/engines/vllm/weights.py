@@ -105,4 +105,5 @@ def _summed(answers: Sequence[Mapping[str, Any]]) -> Verified:
         compared=sum(answer["compared"] for answer in answers),
         unprobed=tuple(name[:MAX_MODULE_CHARS] for name in unprobed[:MAX_UNPROBED]),
         num_unprobed=len(unprobed),
+        seconds=max(answer["seconds"] for answer in answers),
     )

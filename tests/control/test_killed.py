@@ -1,0 +1,53 @@
+"""Workers that are killed in the middle of an update: nothing of the half switch is left, and the record is found."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbus import CommandIncomplete
+from rollbus.schemas.control import Ack
+from rollbus.schemas.presence import WorkerState
+from tests.control.support import ask, assert_same, folders, serving, start
+from tests.support.fleet_states import until_worker
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """Its engine had lost the old weights. Started again on its own checkpoint it loads what is recorded."""
+    one, two = folders(tmp_path)
+    hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first is the proof at the start
+    loading = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_ack(ack: Ack) -> None:
+        if ack.stage == "loading":
+            loop.call_soon_threadsafe(loading.set)
+
+    async with serving(nats_url, fleet, one, 1, **hangs) as (rb, [process]), asyncio.TaskGroup() as tasks:
+        update = tasks.create_task(_incomplete(rb.fleet.update_weights(two, version=2, on_ack=on_ack)))
+        await loading.wait()
+        process.kill()
+        error = await update
+        async with start(nats_url, fleet, "w0", one):
+            again = await until_worker(rb, "w0", WorkerState.SERVING)
+            result = await rb.complete(ask())
+            async with start(nats_url, fleet, "w1", two, "--weight-version", "2"):
+                await rb.fleet.wait_for_workers(2)
+                await rb.fleet.drain(["w0"])
+                fresh = await rb.complete(ask())
+
+    assert list(error.ledger.missing) == ["w0"]
+    assert again.weight_version == 2
+    assert {*result.weight_versions.tolist()} == {2}
+    assert_same(result, fresh)
+
+
+async def _incomplete(update: Any) -> CommandIncomplete:
+    with pytest.raises(CommandIncomplete) as caught:
+        await update
+    return caught.value
