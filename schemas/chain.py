@@ -56,6 +56,10 @@ class OpenedVersion(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     epoch: Epoch
     adapter: str | None = None
+    has_delta: bool = False
+    """It has what changed since the version before."""
+    has_anchor: bool = True
+    """It has the whole checkpoint."""
 
 
 class ChainRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

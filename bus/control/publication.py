@@ -95,6 +95,11 @@ class Publication:
         """One line with what is stored so far."""
         return f"<Publication {self.objects} objects={len(self._infos)} bytes={sum(i.size for i in self._infos)}>"
 
+    @property
+    def opened(self) -> OpenedVersion:
+        """What it is, as other ranks see it."""
+        return self._opened
+
     async def put(self, name: str, pieces: Pieces) -> ObjectInfo:
         """Store an object of the folder; return its description, which is stored by `commit`.
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ...schemas.chain import ChainRecord, Holder, OpenedVersion
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, PermissionDenied, RollbusError
+from ...schemas.manifest import Link
 from ..nats.connection import Connection, connected
 from ..nats.jetstream import ApiError, Unanswered
 from ..nats.server import Server
@@ -151,12 +152,16 @@ class VersionStore:
         state = await self._opened().key.bucket_state()
         return state.used, state.limit
 
-    def begin(self, version: int, adapter: str | None = None) -> Publication:
+    def begin(
+        self, version: int, adapter: str | None = None, *, has_delta: bool = False, has_anchor: bool = True
+    ) -> Publication:
         """Begin a publication, under a folder of its own.
 
         Args:
             version: of the weights, or of the adapter.
             adapter: name of the LoRA adapter; None: weights of the model.
+            has_delta: it will have what changed; for ranks that join.
+            has_anchor: it will have the whole checkpoint.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
@@ -164,7 +169,14 @@ class VersionStore:
         home, epoch = self._opened(), self.epoch
         place = "versions" if adapter is None else f"adapters/{encode_token(adapter)}"
         objects = f"{home.key.bucket}/{place}/{version}-{epoch}-{uuid.uuid4().hex[:8]}"
-        opened = OpenedVersion(objects=objects, version=version, epoch=epoch, adapter=adapter)
+        opened = OpenedVersion(
+            objects=objects,
+            version=version,
+            epoch=epoch,
+            adapter=adapter,
+            has_delta=has_delta,
+            has_anchor=has_anchor,
+        )
         publication = Publication(home, opened, is_joined=False)
         self._open.add(publication)
         return publication
@@ -189,6 +201,24 @@ class VersionStore:
                 raise ControlError(
                     ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
                 )
+            await asyncio.sleep(POLL_S)
+
+    async def until_committed(self, objects: str, timeout_s: float) -> Link:
+        """Wait until rank 0 has committed a publication that this rank joined; return its link.
+
+        Raises:
+            ControlError: `timeout`: it did not.
+            BusBroken: JetStream or the connection failed.
+        """
+        home = self._opened()
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            self.record = (await home.key.read()).record
+            for link in self.record.links:
+                if link.objects == objects:
+                    return link
+            if time.monotonic() >= ends_at:
+                raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
             await asyncio.sleep(POLL_S)
 
     async def note_recorded(self, objects: str) -> None:

@@ -1,6 +1,7 @@
 """Weights that a trainer publishes, on a real server and on worker processes: what is stored, loaded and refused."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, write_adapter, write_checkpoint
+from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
 
@@ -206,6 +208,76 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
     assert generation.lora_versions is not None
     assert set(generation.lora_versions.tolist()) == {2}
     assert await folders(nats_url, fleet) == []
+
+
+async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
+    """Each gives its tensors, as an anchor and then as a delta; rank 0 commits one version."""
+    async with contextlib.AsyncExitStack() as stack:
+        publishers = [
+            await stack.enter_async_context(
+                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
+            )
+            for rank in range(2)
+        ]
+        for version, tensors in ((1, weights(1)), (2, stepped(weights(1)))):
+            async with asyncio.TaskGroup() as tasks:
+                publishing = [
+                    tasks.create_task(publisher.publish([item], version=version, update=False))
+                    for publisher, item in zip(publishers, tensors.items(), strict=True)
+                ]
+            first, second = (task.result() for task in publishing)
+            assert first.objects == second.objects
+            assert first.digest == second.digest
+            assert first.is_anchor == (version == 1)
+            assert (first.num_tensors, first.num_changed, second.num_tensors) == (2, 2, 1)
+            expected = ["delta-0000", "delta-0001"]
+            if version == 1:
+                expected = ["model-00001.safetensors", "model-00002.safetensors", "model.safetensors.index.json"]
+            assert await names(nats_url, first.objects) == [*expected, "rollbus-manifest.json"]
+
+
+async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:
+    """Nothing is published; the next version is an anchor."""
+    async with contextlib.AsyncExitStack() as stack:
+        zero, one = [
+            await stack.enter_async_context(
+                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
+            )
+            for rank in range(2)
+        ]
+        name, other = list(weights(1))
+        tensors = weights(1)
+
+        async def both(
+            version: int, of_one: list[tuple[str, Any]], timeout_s: float
+        ) -> list[rollbus.PublishedWeights | BaseException]:
+            async def give() -> rollbus.PublishedWeights | BaseException:
+                try:
+                    return await one.publish(of_one, version=version, ranks_timeout_s=timeout_s)
+                except rollbus.ControlError as error:
+                    return error
+
+            async with asyncio.TaskGroup() as tasks:
+                giving = tasks.create_task(give())
+                try:
+                    own: rollbus.PublishedWeights | BaseException = await zero.publish(
+                        [(name, tensors[name])], version=version, update=False, ranks_timeout_s=SOON_S
+                    )
+                except rollbus.InvalidRequest as error:
+                    own = error
+            return [own, giving.result()]
+
+        refused, waited = await both(1, [(name, tensors[name])], 3.0)
+        assert "came from the ranks 0 and 1" in str(refused)
+        assert "did not commit" in str(waited)
+        with pytest.raises(ControlError, match="these gave no list within 0 s: 1"):
+            await zero.publish([(name, tensors[name])], version=2, update=False, ranks_timeout_s=0.0)
+        assert await folders(nats_url, fleet) == []
+        own, given = await both(3, [(other, tensors[other])], SOON_S)
+        assert isinstance(own, rollbus.PublishedWeights)
+        assert isinstance(given, rollbus.PublishedWeights)
+        assert own.is_anchor
+        assert await folders(nats_url, fleet) == [own.objects]
 
 
 def test_without_asyncio(nats_url: str, fleet: str) -> None:

@@ -8,15 +8,16 @@ from typing import Any, Final, TypedDict
 
 import msgspec
 
-from ....schemas.checks import check_bool, check_int, describe
+from ....schemas.checks import check_bool, check_float, check_int, describe
 from ....schemas.control import Canary, LoadLora, PauseMode, UpdateWeights, WeightSource
 from ....schemas.errors import InvalidRequest
+from ....schemas.limits import MAX_TIMEOUT_S
 from ...auth.credentials import Credentials
 from ...control.ack_collector import OnAck
 from ...control.controller import check_command
 from .checkpoint import FolderFile, folder_tensors, read_checkpoint_folder
 from .feed import NamedTensors, TensorFeed
-from .version_publisher import AdapterOptions, PublishOptions
+from .options import AdapterOptions, PublishOptions
 
 __all__ = [
     "Adapter",
@@ -67,6 +68,8 @@ class PublishSettings(TypedDict, total=False):
     """As in `Fleet.update_weights`: switch as soon as so many workers have staged it. Default: all must have."""
     timeout_s: float
     """For each worker to load it; the default is 600."""
+    ranks_timeout_s: float
+    """Of several ranks: for the others to give what they have, and for rank 0 to begin and to commit. Default: 600."""
     on_ack: OnAck | None
     """Called with each answer of a worker, on the client's own thread; must return at once."""
 
@@ -90,9 +93,16 @@ def publish_options(model: str, version: int, settings: PublishSettings) -> Publ
     min_staged = fields.pop("min_staged", None)
     if min_staged is not None:
         min_staged = check_int("min_staged", min_staged, 1, MAX_WORKERS)
+    ranks_timeout_s = check_float("ranks_timeout_s", fields.pop("ranks_timeout_s", 600.0), 0, MAX_TIMEOUT_S)
     with _as_arguments():
         command = UpdateWeights(model=model, version=version, source=PENDING, **fields)
-    return PublishOptions(command=check_command(command), updates=updates, min_staged=min_staged, on_ack=on_ack)
+    return PublishOptions(
+        command=check_command(command),
+        updates=updates,
+        min_staged=min_staged,
+        ranks_timeout_s=ranks_timeout_s,
+        on_ack=on_ack,
+    )
 
 
 def adapter_options(model: str, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:

@@ -6,11 +6,12 @@ import contextlib
 import os
 import threading
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Final, Self, TypeVar, Unpack
 
-from ....schemas.checks import check_name
+from ....schemas.checks import check_int, check_name
 from ....schemas.errors import BusClosed, InvalidRequest
 from ...nats.server import Server
+from ..call_registry import CallRegistry
 from ..client import Client, connect, registry_of
 from ..loop_thread import LoopThread
 from ..runtime import ClientRuntime
@@ -24,14 +25,18 @@ from .arguments import (
     read_adapter,
 )
 from .blocking import BlockingClient
-from .checkpoint import read_checkpoint_folder
+from .checkpoint import Checkpoint, read_checkpoint_folder
 from .feed import NamedTensors, TensorFeed
+from .options import AdapterOptions
 from .results import PublishedWeights
 from .version_publisher import VersionPublisher
 
 __all__ = ["WeightPublisher"]
 
 R = TypeVar("R")
+
+MAX_RANKS: Final = 4096
+"""Each has some of the numbers that name a delta's objects."""
 
 
 class WeightPublisher:
@@ -58,6 +63,9 @@ class WeightPublisher:
             and dtypes, and its other files (config.json, tokenizer ...) go into anchors.
         base: folder with the content of the version that was published last. Its hashes must be those of the manifest;
             then the first version of this publisher may be a delta.
+        rank: of this process among `num_ranks` that publish together. Each gives whole tensors, no tensor comes from
+            two, and all call `publish` with the same version. Rank 0 has the lease, commits, and updates the fleet.
+        num_ranks: processes that publish together.
         options: for a URL, as in `rollbus.connect`.
 
     Raises:
@@ -71,6 +79,8 @@ class WeightPublisher:
         model: str,
         checkpoint: str | os.PathLike[str] | None = None,
         base: str | os.PathLike[str] | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
         **options: Unpack[ConnectOptions],
     ) -> None:
         self._model = check_name("model", model)
@@ -84,6 +94,8 @@ class WeightPublisher:
             self._client = connect(client, **options)
         self._folder = checkpoint
         self._base = base
+        self._num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
+        self._rank = check_int("rank", rank, 0, num_ranks - 1)
         self._exits: contextlib.ExitStack | contextlib.AsyncExitStack | None = None
         # Set while entered.
         self._thread: LoopThread[ClientRuntime] | None = None
@@ -100,7 +112,7 @@ class WeightPublisher:
                 await stack.enter_async_context(self._client)
             folder = None if self._folder is None else await asyncio.to_thread(read_checkpoint_folder, self._folder)
             registry = registry_of(self._client)
-            publisher = VersionPublisher(registry, self._model, folder)
+            publisher = self._make(registry, folder)
             await registry.thread.run(publisher.open(self._base))
             self._publisher, self._thread = publisher, registry.thread
             self._exits = stack.pop_all()
@@ -125,7 +137,7 @@ class WeightPublisher:
                 stack.enter_context(BlockingClient(self._client))
             folder = None if self._folder is None else read_checkpoint_folder(self._folder)
             registry = registry_of(self._client)
-            publisher = VersionPublisher(registry, self._model, folder)
+            publisher = self._make(registry, folder)
             _wait(registry.thread.submit(publisher.open(self._base)))
             self._publisher, self._thread = publisher, registry.thread
             self._exits = stack.pop_all()
@@ -192,7 +204,7 @@ class WeightPublisher:
                 tensors, with `config`.
             version: of the adapter, which every token sampled with it bears.
         """
-        thread, options = self._connected, adapter_options(self._model, name, version, settings)
+        thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = await asyncio.to_thread(read_adapter, adapter, settings.get("config"))
         drawing = threading.Thread(target=feed.draw, name="rollbus-tensors", daemon=True)
         drawing.start()
@@ -205,7 +217,7 @@ class WeightPublisher:
         self, name: str, adapter: Adapter, *, version: int, **settings: Unpack[AdapterSettings]
     ) -> PublishedWeights:
         """Do what `publish_adapter` does, for callers without an event loop."""
-        thread, options = self._connected, adapter_options(self._model, name, version, settings)
+        thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = read_adapter(adapter, settings.get("config"))
         return self._draw_here(feed, thread.submit(self._publisher.publish_adapter(feed, files, options)))
 
@@ -217,6 +229,14 @@ class WeightPublisher:
             return _wait(publishing)
         finally:
             publishing.cancel()
+
+    def _adapter_options(self, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:
+        if self._rank:
+            raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: adapters come from one rank")
+        return adapter_options(self._model, name, version, settings)
+
+    def _make(self, registry: CallRegistry, checkpoint: Checkpoint | None) -> VersionPublisher:
+        return VersionPublisher(registry, self._model, checkpoint, rank=self._rank, num_ranks=self._num_ranks)
 
     @property
     def _connected(self) -> LoopThread[ClientRuntime]:

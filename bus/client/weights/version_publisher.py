@@ -5,14 +5,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import structs
 
-from ....schemas.control import FinishWeightUpdate, LoadLora, UpdateWeights, WeightSource
-from ....schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
+from ....schemas.control import FinishWeightUpdate
+from ....schemas.errors import ControlCode, ControlError, InvalidRequest
 from ....schemas.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -22,55 +22,31 @@ from ....schemas.manifest import (
     content_digest,
     decode_manifest,
 )
-from ...control.ack_collector import OnAck
 from ...control.publication import Publication
-from ...control.uploads import sources_in
 from ...control.versions import VersionStore
 from ...nats.connection import connected
 from ...objects.folder_reader import open_reader
-from ...protocol.fleet.command_result import CommandResult
 from ...protocol.weights.chain import contents, links_with, needs_anchor
-from ...subjects import published_bucket
 from ..call_registry import CallRegistry
 from .base import fill
 from .checkpoint import Checkpoint, FolderFile
 from .draft import Draft, DraftPlan
 from .feed import TensorFeed
+from .fleet_loader import FleetLoader
 from .folder import file_objects, with_index
 from .off_loop import read_off_loop
+from .options import AdapterOptions, PublishOptions
 from .packing import StoredObject
+from .ranks import join_lists
 from .results import PublishedWeights
 from .snapshot import Snapshot
 
-__all__ = ["AdapterOptions", "PublishOptions", "VersionPublisher"]
+__all__ = ["VersionPublisher"]
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 """As PEFT calls it: all tensors of an adapter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishOptions:
-    """What one publication is asked for."""
-
-    command: UpdateWeights
-    """Carried out after the commit; its source is set then."""
-    updates: bool
-    """False: the version is only stored."""
-    min_staged: int | None = None
-    on_ack: OnAck | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions:
-    """What the publication of an adapter is asked for."""
-
-    command: LoadLora
-    """Carried out after the commit; its source is set then."""
-    updates: bool
-    """False: the adapter is only stored."""
-    on_ack: OnAck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +58,8 @@ class _Job:
     draft: Draft
     files: Mapping[str, FolderFile]
     adapter: str | None
+    ranks_timeout_s: float | None = None
+    """None: it is of rank 0 alone."""
 
 
 @dataclass(slots=True)
@@ -91,6 +69,8 @@ class _Stored:
     num_bytes: int = 0
     started: float | None = None
     upload_s: float = 0.0
+    num_changed: int = 0
+    delta_bytes: int = 0
     entries: Sequence[TensorEntry] = ()
     files: Mapping[str, FolderFile] = field(default_factory=dict)
 
@@ -101,9 +81,12 @@ class VersionPublisher:
     Args:
         registry: of the client.
         checkpoint: with which training began; None: the first publication says which tensors there are.
+        rank: of this process among `num_ranks`; rank 0 has the lease, commits, and updates the fleet.
     """
 
-    def __init__(self, registry: CallRegistry, model: str, checkpoint: Checkpoint | None) -> None:
+    def __init__(
+        self, registry: CallRegistry, model: str, checkpoint: Checkpoint | None, *, rank: int, num_ranks: int
+    ) -> None:
         config = registry.config
         self._server = config.server
         self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
@@ -111,10 +94,14 @@ class VersionPublisher:
         self._watcher = registry.runtime.watcher
         self._model = model
         self._name = config.client
-        self.bucket = published_bucket(config.subjects.fleet, model)
         self._kinds = None if checkpoint is None else checkpoint.kinds
         self._files: Mapping[str, FolderFile] = {} if checkpoint is None else checkpoint.files
         self._snapshot = Snapshot()
+        self._rank = rank
+        self._num_ranks = num_ranks
+        # True after a rank failed, which may not hold what rank 0 does.
+        self._is_out_of_step = False
+        self._loader = FleetLoader(self._updates, self._versions, model)
         self._is_busy = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -134,7 +121,7 @@ class VersionPublisher:
             ControlError: `publisher_busy`, or the bucket is not as needed.
             BusBroken: JetStream or the connection failed.
         """
-        await self._versions.open()
+        await self._versions.open(with_lease=self._rank == 0)
         async with contextlib.AsyncExitStack() as unless_opened:
             unless_opened.push_async_callback(self.close)
             if base is not None:
@@ -180,10 +167,12 @@ class VersionPublisher:
         started = time.monotonic()
         try:
             async with self._is_busy:
+                if self._rank:
+                    return await self._give(feed, options, started)
                 published = await self._store_weights(feed, options, started)
                 if not options.updates:
                     return published
-                ledger = await self._update(published.objects, options)
+                ledger = await self._loader.update(published.objects, options)
                 return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
         finally:
             await feed.stop()
@@ -202,7 +191,7 @@ class VersionPublisher:
                 published = await self._store(feed, _Job(publication, plan, draft, files, command.name), started)
                 if not options.updates:
                     return published
-                ledger = await self._load(published, options)
+                ledger = await self._loader.load(published.objects, options)
                 return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
         finally:
             await feed.stop()
@@ -210,10 +199,52 @@ class VersionPublisher:
     async def _store_weights(self, feed: TensorFeed, options: PublishOptions, started: float) -> PublishedWeights:
         plan = await self._plan(options)
         draft = Draft(plan, self._snapshot, self._kinds)
-        publication = self._versions.begin(options.command.version)
-        published = await self._store(feed, _Job(publication, plan, draft, self._files, None), started)
-        await asyncio.to_thread(draft.commit, published.digest)
+        publication = self._versions.begin(
+            options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
+        )
+        job = _Job(publication, plan, draft, self._files, None, options.ranks_timeout_s)
+        published = await self._store(feed, job, started)
+        await _to_end(draft.commit, published.digest)
+        self._is_out_of_step = False
         return published
+
+    async def _give(self, feed: TensorFeed, options: PublishOptions, started: float) -> PublishedWeights:
+        """Store this rank's tensors for the version that rank 0 publishes, and wait for its commit."""
+        version, timeout_s = options.command.version, options.ranks_timeout_s
+        publication = await self._versions.join(version, timeout_s)
+        async with contextlib.AsyncExitStack() as unless_given:
+            unless_given.push_async_callback(publication.discard)
+            opened, links = publication.opened, self._versions.record.links
+            if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
+                raise ControlError(
+                    ControlCode.BAD_SOURCE,
+                    f"rank {self._rank} does not hold the version before {version}; the next one will be an anchor",
+                )
+            plan = DraftPlan(
+                has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
+            )
+            draft, stored = Draft(plan, self._snapshot, self._kinds), _Stored()
+            feed.begin(draft)
+            async for found in feed.objects():
+                await self._put(publication, found, stored)
+            entries = draft.entries()
+            await publication.give(self._rank, entries)
+            unless_given.pop_all()
+        link = await self._versions.until_committed(publication.objects, timeout_s)
+        await _to_end(draft.commit, link.digest)
+        return PublishedWeights(
+            version=version,
+            objects=publication.objects,
+            digest=link.digest,
+            is_anchor=plan.has_anchor,
+            num_tensors=len(entries),
+            num_changed=draft.num_changed,
+            model_bytes=draft.model_bytes,
+            stored_bytes=stored.num_bytes,
+            compare_s=feed.compare_s,
+            upload_s=stored.upload_s,
+            seconds=time.monotonic() - started,
+        )
 
     async def _store(self, feed: TensorFeed, job: _Job, started: float) -> PublishedWeights:
         publication, is_committed = job.publication, False
@@ -231,8 +262,8 @@ class VersionPublisher:
             digest=manifest.digest,
             is_anchor=job.plan.has_anchor,
             num_tensors=len(stored.entries),
-            num_changed=job.draft.num_changed,
-            model_bytes=job.draft.model_bytes,
+            num_changed=stored.num_changed,
+            model_bytes=sum(entry.size for entry in stored.entries),
             stored_bytes=stored.num_bytes,
             compare_s=feed.compare_s,
             upload_s=stored.upload_s,
@@ -261,7 +292,7 @@ class VersionPublisher:
         recorded = state.registers.get("weights")
         reason = needs_anchor(
             links,
-            snapshot=self._snapshot.digest or None,
+            snapshot=None if self._is_out_of_step else self._snapshot.digest or None,
             after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
             workers_read_deltas=all(
                 worker.capabilities is not None and worker.capabilities.weight_deltas
@@ -273,20 +304,35 @@ class VersionPublisher:
         used, limit = await self._versions.used_and_limit()
         anchor_bytes = sum(kind.size for kind in kinds.values())
         what = contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
-        return DraftPlan(has_delta=what.delta, has_anchor=what.anchor)
+        return DraftPlan(has_delta=what.delta, has_anchor=what.anchor, num_ranks=self._num_ranks)
 
     async def _upload(self, feed: TensorFeed, job: _Job) -> _Stored:
         """Store all objects but the manifest, while the tensors are drawn."""
         stored = _Stored()
+        if job.ranks_timeout_s is not None and self._num_ranks > 1:
+            await job.publication.announce()
         feed.begin(job.draft)
         async for found in feed.objects():
             await self._put(job.publication, found, stored)
-        stored.entries = job.draft.entries()
+        stored.entries, stored.num_changed = job.draft.entries(), job.draft.num_changed
+        stored.delta_bytes = job.draft.delta_bytes
+        if job.ranks_timeout_s is not None and self._num_ranks > 1:
+            await self._collect(job, stored, job.ranks_timeout_s)
         stored.files = with_index(job.files, stored.entries)
         if job.plan.has_anchor:
             for found in file_objects(stored.files):
                 await self._put(job.publication, found, stored)
         return stored
+
+    async def _collect(self, job: _Job, stored: _Stored, timeout_s: float) -> None:
+        """Add what the other ranks have stored."""
+        self._is_out_of_step = True
+        lists = await job.publication.collect(self._num_ranks, timeout_s)
+        sums = join_lists(stored.entries, lists, self._kinds, has_delta=job.plan.has_delta)
+        stored.entries = sums.entries
+        stored.num_changed += sums.num_changed
+        stored.delta_bytes += sums.delta_bytes
+        stored.num_bytes += sums.delta_bytes + sums.anchor_bytes
 
     async def _put(self, publication: Publication, found: StoredObject, stored: _Stored) -> None:
         stored.started = stored.started or time.monotonic()
@@ -297,7 +343,7 @@ class VersionPublisher:
     def _manifest(self, job: _Job, stored: _Stored) -> Manifest:
         files = {name: file.sha256 for name, file in stored.files.items()}
         digest = content_digest(stored.entries, files)
-        delta_bytes = job.draft.delta_bytes if job.plan.has_delta else None
+        delta_bytes = stored.delta_bytes if job.plan.has_delta else None
         link = Link(
             objects=job.publication.objects,
             version=job.publication.version,
@@ -317,42 +363,11 @@ class VersionPublisher:
             links=links_with(self._versions.record.links, link),
         )
 
-    async def _load(self, published: PublishedWeights, options: AdapterOptions) -> CommandResult:
-        """Have the fleet load a committed adapter."""
-        command = structs.replace(options.command, source=WeightSource(objects=published.objects))
-        try:
-            return await self._updates.load_lora(command, is_next_version=False, upload=False, on_ack=options.on_ack)
-        except NoWorkers as error:
-            raise NoWorkers(
-                message=f"adapter {command.name!r} is stored as objects:{published.objects}, and no worker has loaded "
-                f"it: {error}. When there are workers: fleet.load_lora({command.name!r}, "
-                f"objects={published.objects!r}, version={command.version})"
-            ) from error
-        finally:
-            await self._note(published.objects)
 
-    async def _update(self, objects: str, options: PublishOptions) -> CommandResult:
-        """Have the fleet load a committed version, and delete what nobody needs any more."""
-        command = structs.replace(options.command, source=WeightSource(objects=objects))
-        try:
-            ledger = await self._updates.update_weights(
-                command, upload=False, on_ack=options.on_ack, min_staged=options.min_staged
-            )
-        except NoWorkers as error:
-            raise NoWorkers(
-                message=f"version {command.version} is stored as objects:{objects}, and no worker has loaded it: "
-                f"{error}. When there are workers: fleet.update_weights(objects={objects!r}, version={command.version})"
-            ) from error
-        finally:
-            await self._note(objects)
-        return ledger
-
-    async def _note(self, objects: str) -> None:
-        """Tell the store what is recorded; a failure of that is logged, as the next publication does it again."""
-        try:
-            recorded = sources_in(await self._updates.state(self._model))
-            if objects in recorded:
-                await self._versions.note_recorded(objects)
-            await self._versions.clean(recorded)
-        except RollbusError as error:
-            logger.warning("weights.not_cleaned model=%s error=%s", self._model, error)
+async def _to_end(function: Callable[[str], None], argument: str) -> None:
+    """Call a function on a thread. A cancellation is raised when the function has ended."""
+    call = asyncio.get_running_loop().run_in_executor(None, function, argument)
+    try:
+        await asyncio.shield(call)
+    finally:
+        await asyncio.wait((call,))

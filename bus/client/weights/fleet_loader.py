@@ -1,0 +1,70 @@
+"""Has the fleet load what was committed, and the store forget what nobody needs any more."""
+
+import logging
+
+from msgspec import structs
+
+from ....schemas.control import WeightSource
+from ....schemas.errors import NoWorkers, RollbusError
+from ...control.updates import Updates
+from ...control.uploads import sources_in
+from ...control.versions import VersionStore
+from ...protocol.fleet.command_result import CommandResult
+from .options import AdapterOptions, PublishOptions
+
+__all__ = ["FleetLoader"]
+
+logger = logging.getLogger(__name__)
+
+
+class FleetLoader:
+    """Updates the workers of one model. Lives on the bus thread."""
+
+    def __init__(self, updates: Updates, versions: VersionStore, model: str) -> None:
+        self._updates = updates
+        self._versions = versions
+        self._model = model
+
+    def __repr__(self) -> str:
+        """One line with the model."""
+        return f"<FleetLoader {self._model}>"
+
+    async def load(self, objects: str, options: AdapterOptions) -> CommandResult:
+        """Have the fleet load a committed adapter."""
+        command = structs.replace(options.command, source=WeightSource(objects=objects))
+        try:
+            return await self._updates.load_lora(command, is_next_version=False, upload=False, on_ack=options.on_ack)
+        except NoWorkers as error:
+            raise NoWorkers(
+                message=f"adapter {command.name!r} is stored as objects:{objects}, and no worker has loaded "
+                f"it: {error}. When there are workers: fleet.load_lora({command.name!r}, "
+                f"objects={objects!r}, version={command.version})"
+            ) from error
+        finally:
+            await self._note(objects)
+
+    async def update(self, objects: str, options: PublishOptions) -> CommandResult:
+        """Have the fleet load a committed version, and delete what nobody needs any more."""
+        command = structs.replace(options.command, source=WeightSource(objects=objects))
+        try:
+            ledger = await self._updates.update_weights(
+                command, upload=False, on_ack=options.on_ack, min_staged=options.min_staged
+            )
+        except NoWorkers as error:
+            raise NoWorkers(
+                message=f"version {command.version} is stored as objects:{objects}, and no worker has loaded it: "
+                f"{error}. When there are workers: fleet.update_weights(objects={objects!r}, version={command.version})"
+            ) from error
+        finally:
+            await self._note(objects)
+        return ledger
+
+    async def _note(self, objects: str) -> None:
+        """Tell the store what is recorded; a failure of that is logged, as the next publication does it again."""
+        try:
+            recorded = sources_in(await self._updates.state(self._model))
+            if objects in recorded:
+                await self._versions.note_recorded(objects)
+            await self._versions.clean(recorded)
+        except RollbusError as error:
+            logger.warning("weights.not_cleaned model=%s error=%s", self._model, error)
