@@ -310,9 +310,10 @@ class Publication:
                     f"object needs at least {num_bytes + chain.SPARE_BYTES}",
                 )
 
-        async for piece in each_piece(pieces):
-            count(piece)
-            yield piece
+        async with contextlib.aclosing(each_piece(pieces)) as given:
+            async for piece in given:
+                count(piece)
+                yield piece
 
     async def _open_sender(self) -> Sender:
         if self._sender is None:

@@ -271,7 +271,7 @@ class VersionStore:
             await asyncio.sleep(POLL_S)
         self._stored = stored
         try:
-            await self._change(self._taken)
+            await self._change(self._taken, is_taking=True)
         except ControlError as error:
             if error.code is not ControlCode.STORAGE:
                 raise
@@ -280,7 +280,7 @@ class VersionStore:
             await cleaning.look()
             if not await cleaning.delete_parts():
                 raise
-            await self._change(self._taken)
+            await self._change(self._taken, is_taking=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
 
@@ -299,13 +299,14 @@ class VersionStore:
             except RollbusError as error:
                 logger.warning("versions.lease_not_renewed model=%s error=%s", self._model, error)
 
-    async def _change(self, change: Callable[[ChainRecord], ChainRecord]) -> None:
+    async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_taking: bool = False) -> None:
         """Write what `change` makes of the chain record; called again for what another program has written.
 
         A change that was made already must be no change.
 
         Raises:
             ControlError: `publisher_busy`: the lease is another's now; `storage`; and what `change` raises.
+            LocalProtocolError: there is no lease, and none is being taken.
             Unanswered: it may have been written or not.
         """
         key, retries = self._opened().key, Retries()
@@ -314,7 +315,8 @@ class VersionStore:
                 try:
                     before = self._stored or await key.read()
                     self._stored, self.record = before, before.record
-                    self._check_lease(before.record)
+                    if not is_taking:
+                        self._check_lease(before.record)
                     after = change(before.record)
                     self._stored = None
                     sequence = await key.write(after, before.sequence)
@@ -326,15 +328,14 @@ class VersionStore:
                     await retries.wait(error)
 
     def _check_lease(self, record: ChainRecord) -> None:
-        if self._lost is not None:
-            raise self._lost
-        if self._epoch is None or chain.is_held_by(record, self._holder, self._epoch):
+        epoch = self.epoch
+        if chain.is_held_by(record, self._holder, epoch):
             return
         other = "another publisher" if record.holder is None else record.holder.publisher
         self._lost = ControlError(
             ControlCode.PUBLISHER_BUSY,
             f"{other} took over the published weights of {self._model!r} in epoch {record.epoch}, while this publisher "
-            f"({self._publisher}, epoch {self._epoch}) did not renew its lease",
+            f"({self._publisher}, epoch {epoch}) did not renew its lease",
         )
         raise self._lost
 

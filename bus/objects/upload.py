@@ -88,15 +88,16 @@ async def _parts_of_pieces(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash"
     """Cut anew: parts of `part_bytes`, but for the last one; a window's worth at a time."""
     batch_bytes = max(1, WINDOW_BYTES // part_bytes) * part_bytes
     rest = bytearray()
-    async for piece in each_piece(pieces):
-        view = memoryview(piece).cast("B")
-        while view:
-            taken = view[: batch_bytes - len(rest)]
-            rest += taken
-            view = view[len(taken) :]
-            if len(rest) == batch_bytes:
-                yield await asyncio.to_thread(_cut, rest, part_bytes, sha)
-                rest = bytearray()
+    async with contextlib.aclosing(each_piece(pieces)) as given:
+        async for piece in given:
+            view = memoryview(piece).cast("B")
+            while view:
+                taken = view[: batch_bytes - len(rest)]
+                rest += taken
+                view = view[len(taken) :]
+                if len(rest) == batch_bytes:
+                    yield await asyncio.to_thread(_cut, rest, part_bytes, sha)
+                    rest = bytearray()
     if rest:
         yield await asyncio.to_thread(_cut, rest, part_bytes, sha)
 
@@ -107,13 +108,17 @@ def _cut(batch: bytearray, part_bytes: int, sha: "hashlib._Hash") -> list[bytes]
 
 
 async def each_piece(pieces: Pieces) -> AsyncGenerator[Bytes, None]:
-    """Yield the pieces of either kind of iterable."""
-    if isinstance(pieces, AsyncIterable):
-        async for piece in pieces:
-            yield piece
-    else:
+    """Yield the pieces of either kind of iterable; an asynchronous generator is closed at the end."""
+    if not isinstance(pieces, AsyncIterable):
         for piece in pieces:
             yield piece
+        return
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            await pieces.aclose()
 
 
 class _OldFile:

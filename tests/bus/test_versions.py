@@ -165,6 +165,19 @@ async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
                 yield bytes(6 * MEGABYTE)
                 raise OSError("the trainer failed")
 
+            closed: list[bool] = []
+
+            async def endless() -> AsyncIterator[bytes]:
+                try:
+                    while True:
+                        yield bytes(6 * MEGABYTE)
+                finally:
+                    closed.append(True)
+
+            with pytest.raises(ControlError, match="takes no more"):
+                await store.begin(1).put("a.safetensors", endless())
+            assert closed == [True]
+
             with pytest.raises(OSError, match="the trainer failed"):
                 await store.begin(1).put("a.safetensors", broken())
 

@@ -110,6 +110,8 @@ async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
             await joined.commit(manifest_of(joined, [tensor(1)]))
         with pytest.raises(LocalProtocolError, match="has no lease"):
             stores[1].begin(7)
+        with pytest.raises(LocalProtocolError, match="has no lease"):
+            await stores[1].note_recorded("b/versions/1")
         await stores[0].close()
         with pytest.raises(ControlError, match="rank 0 did not begin"):
             await stores[1].join(7, 0.0)
