@@ -24,7 +24,9 @@ __all__ = ["DeltaError", "Encoded", "Encoding", "apply_delta", "encode_delta", "
 Encoding = Literal["same", "sparse", "dense"]
 
 BLOCK: Final = 1 << 20
-"""Elements that are compared, or positioned, at a time: they stay in a core's cache, which is four times faster."""
+"""Elements that are positioned at a time: they stay in a core's cache, which is four times faster."""
+COMPARED: Final = 1 << 18
+"""Elements that are compared at a time, for the same reason: of those that differ, both contents are read once more."""
 LEVEL: Final = 1
 """Of zstd: higher ones cost several times the time for 1 to 2 % of the bytes."""
 MAX_WINDOW_BYTES: Final = 8 << 20
@@ -58,9 +60,10 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
         item_bytes: of an element: 1, 2, 4 or 8.
     """
     if old is not None:
-        positions = _changed(_items(old, item_bytes), _items(new, item_bytes))
-        if positions is not None:
-            return _sparse(positions, new, item_bytes) if len(positions) else Encoded("same", 0, 0, b"")
+        changed = _changed(_items(old, item_bytes), _items(new, item_bytes))
+        if changed is not None:
+            positions, values = changed
+            return _sparse(positions, values, item_bytes) if len(positions) else Encoded("same", 0, 0, b"")
     return Encoded("dense", 0, len(new), _compress(_planes(new, item_bytes)))
 
 
@@ -110,22 +113,44 @@ def _items(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.un
 
 def _changed(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
-) -> npt.NDArray[np.int64] | None:
-    """Return the positions that differ; None: so many that the whole content is smaller."""
-    found: list[npt.NDArray[np.int64]] = []
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]] | None:
+    """Return the positions that differ, and what is new there; None: so many that the whole content is smaller."""
+    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    values: list[npt.NDArray[np.unsignedinteger]] = [np.empty(0, new.dtype)]
     room = len(new) // 2
-    for start in range(0, len(new), BLOCK):
-        end = start + BLOCK
-        positions = np.flatnonzero(old[start:end] != new[start:end])
+    for start in range(0, len(new), COMPARED):
+        end = start + COMPARED
+        positions, changed = _changed_in_block(old[start:end], new[start:end])
         room -= len(positions)
         if room < 0:
             return None
         positions += start
         found.append(positions)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+        values.append(changed)
+    return np.concatenate(found), np.concatenate(values)
 
 
-def _sparse(positions: npt.NDArray[np.int64], new: npt.NDArray[np.uint8], item_bytes: int) -> Encoded:
+def _changed_in_block(
+    old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
+    """Compare words of 8 bytes, then the elements of words that differ: few do."""
+    per_word = 8 // new.itemsize
+    if len(new) % per_word:
+        positions = np.flatnonzero(old != new)
+        return positions, new[positions]
+    old_words, new_words = old.view(np.uint64), new.view(np.uint64)
+    words = np.flatnonzero(old_words != new_words)
+    near = new_words[words].view(new.dtype)
+    elements = np.flatnonzero(old_words[words].view(new.dtype) != near)
+    changed = near[elements]
+    words *= per_word
+    # Division by a power of two.
+    positions = words[elements >> (per_word.bit_length() - 1)]
+    positions += elements & (per_word - 1)
+    return positions, changed
+
+
+def _sparse(positions: npt.NDArray[np.int64], values: npt.NDArray[np.unsignedinteger], item_bytes: int) -> Encoded:
     gaps = np.diff(positions, prepend=-1)
     gaps -= 1
     more = gaps // GO_ON
@@ -133,8 +158,7 @@ def _sparse(positions: npt.NDArray[np.int64], new: npt.NDArray[np.uint8], item_b
     ends += np.arange(len(gaps))
     stream = np.full(int(ends[-1]) + 1, GO_ON, np.uint8)
     stream[ends] = gaps - more * GO_ON
-    values = _planes(_items(new, item_bytes)[positions].view(np.uint8), item_bytes)
-    body = np.concatenate((stream, values))
+    body = np.concatenate((stream, _planes(values.view(np.uint8), item_bytes)))
     return Encoded("sparse", len(positions), len(body), _compress(body))
 
 

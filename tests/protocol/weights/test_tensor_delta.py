@@ -46,6 +46,7 @@ def test_applying_is_the_inverse_of_encoding(pair: tuple[np.ndarray, np.ndarray,
 def test_gaps_at_the_bounds_of_bytes_and_blocks(gap: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gap of each length around those where a byte more is needed, wherever a block ends."""
     monkeypatch.setattr(tensor_delta, "BLOCK", block)
+    monkeypatch.setattr(tensor_delta, "COMPARED", block)
     old = np.zeros(2 * (3 * gap + 4 + 300), np.uint8)
     new = old.copy()
     for number in range(3):
