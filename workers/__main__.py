@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="below which commands may name checkpoints and adapters; may be repeated",
     )
-    parser.add_argument("--cache-dir", metavar="DIR", help="for what is fetched; default: ~/.cache/rollbus")
+    _add_staging(parser)
     parser.add_argument(
         "--no-prove-reload",
         action="store_true",
@@ -112,6 +112,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="json: one object a line")
     parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
     return parser
+
+
+def _add_staging(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache-dir", metavar="DIR", help="for what is fetched; default: ~/.cache/rollbus")
+    parser.add_argument(
+        "--stage-bytes",
+        metavar="N",
+        type=int,
+        help="bytes that fetched weights of all workers of the fleet may take on this machine (default: no limit)",
+    )
+    parser.add_argument(
+        "--fetch-rate",
+        metavar="BYTES_PER_S",
+        type=int,
+        help="bytes in a second at which this worker fetches weights (default: no limit)",
+    )
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -160,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             start_timeout_s=args.start_timeout,
             weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
             cache_dir=args.cache_dir or default_cache_dir(),
+            stage_bytes=args.stage_bytes,
+            fetch_rate=args.fetch_rate,
             prove_reload=not args.no_prove_reload,
         )
         engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)

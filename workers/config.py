@@ -77,8 +77,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_roots: tuple[str, ...] = ()
     """Folders below which commands may name checkpoints and adapters; none: no paths are taken."""
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
-    """Where fetched checkpoints and adapters go, each worker's into a folder of its own, which it empties at start and
-    end."""
+    """Where fetched checkpoints and adapters go: one copy for all workers of the fleet on this machine."""
+    stage_bytes: int | None = None
+    """Bytes that all of them may take there; None: what the disk has."""
+    fetch_rate: int | None = None
+    """Bytes in a second at which this worker fetches them; None: as fast as they come."""
     prove_reload: bool = True
     """At the start, load the checkpoint once more, and serve only if that changes nothing."""
 
@@ -95,6 +98,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
         check_float("start_timeout_s", self.start_timeout_s, 0, 24 * 3600, above=True)
         check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)
+        if self.stage_bytes is not None:
+            check_int("stage_bytes", self.stage_bytes, 1, 2**62)
+        if self.fetch_rate is not None:
+            check_int("fetch_rate", self.fetch_rate, 1, 2**62)
 
     @property
     def server(self) -> Server:

@@ -124,7 +124,7 @@ class Worker:
         )
         try:
             self._assemble()
-            await self._sources.clear()
+            await self._sources.clean_up()
             await subscribe(self._nats, self._subjects.ping, self._on_ping)
             await subscribe(self._nats, self._subjects.clients, self._on_client_presence)
             await subscribe(self._nats, self._subjects.presence(self._config.worker_id), self._id_guard.receive)
@@ -142,7 +142,7 @@ class Worker:
         finally:
             try:
                 await self._engine.close()
-                await self._sources.clear()
+                self._sources.close()
             finally:
                 await self._nats.shut()
         if (fatal := self._id_guard.duplicate or self._death) is not None:

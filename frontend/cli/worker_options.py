@@ -6,7 +6,7 @@ import site
 import sys
 from collections.abc import Iterable
 
-from .arguments import json_object, non_negative_int
+from .arguments import json_object, non_negative_int, positive_int
 from .package import PACKAGE
 
 __all__ = ["add_worker_options", "flags_of", "python_env", "python_module", "worker_flags"]
@@ -46,7 +46,21 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         help="weights and LoRA adapters are loaded from below this folder; may be given several times (default: none)",
     )
     parser.add_argument(
-        "--cache-dir", metavar="DIR", help="where fetched weights are kept while in use (default: ~/.cache/rollbus)"
+        "--cache-dir",
+        metavar="DIR",
+        help="where fetched weights are kept, one copy for all workers of the fleet here (default: ~/.cache/rollbus)",
+    )
+    parser.add_argument(
+        "--stage-bytes",
+        metavar="N",
+        type=positive_int,
+        help="bytes that fetched weights may take there, of all workers of the fleet (default: no limit)",
+    )
+    parser.add_argument(
+        "--fetch-rate",
+        metavar="BYTES_PER_S",
+        type=positive_int,
+        help="bytes in a second at which a worker fetches weights (default: no limit)",
     )
     parser.add_argument(
         "--no-prove-reload",
@@ -61,7 +75,7 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
     flags = flags_of(args, names)
     for root in args.weight_roots:
         flags += ["--weight-root", root]
-    flags += flags_of(args, ("cache_dir",))
+    flags += flags_of(args, ("cache_dir", "stage_bytes", "fetch_rate"))
     if args.no_prove_reload:
         flags.append("--no-prove-reload")
     if args.verbose:

@@ -1,15 +1,15 @@
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.objects import ObjectReader, delete_prefix, put_folder
+from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import Sources, staged
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
@@ -21,7 +21,13 @@ async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads",
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         own = write_checkpoint(tmp_path / "own")
         objects = ObjectReader(nats_url, name="test")
-        yield Uploads(nats, bucket), Sources(roots=(), own=own, cache=tmp_path / "cache", objects=objects)
+        yield Uploads(nats, bucket), Sources(roots=(), own=own, cache=tmp_path / "cache", worker="w1", objects=objects)
+
+
+def kept(tmp_path: Path, kind: str = "checkpoints") -> set[Path]:
+    """The complete folders on the machine; nothing that is half there is beside them."""
+    entries = (tmp_path / "cache" / "shared.weights" / kind).iterdir()
+    return {entry for entry in entries if not entry.name.endswith(".lock")}
 
 
 class Uploads:
@@ -70,7 +76,7 @@ async def test_a_bad_checkpoint_from_the_store_is_refused_and_deleted(nats_url: 
                 await sources.checkpoint(source, ignore)
             assert raised.value.code is ControlCode.BAD_SOURCE
 
-    assert [*(tmp_path / "cache").iterdir()] == [good]
+    assert kept(tmp_path) == {good}
 
 
 async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> None:
@@ -83,77 +89,99 @@ async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> N
 
         third = await sources.checkpoint(steps[2], ignore)
 
-        assert set((tmp_path / "cache").iterdir()) == {lora, first, third}
+        assert kept(tmp_path) == {first, third}
         assert second not in {first, third}
+        assert kept(tmp_path, "adapters") == {lora}
 
 
 async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None:
-    """However many others are fetched meanwhile; afterwards it is as old as it is."""
+    """However many others are fetched meanwhile, and afterwards, until it has read others."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in range(5)]
         first = await sources.checkpoint(steps[0], ignore)
 
         with sources.using(first):
             others = [await sources.checkpoint(source, ignore) for source in steps[1:4]]
-            assert set((tmp_path / "cache").iterdir()) == {first, *others[1:]}
+            assert kept(tmp_path) == {first, *others[1:]}
+        await sources.checkpoint(steps[1], ignore)
+        assert first in kept(tmp_path)
+        with sources.using(others[2]):
+            pass
         last = await sources.checkpoint(steps[4], ignore)
 
-        assert set((tmp_path / "cache").iterdir()) == {others[2], last}
+        assert kept(tmp_path) == {others[2], last}
 
 
-async def test_new_content_under_an_old_name_is_fetched(nats_url: str, tmp_path: Path) -> None:
-    """What was fetched before under the same prefix is not taken for it."""
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_new_content_under_an_old_name_is_fetched(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """What was fetched before under the same prefix is not taken for it: once it was loaded, or after a while."""
+    monkeypatch.setattr(staged, "UPLOAD_GOOD_S", 3600.0 if is_loaded else 0.0)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
-        await sources.checkpoint(source, ignore)
+        with sources.using(await sources.checkpoint(source, ignore)):
+            assert sources.is_at_hand(source) is is_loaded
         await delete_prefix(uploads.nats, f"{uploads.bucket}/step-1")
         folder = write_checkpoint(tmp_path / "step-1", fill=2)
         await uploads.put(folder)
 
+        assert not sources.is_at_hand(source)
         assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
 
 
-async def test_clearing_deletes_what_was_fetched_and_nothing_else(nats_url: str, tmp_path: Path) -> None:
-    """Also what an earlier life left behind, half fetched or whole; a cache that is empty then goes too."""
-    cache = tmp_path / "cache"
-    for left in (".objects-1", "objects-2"):
-        write_checkpoint(cache / left)
-    (cache / "notes").touch()
+async def test_the_cache_of_an_older_release_is_deleted(nats_url: str, tmp_path: Path) -> None:
+    """It is this worker's alone; nothing else that lies there is deleted, and nothing of the other workers."""
+    old, other = tmp_path / "cache" / "w1", tmp_path / "cache" / "w2"
+    for left in (old / ".objects-1", old / "objects-2", other / "objects-3"):
+        write_checkpoint(left)
+    (old / "notes").touch()
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1"))
-        await sources.checkpoint(source, ignore)
+        folder = await sources.checkpoint(source, ignore)
 
-        await sources.clear()
-        assert [*cache.iterdir()] == [cache / "notes"]
-        (cache / "notes").unlink()
-        await sources.clear()
-        assert not cache.exists()
-        await sources.clear()
-        assert (await sources.checkpoint(source, ignore)).is_dir()
+        await sources.clean_up()
+        assert [*old.iterdir()] == [old / "notes"]
+        (old / "notes").unlink()
+        await sources.clean_up()
+
+    assert not old.exists()
+    assert [entry.name for entry in other.iterdir()] == ["objects-3"]
+    assert kept(tmp_path) == {folder}
 
 
 async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
     """While a checkpoint is being fetched, one on this machine is checked; a second fetch waits its turn."""
-    fetching, go_on = asyncio.Event(), asyncio.Event()
+    opening, go_on = asyncio.Event(), asyncio.Event()
     folders: list[str] = []
 
     class Slow(ObjectReader):
-        async def fetch_folder(self, objects: str, into: Path, report: Callable[[str], None]) -> Path:
+        @contextlib.asynccontextmanager
+        async def open_folder(self, objects: str) -> AsyncIterator[FolderReader]:
             folders.append(objects)
-            fetching.set()
+            opening.set()
             await go_on.wait()
-            return write_checkpoint(into / objects.replace("/", "-"))
+            async with super().open_folder(objects) as folder:
+                yield folder
 
     root = write_checkpoint(tmp_path / "root" / "step-1").parent
     slow = Slow("nats://127.0.0.1:1", name="test")
-    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", objects=slow)
+    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", worker="w1", objects=slow)
+
+    async def fetch(objects: str) -> str:
+        with pytest.raises(ControlError) as raised:
+            await sources.checkpoint(WeightSource(objects=objects), ignore)
+        return raised.value.message
+
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(sources.checkpoint(WeightSource(objects="b/1"), ignore))
-        await fetching.wait()
-        second = tasks.create_task(sources.checkpoint(WeightSource(objects="b/2"), ignore))
+        first = tasks.create_task(fetch("b/1"))
+        await opening.wait()
+        second = tasks.create_task(fetch("b/2"))
 
         assert await sources.checkpoint(WeightSource(path=str(root / "step-1")), ignore) == root / "step-1"
         assert folders == ["b/1"]
         go_on.set()
 
-    assert [task.result().name for task in (first, second)] == ["b-1", "b-2"]
+    assert folders == ["b/1", "b/2"]
+    assert "objects:b/1 cannot be fetched" in first.result()
+    assert "objects:b/2 cannot be fetched" in second.result()

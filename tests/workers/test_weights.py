@@ -36,7 +36,7 @@ async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_p
         assert token_ids[:cut] == await old.generate("r", num_tokens=cut)
         assert token_ids[cut:] == await new.generate("r", num_tokens=len(tokens) - cut, prompt=PROMPT + token_ids[:cut])
         assert (worker.weights.version, worker.weights.source) == (2, source(path))
-        assert worker.stages == ["checking", "pausing", "loading", "verifying"]
+        assert worker.stages == ["checking", "reading", "pausing", "loading", "verifying"]
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -31,8 +31,10 @@ def make_sources(config: WorkerConfig) -> Sources:
     return Sources(
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),
-        cache=Path(config.cache_dir) / config.fleet / config.worker_id,
-        objects=ObjectReader(config.server, name=f"rollbus worker {config.worker_id}"),
+        cache=Path(config.cache_dir) / config.fleet,
+        worker=config.worker_id,
+        objects=ObjectReader(config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate),
+        stage_bytes=config.stage_bytes,
     )
 
 

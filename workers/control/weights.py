@@ -184,9 +184,15 @@ class WeightManager:
 
     async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
         """Replace the weights by those of a checkpoint that was checked."""
-        fingerprint, load = await fingerprint_of(path), self._in_flight.runner.engine.load_weights
+        fingerprint = await fingerprint_of(path)
+
+        async def load() -> Verified | None:
+            verified = await self._in_flight.runner.engine.load_weights(path)
+            await self._sources.verify_unchanged(path)
+            return verified
+
         with self._sources.using(path):
-            return await self.replace(lambda: load(path), deadline, report, fingerprint=fingerprint, expected=expected)
+            return await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
 
     # For transfers too
 

@@ -10,7 +10,7 @@ import msgspec
 from .headers import Tensor, read_header
 from .roots import bad_source, open_regular
 
-__all__ = ["check_model", "has_checkpoint", "read_checkpoint", "read_config", "read_json"]
+__all__ = ["check_model", "check_tensors", "has_checkpoint", "read_checkpoint", "read_config", "read_json"]
 
 T = TypeVar("T")
 
@@ -75,24 +75,36 @@ def check_model(
     Raises:
         ControlError: `bad_source`: tensors are missing, besides or different, or config.json differs in what counts.
     """
-    missing = own_tensors.keys() - tensors.keys()
-    if missing:
-        raise bad_source(f"{folder} lacks {_some(missing)}: it is of another model, or incomplete")
-    unknown = tensors.keys() - own_tensors.keys()
-    if unknown:
-        raise bad_source(f"{folder} has {_some(unknown)}, which the worker's model does not have")
-    for name in sorted(tensors):
-        found, expected = tensors[name], own_tensors[name]
-        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-            raise bad_source(
-                f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model"
-            )
+    check_tensors(folder, tensors, own_tensors)
     config = read_config(folder)
     for key in _SAME:
         if key in config and key in own_config and config[key] != own_config[key]:
             raise bad_source(
                 f"{folder / CONFIG} has {key}={_shown(config[key])}; expected: {_shown(own_config[key])}, as the "
                 "worker's model"
+            )
+
+
+def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor]) -> None:
+    """Compare tensors with those of the worker's own checkpoint.
+
+    Args:
+        where: what errors say has them.
+
+    Raises:
+        ControlError: `bad_source`: some are missing, besides or different.
+    """
+    missing = own_tensors.keys() - tensors.keys()
+    if missing:
+        raise bad_source(f"{where} lacks {_some(missing)}: it is of another model, or incomplete")
+    unknown = tensors.keys() - own_tensors.keys()
+    if unknown:
+        raise bad_source(f"{where} has {_some(unknown)}, which the worker's model does not have")
+    for name in sorted(tensors):
+        found, expected = tensors[name], own_tensors[name]
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            raise bad_source(
+                f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model"
             )
 
 

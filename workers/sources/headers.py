@@ -33,6 +33,13 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     file: Path
     """Where it lies."""
+    begin: int = 0
+    """The byte of the file at which its content begins."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its content."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def __str__(self) -> str:
         """Dtype and shape, as error messages show them."""
@@ -109,4 +116,8 @@ def _check_entries(path: Path, header: bytes, file_bytes: int) -> dict[str, Tens
             raise bad_source(path, f"is truncated: {shown} ends at byte {end} of the data, and there are {data_bytes}")
     if end != data_bytes:
         raise bad_source(path, f"has {data_bytes} bytes of data; its tensors are {end}")
-    return {name: Tensor(entry.dtype, entry.shape, path) for name, entry in entries.items()}
+    data_begin = 8 + len(header)
+    return {
+        name: Tensor(entry.dtype, entry.shape, path, data_begin + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }

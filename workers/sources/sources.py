@@ -1,35 +1,49 @@
 """A worker's sources of weights and adapters: every one is checked before anything of the engine is touched.
 
 Invariant: a path that was returned was a complete checkpoint, or adapter, for the worker's own model, below an allowed
-root; after an error nothing has changed but perhaps the cache.
+root or in the folder store; after an error nothing has changed but perhaps that store.
 """
 
 import asyncio
 import contextlib
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...bus.objects import ObjectReader
-from ...bus.objects.reader import FOLDER_PREFIX, PARTIAL_PREFIX
 from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
+from ...schemas.manifest import Manifest
+from ...schemas.weights import Staging
 from .adapter import check_adapter
 from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
+from .fetcher import Checks, Fetcher
+from .folder_store import FolderStore, Hold
 from .headers import Tensor
-from .roots import allowed_folder
+from .places import clear_old_cache, store_root
+from .progress import Progress, Report
+from .published import check_manifest
+from .read_ahead import WatchedFolders, note_files, read_ahead
+from .roots import allowed_folder, bad_source
+from .staged import StagedFolders
 
-__all__ = ["Report", "Sources"]
+__all__ = ["Report", "Sources", "Staged"]
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[str], None]
-"""Called with the stage that a command has reached, for people."""
 KEPT_CHECKPOINTS: Final = 2
-"""Fetched ones that stay: the one in use, and the one before, to go back to."""
+"""Generations on a machine: the one in use, and the one before or after it."""
+
+
+class Staged(NamedTuple):
+    """What a staging took."""
+
+    fetched_bytes: int
+    """What came over the network."""
+    seconds: float
 
 
 class _Own(NamedTuple):
@@ -40,49 +54,79 @@ class _Own(NamedTuple):
 
 
 class Sources:
-    """Checks sources, and fetches those that lie in the object store. Files are read on other threads.
+    """Checks sources, and stages those that lie in the object store. Files are read on other threads.
 
     Args:
         roots: below which paths are allowed; none: no path is, while the object store still works.
         own: the checkpoint that the worker was started with: others must be like it. None, or a folder without
             safetensors: not known, and sources are only checked in themselves.
-        cache: for what is fetched; this worker's alone, made when needed.
+        cache: where the workers of this fleet keep what they fetch; made when needed.
+        worker: name of this one, for a folder of its own where the file system has no locks.
         objects: reads the object store; None: sources there are refused.
+        stage_bytes: limit of all that is fetched below `cache`; None: the disk's.
     """
 
-    def __init__(self, *, roots: Sequence[Path], own: Path | None, cache: Path, objects: ObjectReader | None) -> None:
+    def __init__(
+        self,
+        *,
+        roots: Sequence[Path],
+        own: Path | None,
+        cache: Path,
+        worker: str,
+        objects: ObjectReader | None,
+        stage_bytes: int | None = None,
+    ) -> None:
         self._roots = tuple(roots)
         self._own_path = own
-        self._cache = cache
+        self._old_cache = cache / worker
         self._objects = objects
         self._own: _Own | None = None
-        # What is fetched comes one at a time, as it shares the cache.
+        root = store_root(cache, worker)
+        checkpoints = FolderStore(root / "checkpoints", max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
+        self._checkpoints = StagedFolders(checkpoints, max_held=1)
+        adapters = FolderStore(root / "adapters", max_bytes=stage_bytes, kept=MAX_LORAS)
+        self._adapters = StagedFolders(adapters, max_held=MAX_LORAS)
+        self._watched = WatchedFolders()
+        self._present: Hold | None = None
+        # What is fetched comes one at a time, and so does what is read: together it would be no faster.
         self._lock = asyncio.Lock()
-        self._checkpoints: list[Path] = []
-        """Fetched, the last used one last."""
-        self._adapters: list[Path] = []
-        """Likewise."""
-        self._in_use: set[Path] = set()
-        """Stays in any case."""
+        self._reading = asyncio.Lock()
+        self._progress: Progress | None = None
+        self.last_staged: Staged | None = None
+        """Of the last staging that came to its end; None: there was none."""
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<Sources roots={len(self._roots)} fetched={len(self._checkpoints)}+{len(self._adapters)}>"
+        return f"<Sources roots={len(self._roots)} checkpoints={self._checkpoints} present={self._present}>"
+
+    @property
+    def staging(self) -> Staging | None:
+        """How far the present staging is; None: nothing is being staged."""
+        return None if self._progress is None else self._progress.staging
+
+    def is_at_hand(self, source: WeightSource) -> bool:
+        """Return True if the source was staged and is on this machine: getting it touches no network."""
+        if source.objects is not None:
+            objects = source.objects
+            return self._checkpoints.is_at_hand(objects) or self._adapters.is_at_hand(objects)
+        return source.path is not None and source.path in self._watched
 
     async def checkpoint(self, source: WeightSource, report: Report) -> Path:
         """Return the real path of a complete checkpoint with the tensors, shapes and dtypes of the worker's own.
 
-        What was fetched stays until `KEPT_CHECKPOINTS` others were.
+        One that is at hand is only checked. Several calls for one source share its staging. What was returned last
+        stays until another is asked for.
 
         Args:
-            report: called with `fetching` and `checking` as that begins.
+            report: called with `waiting`, `fetching`, `building`, `reading` and `checking` as that begins.
 
-        Cancellation: a file that is being fetched is removed; headers are read to the end, on their thread.
+        Cancellation: what was fetched stays for the next try; headers are read to the end, on their thread.
 
         Raises:
             ControlError: `path_refused`, `bad_source`, `storage`; says what was expected and what was found.
         """
-        return await self._get(source, report, self._checkpoints, KEPT_CHECKPOINTS, self._check_checkpoint)
+        checks = Checks(self._check_checkpoint, self._check_manifest)
+        return await self._get(source, report, self._checkpoints, checks)
 
     async def adapter(self, source: WeightSource, report: Report, *, max_rank: int | None = None) -> Path:
         """Return the real path of a LoRA adapter whose modules and shapes fit the worker's own checkpoint.
@@ -93,65 +137,113 @@ class Sources:
             report: as in `checkpoint`.
             max_rank: the largest that the engine takes; None: it says nothing of ranks.
         """
-        return await self._get(
-            source, report, self._adapters, MAX_LORAS, lambda folder: self._check_adapter(folder, max_rank)
-        )
+        checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
+        return await self._get(source, report, self._adapters, checks)
 
     @contextlib.contextmanager
     def using(self, folder: Path) -> Iterator[None]:
-        """Let `folder` stay, whatever is fetched while the block runs: an engine reads it."""
-        self._in_use.add(folder)
-        try:
+        """Let `folder` stay while an engine reads it, and from then on as the present weights if that goes well.
+
+        Raises:
+            ControlError: `storage`: it was deleted meanwhile.
+        """
+        hold = None
+        if folder.parent == self._checkpoints.store.root:
+            hold = self._checkpoints.store.hold(folder.name)
+            if hold is None:
+                raise ControlError(ControlCode.STORAGE, f"{folder} was deleted meanwhile: stage its source again")
+        with contextlib.ExitStack() as stack:
+            if hold is not None:
+                stack.callback(hold.release)
             yield
-        finally:
-            self._in_use.discard(folder)
+            stack.pop_all()
+        self._checkpoints.forget_upload(folder)
+        if self._present is not None:
+            self._present.release()
+        self._present = hold
 
-    async def clear(self) -> None:
-        """Delete what this or an earlier life of the worker fetched; nothing else that lies in the cache."""
-        async with self._lock:
-            self._checkpoints.clear()
-            self._adapters.clear()
-            await asyncio.to_thread(_clear, self._cache)
+    async def verify_unchanged(self, folder: Path) -> None:
+        """Compare the files of a folder that a path named with what they were when it was checked.
 
-    async def _get(
-        self,
-        source: WeightSource,
-        report: Report,
-        kept: list[Path],
-        max_kept: int,
-        check: Callable[[Path], None],
-    ) -> Path:
+        Raises:
+            ControlError: `half_written`: they were changed meanwhile, so that nobody knows what an engine has read.
+        """
+        await self._watched.verify_unchanged(folder)
+
+    async def clean_up(self) -> None:
+        """Delete what nobody needs: older generations, what killed builders left, and the cache of older releases."""
+        try:
+            for staged in (self._checkpoints, self._adapters):
+                await asyncio.to_thread(staged.store.clean_up)
+            await asyncio.to_thread(clear_old_cache, self._old_cache)
+        except OSError as error:
+            # Nothing was asked for yet; what is staged there will say what is wrong.
+            logger.warning("sources.not_cleaned error=%s", error)
+
+    def close(self) -> None:
+        """Hold nothing any more; what was fetched stays for the machine's workers."""
+        self._checkpoints.release()
+        self._adapters.release()
+        if self._present is not None:
+            self._present.release()
+            self._present = None
+
+    async def _get(self, source: WeightSource, report: Report, staged: StagedFolders, checks: Checks) -> Path:
         if source.path is not None:
             report("checking")
-            return await asyncio.to_thread(_allowed, source.path, self._roots, check)
-        async with self._lock:
-            folder = await self._fetch(source, report)
-            kept[:] = [*(other for other in kept if other != folder), folder]
-            report("checking")
-            try:
-                await asyncio.to_thread(_allowed, str(folder), (self._cache,), check)
-            except ControlError:
-                kept.remove(folder)
-                await self._delete(folder)
-                raise
-            old = [other for other in kept[:-max_kept] if other not in self._in_use]
-            kept[:] = [other for other in kept if other not in old]
-            for unused in old:
-                await self._delete(unused)
+            folder = await asyncio.to_thread(_allowed, source.path, self._roots, checks)
+            if staged is self._checkpoints:
+                await self._read_ahead(source.path, folder, Progress(source, report))
             return folder
-
-    async def _fetch(self, source: WeightSource, report: Report) -> Path:
-        """Fetch a folder; return its real path."""
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
-        folder = await self._objects.fetch_folder(source.objects, self._cache, report)
-        return await asyncio.to_thread(folder.resolve)
+        if (found := await self._find(source.objects, report, staged, checks)) is not None:
+            return found
+        async with self._lock:
+            # Another call may have staged it meanwhile.
+            if (found := await self._find(source.objects, report, staged, checks)) is not None:
+                return found
+            with self._counting(Progress(source, report)) as progress:
+                fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
+            folder = staged.add(source.objects, fetched.hold, is_published=fetched.is_published)
+            await asyncio.to_thread(staged.store.clean_up)
+        return folder
 
-    async def _delete(self, folder: Path) -> None:
-        """Delete what was fetched and is not kept."""
-        if folder not in self._checkpoints and folder not in self._adapters:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            logger.info("sources.deleted folder=%s", folder)
+    async def _find(self, objects: str, report: Report, staged: StagedFolders, checks: Checks) -> Path | None:
+        """Return the folder of a source that is at hand."""
+        folder = staged.find(objects)
+        if folder is not None:
+            if staged is self._adapters:
+                staged.forget_upload(folder)
+            report("checking")
+            await asyncio.to_thread(checks.folder, folder)
+        return folder
+
+    async def _read_ahead(self, path: str, folder: Path, progress: Progress) -> None:
+        """Read a checkpoint that `path` names once, unless that was done before and nothing has changed since."""
+        async with self._reading:
+            try:
+                notes = await asyncio.to_thread(lambda: note_files(folder, read_checkpoint(folder)))
+                if not self._watched.is_noted(folder, notes):
+                    with self._counting(progress):
+                        await read_ahead(notes, progress)
+            except OSError as error:
+                raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
+            self._watched.add(path, folder, notes)
+
+    @contextlib.contextmanager
+    def _counting(self, progress: Progress) -> Iterator[Progress]:
+        """Tell of this staging while the block runs, and what it took."""
+        started = time.monotonic()
+        self._progress = progress
+        try:
+            yield progress
+        finally:
+            if self._progress is progress:
+                self._progress = None
+        self.last_staged = Staged(progress.fetched_bytes, time.monotonic() - started)
+        source = progress.staging.source
+        logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, *self.last_staged)
 
     def _check_checkpoint(self, folder: Path) -> None:
         tensors = read_checkpoint(folder)
@@ -159,9 +251,20 @@ class Sources:
         if own is not None:
             check_model(folder, tensors, own.tensors, own.config)
 
+    def _check_manifest(self, manifest: Manifest) -> None:
+        if manifest.adapter is not None:
+            raise bad_source(f"objects:{manifest.own.objects} is the adapter {manifest.adapter!r}, and no checkpoint")
+        own = self._read_own()
+        check_manifest(manifest, None if own is None else own.tensors)
+
     def _check_adapter(self, folder: Path, max_rank: int | None) -> None:
         own = self._read_own()
         check_adapter(folder, None if own is None else own.tensors, max_rank)
+
+    def _check_adapter_manifest(self, manifest: Manifest) -> None:
+        if manifest.adapter is None:
+            raise bad_source(f"objects:{manifest.own.objects} is a checkpoint, and no adapter")
+        check_manifest(manifest, None)
 
     def _read_own(self) -> _Own | None:
         """Read the worker's own checkpoint, once: what the engine has does not change with the files."""
@@ -170,18 +273,8 @@ class Sources:
         return self._own
 
 
-def _allowed(path: str, roots: Sequence[Path], check: Callable[[Path], None]) -> Path:
+def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> Path:
     """Check where a folder lies, and what is in it."""
     folder = allowed_folder(path, roots)
-    check(folder)
+    checks.folder(folder)
     return folder
-
-
-def _clear(cache: Path) -> None:
-    if not cache.is_dir():
-        return
-    for entry in cache.iterdir():
-        if entry.name.startswith((FOLDER_PREFIX, PARTIAL_PREFIX)):
-            shutil.rmtree(entry, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other things are in it
-        cache.rmdir()

@@ -1,0 +1,167 @@
+"""Published versions of weights, written straight into a bucket: chains of them, and damage of every kind."""
+
+import hashlib
+import math
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollbus.bus.nats.connection import Connection
+from rollbus.bus.objects import put_folder
+from rollbus.bus.protocol.weights.safetensors_layout import layouts
+from rollbus.bus.protocol.weights.tensor_delta import encode_delta
+from rollbus.schemas.control import WeightSource
+from rollbus.schemas.manifest import (
+    MANIFEST,
+    Link,
+    Manifest,
+    TensorDelta,
+    TensorEntry,
+    content_digest,
+    delta_name,
+)
+from tests.support.objects import BUCKET_BYTES
+
+__all__ = ["SHAPES", "Versions", "folder_content", "random_weights"]
+
+Weights = dict[str, npt.NDArray[np.uint8]]
+
+SHAPES = {
+    "model.embed_tokens.weight": (16, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 8),
+    "model.layers.0.self_attn.q_proj.weight": (6, 4),
+    "model.norm.weight": (4,),
+}
+"""Those of `tests.support.checkpoints`, in BF16."""
+CONFIG = b'{"model_type": "none", "rope_theta": 10000.0}'
+FILE = "model.safetensors"
+
+
+def random_weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Weights:
+    """Make the bytes of all tensors."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(0, 256, math.prod(shape) * 2, np.uint8) for name, shape in shapes.items()}
+
+
+def folder_content(weights: Weights, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, bytes]:
+    """Return the files that a folder of these weights has."""
+    [layout] = layouts(_entries(weights, shapes))
+    content = b"".join(weights[entry.name].tobytes() for entry in layout.entries)
+    return {FILE: layout.header + content, "config.json": CONFIG}
+
+
+class Versions:
+    """Writes a chain of versions, one after the other, into a bucket."""
+
+    def __init__(
+        self, nats: Connection, bucket: str, tmp_path: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+    ) -> None:
+        self.nats = nats
+        self.bucket = bucket
+        self.links: tuple[Link, ...] = ()
+        self._tmp_path = tmp_path
+        self._shapes = shapes
+        self._weights: Weights = {}
+
+    def source(self, number: int = -1) -> WeightSource:
+        """Name one of the versions."""
+        return WeightSource(objects=self.links[number].objects)
+
+    async def publish(
+        self,
+        weights: Weights,
+        *,
+        is_anchor: bool = False,
+        is_delta: bool = True,
+        manifest: Mapping[str, Any] | None = None,
+        change: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes | None] | None = None,
+    ) -> WeightSource:
+        """Store a version.
+
+        Args:
+            is_anchor: it has an anchor; a first one always has.
+            is_delta: it has a delta, unless it is the first.
+            manifest: fields that are put over those of the manifest, as JSON has them; the digest stays.
+            change: fields that are put over those of each tensor's delta.
+            files: objects besides, or other content of objects; None: left out.
+        """
+        folder = self._tmp_path / f"version-{uuid.uuid4().hex}"
+        folder.mkdir(parents=True)
+        objects: dict[str, bytes] = {}
+        entries = _entries(weights, self._shapes)
+        has_delta = is_delta and bool(self.links)
+        if has_delta:
+            entries, objects = self._add_deltas(entries, weights)
+        delta_bytes = sum(map(len, objects.values())) if has_delta else None
+        anchor = folder_content(weights, self._shapes) if is_anchor or not self.links else {}
+        link = Link(
+            objects=f"{self.bucket}/versions/{len(self.links)}-1-{uuid.uuid4().hex[:8]}",
+            version=len(self.links),
+            digest=content_digest(entries, {"config.json": hashlib.sha256(CONFIG).hexdigest()}),
+            delta_bytes=delta_bytes,
+            anchor_bytes=sum(map(len, anchor.values())) or None,
+        )
+        links = (*self.links, link) if has_delta else (link,)
+        made = msgspec.to_builtins(_manifest(entries, links)) | dict(manifest or {})
+        for tensor in made["tensors"]:
+            if "delta" in tensor:
+                tensor["delta"] |= dict(change or {})
+        objects |= anchor | {MANIFEST: msgspec.json.encode(made)}
+        for name, content in {**objects, **(files or {})}.items():
+            if content is not None:
+                (folder / name).write_bytes(content)
+        await put_folder(self.nats, self.bucket, link.objects.partition("/")[2], folder, max_bytes=BUCKET_BYTES)
+        self.links, self._weights = links, weights
+        return self.source()
+
+    def _add_deltas(
+        self, entries: tuple[TensorEntry, ...], weights: Weights
+    ) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
+        data = b""
+        changed = []
+        for entry in entries:
+            encoded = encode_delta(self._weights[entry.name], weights[entry.name], entry.item_bytes)
+            delta = None
+            if encoded.encoding != "same":
+                delta = TensorDelta(
+                    encoding=encoded.encoding,
+                    offset=len(data),
+                    num_bytes=len(encoded.data),
+                    body_bytes=encoded.body_bytes,
+                    num_changed=encoded.num_changed,
+                )
+                data += encoded.data
+            changed.append(msgspec.structs.replace(entry, delta=delta))
+        return tuple(changed), {delta_name(0): data} if data else {}
+
+
+def _entries(weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> tuple[TensorEntry, ...]:
+    return tuple(
+        TensorEntry(
+            name=name,
+            dtype="BF16",
+            shape=shape,
+            sha256=hashlib.sha256(weights[name].tobytes()).hexdigest(),
+            file=FILE,
+        )
+        for name, shape in shapes.items()
+    )
+
+
+def _manifest(entries: tuple[TensorEntry, ...], links: tuple[Link, ...]) -> Manifest:
+    return Manifest(
+        model="m",
+        version=links[-1].version,
+        digest=links[-1].digest,
+        epoch=1,
+        publisher="test",
+        tensors=entries,
+        files={"config.json": hashlib.sha256(CONFIG).hexdigest()},
+        links=links,
+    )

@@ -1,0 +1,249 @@
+"""Chains of published versions, from a real store: every way to a version gives the same folder, or none."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbus.bus.objects import ObjectReader, delete_prefix
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.manifest import delta_name
+from rollbus.workers.sources import Sources
+from tests.support.checkpoints import MODEL, ignore, write_checkpoint
+from tests.support.connections import opened
+from tests.support.objects import files_in, fresh_bucket
+from tests.support.version_chain import Versions, folder_content, random_weights
+
+Weights = dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]]
+
+
+@contextlib.asynccontextmanager
+async def chain(nats_url: str, tmp_path: Path) -> AsyncIterator[Versions]:
+    """An empty chain in a bucket of its own."""
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        yield Versions(nats, bucket, tmp_path)
+
+
+def worker(nats_url: str, tmp_path: Path, name: str = "w1") -> Sources:
+    """The sources of a worker of the machine `tmp_path`."""
+    own = write_checkpoint(tmp_path / "own", dtype="BF16")
+    objects = ObjectReader(nats_url, name="test")
+    return Sources(roots=(), own=own, cache=tmp_path / "cache", worker=name, objects=objects)
+
+
+def stepped(weights: Weights, seed: int) -> Weights:
+    """Change some elements of all tensors but the last."""
+    rng = np.random.default_rng(seed)
+    after = {name: content.copy() for name, content in weights.items()}
+    for content in list(after.values())[:-1]:
+        content[rng.integers(0, len(content), 3)] ^= 1
+    return after
+
+
+async def publish_steps(versions: Versions, num: int) -> list[Weights]:
+    """Publish an anchor and so many deltas."""
+    steps = [random_weights(0)]
+    await versions.publish(steps[0])
+    for seed in range(1, num + 1):
+        steps.append(stepped(steps[-1], seed))
+        await versions.publish(steps[-1])
+    return steps
+
+
+def fetched(sources: Sources) -> int:
+    """Bytes that the last staging fetched."""
+    assert sources.last_staged is not None
+    return sources.last_staged.fetched_bytes
+
+
+async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: Path) -> None:
+    """Each is the full checkpoint, byte for byte; after the first only what has changed is fetched."""
+    stages: list[str] = []
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        weights = random_weights(0)
+        for seed in range(1, 6):
+            source = await versions.publish(weights)
+            assert not sources.is_at_hand(source)
+            folder = await sources.checkpoint(source, stages.append)
+            with sources.using(folder):
+                assert files_in(folder) == folder_content(weights)
+            link = versions.links[-1]
+            assert folder.name == link.digest
+            assert fetched(sources) == (link.anchor_bytes if seed == 1 else link.delta_bytes)
+            assert sources.is_at_hand(source)
+            weights = stepped(weights, seed)
+
+    assert stages[:3] == ["fetching", "checking", "fetching"]
+    assert stages[3:6] == ["building", "checking", "fetching"]
+    assert sources.staging is None
+    assert len([path for path in (tmp_path / "cache/shared.weights/checkpoints").iterdir() if path.is_dir()]) == 2
+
+
+async def test_a_staged_version_needs_no_store(nats_url: str, tmp_path: Path) -> None:
+    """It is only checked, also when the store has lost it."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        await publish_steps(versions, 1)
+        folder = await sources.checkpoint(versions.source(), ignore)
+        for link in versions.links:
+            await delete_prefix(versions.nats, link.objects)
+
+        assert await sources.checkpoint(versions.source(), ignore) == folder
+        assert sources.is_at_hand(versions.source())
+
+
+async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Path) -> None:
+    """And applies all deltas since; one that missed three versions applies these."""
+    late, slow = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "slow")
+    async with chain(nats_url, tmp_path) as versions:
+        steps = await publish_steps(versions, 1)
+        with slow.using(await slow.checkpoint(versions.source(), ignore)):
+            pass
+        for seed in (7, 8, 9):
+            steps.append(stepped(steps[-1], seed))
+            await versions.publish(steps[-1])
+        source, links = versions.source(), versions.links
+
+        for sources in (late, slow):
+            assert files_in(await sources.checkpoint(source, ignore)) == folder_content(steps[-1])
+
+    deltas = [link.delta_bytes or 0 for link in links]
+    assert fetched(late) == (links[0].anchor_bytes or 0) + sum(deltas)
+    assert fetched(slow) == sum(deltas[-3:])
+
+
+async def test_the_second_worker_of_a_machine_fetches_nothing(nats_url: str, tmp_path: Path) -> None:
+    """It finds what the first one has built."""
+    first, second = worker(nats_url, tmp_path), worker(nats_url, tmp_path, "w2")
+    async with chain(nats_url, tmp_path) as versions:
+        await publish_steps(versions, 2)
+        folder = await first.checkpoint(versions.source(), ignore)
+
+        assert await second.checkpoint(versions.source(), ignore) == folder
+        assert fetched(second) == 0
+
+
+async def test_a_newer_anchor_is_taken_where_it_is_less(nats_url: str, tmp_path: Path) -> None:
+    """A late worker begins with the last anchor; one that has the version before it fetches its delta only."""
+    late, follower = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "follower")
+    async with chain(nats_url, tmp_path) as versions:
+        steps = await publish_steps(versions, 1)
+        await follower.checkpoint(versions.source(), ignore)
+        steps.append(stepped(steps[-1], 5))
+        source = await versions.publish(steps[-1], is_anchor=True)
+        link = versions.links[-1]
+
+        for sources in (late, follower):
+            assert files_in(await sources.checkpoint(source, ignore)) == folder_content(steps[-1])
+
+    assert (fetched(late), fetched(follower)) == (link.anchor_bytes, link.delta_bytes)
+
+
+@pytest.mark.parametrize("fault", ["hole", "corrupt delta", "wrong base", "damaged base"])
+async def test_what_is_wrong_with_a_chain_leads_to_the_anchor(nats_url: str, tmp_path: Path, fault: str) -> None:
+    """The result is the same."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        steps = await publish_steps(versions, 1)
+        base = await sources.checkpoint(versions.source(), ignore)
+        steps.append(stepped(steps[-1], 5))
+        files = {delta_name(0): b"?"} if fault == "corrupt delta" else None
+        hole = (await versions.publish(steps[-1], files=files)).objects
+        steps.append(stepped(steps[-1], 6))
+        source = await versions.publish(steps[-1], is_anchor=True)
+        if fault == "hole":
+            assert hole is not None
+            await delete_prefix(versions.nats, hole)
+        elif fault in {"wrong base", "damaged base"}:
+            path = base / "model.safetensors"
+            content = bytearray(path.read_bytes())
+            content[-1 if fault == "wrong base" else 9] ^= 1
+            path.write_bytes(content)
+
+        assert files_in(await sources.checkpoint(source, ignore)) == folder_content(steps[-1])
+    assert fetched(sources) >= (versions.links[-1].anchor_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"model.safetensors": None}, "lacks model.safetensors"),
+        ({"config.json": None}, "lacks config.json"),
+        ({"config.json": b"{}"}, "config.json is damaged: its SHA-256 is"),
+        ({"model.safetensors": folder_content(random_weights(1))["model.safetensors"]}, "has the SHA-256"),
+        ({"model.safetensors": b" " * 1000}, "lacks model.safetensors, or it has not the"),
+    ],
+)
+async def test_a_wrong_anchor_is_refused(
+    nats_url: str, tmp_path: Path, files: dict[str, bytes | None], said: str
+) -> None:
+    """Where nothing else leads to the version; nothing of it stays, and a good one comes next."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        source = await versions.publish(random_weights(0), files=files)
+        with pytest.raises(ControlError) as raised:
+            await sources.checkpoint(source, ignore)
+        left = [path for path in (tmp_path / "cache/shared.weights/checkpoints").iterdir() if path.is_dir()]
+        good = await versions.publish(random_weights(0), is_anchor=True, is_delta=False)
+
+        assert files_in(await sources.checkpoint(good, ignore)) == folder_content(random_weights(0))
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert said in raised.value.message
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"offset": 10_000}, "up to byte"),
+        ({"num_bytes": 2**61, "offset": 2**61}, "up to byte"),
+        ({"object": 7}, "in delta-0007, which is missing"),
+        ({"body_bytes": 2**40}, "larger than the tensor can have"),
+        ({"num_changed": 2**40}, "larger than the tensor can have"),
+        ({"encoding": "dense", "num_changed": 0}, "cannot be made of"),
+        ({"num_changed": 4}, "cannot be made of"),
+        ({"object": 5000}, "does not decode"),
+        ({"offset": -1}, "does not decode"),
+    ],
+)
+async def test_a_hostile_delta_is_refused(nats_url: str, tmp_path: Path, change: dict[str, object], said: str) -> None:
+    """Sizes and places are checked before anything is allocated; no folder comes of it."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        await publish_steps(versions, 0)
+        base = await sources.checkpoint(versions.source(), ignore)
+        source = await versions.publish(stepped(random_weights(0), 1), change=change)
+        with pytest.raises(ControlError) as raised:
+            await sources.checkpoint(source, ignore)
+
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert said in raised.value.message
+    assert [path for path in base.parent.iterdir() if path.is_dir()] == [base]
+
+
+async def test_tensors_are_those_of_the_workers_own_checkpoint(nats_url: str, tmp_path: Path) -> None:
+    """Others are refused before they are fetched, naming the first; so is an adapter."""
+    sources = worker(nats_url, tmp_path)
+    name = next(iter(MODEL))
+    shapes = {
+        "lacks the tensor 'model.embed": {other: shape for other, shape in MODEL.items() if other != name},
+        "has the tensor 'more'": {**MODEL, "more": (2**20, 2**10)},
+        "has the tensor 'model.embed_tokens.weight' as BF16[8, 8]": {**MODEL, name: (8, 8)},
+    }
+    async with chain(nats_url, tmp_path) as versions:
+        for said, wrong in shapes.items():
+            small = {name: (4,) if name == "more" else shape for name, shape in wrong.items()}
+            others = Versions(versions.nats, versions.bucket, tmp_path, small)
+            with pytest.raises(ControlError) as raised:
+                await sources.checkpoint(await others.publish(random_weights(0, small)), ignore)
+            assert raised.value.code is ControlCode.BAD_SOURCE
+            assert said.partition("[")[0] in raised.value.message.replace("model.safetensors", "")
+        adapter = await versions.publish(random_weights(0), manifest={"adapter": "a"})
+        with pytest.raises(ControlError, match="is the adapter 'a', and no checkpoint"):
+            await sources.checkpoint(adapter, ignore)
+        with pytest.raises(ControlError, match="is a checkpoint, and no adapter"):
+            await sources.adapter(await versions.publish(random_weights(0)), ignore)
+    assert not (tmp_path / "cache/shared.weights/checkpoints").exists()

@@ -1,0 +1,174 @@
+"""Stages one source of the object store: finds it in the folder store, or has it built there."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ...bus.objects import FolderReader, ObjectReader
+from ...bus.objects.layout import decode_digest
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.manifest import Manifest
+from .builder import Builder, fetch_files, verify_version
+from .folder_store import FolderStore, Hold, PartialFolder
+from .progress import Progress
+from .published import read_manifest
+from .quiet_threads import run_quietly
+from .roots import bad_source
+from .tensor_files import verify_file
+
+__all__ = ["Checks", "Fetched", "Fetcher"]
+
+logger = logging.getLogger(__name__)
+
+_UPLOAD: Final = "upload"
+"""Of a partial folder: what a plain upload becomes."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Checks(NamedTuple):
+    """What a source must be. Both block, and raise ControlError (`bad_source`)."""
+
+    folder: Callable[[Path], None]
+    """Called with the folder before it is used."""
+    manifest: Callable[[Manifest], None]
+    """Called with the manifest, if there is one, before anything else is fetched."""
+
+
+class Fetched(NamedTuple):
+    """A source that is staged."""
+
+    hold: Hold
+    is_published: bool
+    """False: it is a plain upload, under whose name other content may come."""
+
+
+class Fetcher:
+    """Brings folders of the object store to this machine.
+
+    Args:
+        objects: reads the object store.
+        store: where the folders go.
+    """
+
+    def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
+        self._objects = objects
+        self._store = store
+
+    def __repr__(self) -> str:
+        """One line with the store."""
+        return f"<Fetcher {self._store}>"
+
+    async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
+        """Return the folder of a source, which is held.
+
+        Cancellation: what was fetched stays for the next try.
+
+        Raises:
+            ControlError: `bad_source`, `storage`.
+        """
+        hold: Hold | None = None
+        try:
+            async with self._objects.open_folder(objects) as folder:
+                manifest = await read_manifest(folder, objects)
+                if manifest is not None:
+                    await asyncio.to_thread(checks.manifest, manifest)
+                hold = await self._find_or_build(folder, manifest, checks, progress)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise ControlError(
+                ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
+            ) from error
+        except asyncio.CancelledError:
+            if hold is not None:  # the connection was being closed
+                hold.release()
+            raise
+        return Fetched(hold, manifest is not None)
+
+    async def _find_or_build(
+        self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
+    ) -> Hold:
+        digest = folder.digest if manifest is None else manifest.digest
+        while True:
+            opened = await self._store.open(digest, lambda: progress.begin("waiting"))
+            if isinstance(opened, PartialFolder):
+                async with _building(opened):
+                    path = await self._build(folder, manifest, opened, progress)
+                    progress.begin("checking")
+                    await asyncio.to_thread(checks.folder, path)
+                    return opened.complete(path)
+            if await self._is_sound(opened, folder, manifest, checks, progress):
+                return opened
+            if not await asyncio.to_thread(self._store.delete, digest):
+                raise bad_source(f"{opened.folder} is damaged, and in use by another worker")
+
+    async def _is_sound(
+        self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
+    ) -> bool:
+        """Check a folder that was found; False: it is damaged, and held no more."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(hold.release)
+            if not hold.is_of_this_boot:
+                try:
+                    await self._verify(folder, manifest, hold.folder, progress)
+                except ControlError as error:
+                    logger.warning("folders.damaged folder=%s error=%s", hold.folder, error)
+                    return False
+                hold.confirm()
+            progress.begin("checking")
+            await asyncio.to_thread(checks.folder, hold.folder)
+            stack.pop_all()
+        return True
+
+    async def _build(
+        self, folder: FolderReader, manifest: Manifest | None, partial: PartialFolder, progress: Progress
+    ) -> Path:
+        if manifest is not None:
+            return await Builder(self._objects, self._store).build(manifest, folder, partial, progress)
+        files = {name: info.size for name, info in folder.names.items()}
+        await run_quietly([lambda _: partial.make_room(sum(files.values()))])
+        progress.begin("fetching", sum(files.values()))
+        await fetch_files(folder, files, partial.path / _UPLOAD, progress)
+        return partial.path / _UPLOAD
+
+    async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
+        """Compare a folder with the store: a crash of the machine may have lost some of it.
+
+        Raises:
+            ControlError: `bad_source`.
+        """
+        if manifest is not None:
+            await verify_version(manifest, path, progress)
+            return
+        for name, info in folder.names.items():
+            await asyncio.to_thread(verify_file, path / name, decode_digest(info).hex())
+
+
+@contextlib.asynccontextmanager
+async def _building(partial: PartialFolder) -> AsyncIterator[None]:
+    """Give up the lock if the building fails, and delete what there is if nobody should go on with it."""
+    is_complete = is_useless = False
+    try:
+        yield
+        is_complete = True
+    except (ControlError, OSError) as error:
+        is_bad = isinstance(error, ControlError) and error.code is ControlCode.BAD_SOURCE
+        is_useless = is_bad or _is_full(error)
+        raise
+    finally:
+        if is_useless:
+            await asyncio.to_thread(partial.leave, discard=True)
+        elif not is_complete:
+            partial.leave(discard=False)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Return True if the disk is full: what there is of the folder would keep it so."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,62 @@
+"""How far the staging of one source is."""
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ...schemas.control import WeightSource
+from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import Staging
+
+__all__ = ["Progress", "Report"]
+
+Report = Callable[[str], None]
+"""Called with the stage that a command has reached, for people."""
+
+
+class Progress:
+    """Counts bytes, stage by stage.
+
+    Args:
+        source: what is staged.
+        report: called at each stage.
+    """
+
+    def __init__(self, source: WeightSource, report: Report) -> None:
+        self._source: Final = str(source)[:MAX_ERROR_CHARS]
+        self._report = report
+        self._stage = ""
+        self._done = 0
+        self._total = 0
+        # Two threads count.
+        self._lock = threading.Lock()
+        self.fetched_bytes = 0
+        """What came over the network, in all stages."""
+
+    def __repr__(self) -> str:
+        """One line with the stage."""
+        return f"<Progress {self._source} {self._stage} {self._done}/{self._total}>"
+
+    @property
+    def staging(self) -> Staging:
+        """What is being done now."""
+        done = min(self._done, self._total)
+        return Staging(source=self._source, stage=self._stage, done_bytes=done, total_bytes=self._total)
+
+    def begin(self, stage: str, total_bytes: int = 0) -> None:
+        """Begin a stage of so many bytes."""
+        with self._lock:
+            self._done, self._total = 0, total_bytes
+        if stage != self._stage:
+            self._stage = stage
+            self._report(stage)
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes of this stage; from any thread."""
+        with self._lock:
+            self._done += num_bytes
+
+    def add_fetched(self, num_bytes: int) -> None:
+        """Count bytes that came over the network."""
+        self.fetched_bytes += num_bytes
+        self.add(num_bytes)

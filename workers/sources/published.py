@@ -1,0 +1,149 @@
+"""The manifest of a published version, as a worker reads it: checked before anything is fetched or allocated."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ...bus.objects import FolderReader
+from ...bus.protocol.weights.safetensors_layout import layouts
+from ...bus.protocol.weights.tensor_delta import max_body_bytes
+from ...schemas.errors import RemoteProtocolError
+from ...schemas.manifest import (
+    DELTA_PREFIX,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Link,
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+    delta_name,
+)
+from .checkpoint import check_tensors
+from .headers import Tensor
+from .roots import bad_source
+
+__all__ = ["anchor_files", "check_manifest", "check_same_tensors", "delta_files", "read_link", "read_manifest"]
+
+MAX_SLACK: Final = 1024**2
+"""Of a delta: bytes that need not be of a tensor."""
+
+
+async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
+    """Read the manifest of a folder; None: it has none, so it is an upload and no published version.
+
+    Raises:
+        ControlError: `bad_source`: it does not decode, or is not of this folder; `storage`.
+    """
+    if MANIFEST not in folder.names:
+        return None
+    try:
+        manifest = decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES))
+    except RemoteProtocolError as error:
+        raise bad_source(f"objects:{objects}: {error}") from error
+    if manifest.own.objects != objects:
+        raise bad_source(f"objects:{objects} has the manifest of objects:{manifest.own.objects}")
+    return manifest
+
+
+def check_manifest(manifest: Manifest, own: Mapping[str, Tensor] | None) -> None:
+    """Check that a version is one of the worker's model, and that its chain is one.
+
+    Args:
+        own: tensors of the worker's checkpoint; None: they are not known.
+
+    Raises:
+        ControlError: `bad_source`, naming the first tensor or link that is wrong.
+    """
+    where = f"objects:{manifest.own.objects}"
+    bucket = manifest.own.objects.partition("/")[0]
+    folders = [link.objects for link in manifest.links]
+    if len(set(folders)) != len(folders):
+        raise bad_source(f"{where} has a chain with a version twice")
+    for folder in folders:
+        if folder.partition("/")[0] != bucket:
+            raise bad_source(f"{where} has the version objects:{folder} in its chain, which is in another bucket")
+    if own is not None:
+        # Sizes of tensors bound what is decompressed, and sizes of files what is written.
+        tensors = {entry.name: Tensor(entry.dtype, entry.shape, Path(entry.file)) for entry in manifest.tensors}
+        check_tensors(where, tensors, own)
+
+
+async def read_link(folder: FolderReader, link: Link, newest: Manifest) -> Manifest:
+    """Read the manifest of another version of the chain of `newest`.
+
+    Raises:
+        ControlError: `bad_source`: it is missing, of another model, or another version than `link` says; `storage`.
+    """
+    where = f"objects:{link.objects}"
+    manifest = await read_manifest(folder, link.objects)
+    if manifest is None:
+        raise bad_source(f"{where} has no {MANIFEST}: it is no published version")
+    if (manifest.model, manifest.adapter) != (newest.model, newest.adapter):
+        raise bad_source(f"{where} is of the model {manifest.model!r}; expected: {newest.model!r}")
+    if (manifest.digest, manifest.version) != (link.digest, link.version):
+        raise bad_source(f"{where} is the version {manifest.version} of digest {manifest.digest}; expected: {link}")
+    return manifest
+
+
+def check_same_tensors(manifest: Manifest, newest: Mapping[str, TensorEntry]) -> None:
+    """Check that a version has the tensors of the newest one of its chain, whose sizes are checked already.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    where = f"objects:{manifest.own.objects}"
+    if newest.keys() != {entry.name for entry in manifest.tensors}:
+        raise bad_source(f"{where} has other tensors than the versions after it")
+    for entry in manifest.tensors:
+        expected = newest[entry.name]
+        if (entry.dtype, entry.shape) != (expected.dtype, expected.shape):
+            raise bad_source(
+                f"{where} has the tensor {entry.name[:200]!r} as {entry.dtype}{list(entry.shape)}; expected: "
+                f"{expected.dtype}{list(expected.shape)}, as the versions after it"
+            )
+
+
+def delta_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
+    """Return the objects of a version's delta that its tensors lie in, with their sizes.
+
+    Raises:
+        ControlError: `bad_source`: one is missing, or a change lies outside of its object or is too large.
+    """
+    where = f"objects:{manifest.own.objects}"
+    files: dict[str, int] = {}
+    for entry in manifest.tensors:
+        if (delta := entry.delta) is None:
+            continue
+        shown, name = f"{where} has the tensor {entry.name[:200]!r}", delta_name(delta.object)
+        if name not in folder.names:
+            raise bad_source(f"{shown} in {name}, which is missing")
+        files[name] = folder.names[name].size
+        num_items = entry.size // entry.item_bytes
+        if delta.offset + delta.num_bytes > files[name]:
+            raise bad_source(f"{shown} up to byte {delta.offset + delta.num_bytes} of {name}, which has {files[name]}")
+        if delta.num_changed > num_items or max(delta.num_bytes, delta.body_bytes) > max_body_bytes(
+            delta.encoding, delta.num_changed, num_items, entry.item_bytes
+        ):
+            raise bad_source(f"{shown} with a change that is larger than the tensor can have: {delta}")
+    if sum(files.values()) > MAX_SLACK + sum(entry.size for entry in manifest.tensors):
+        raise bad_source(f"{where} has a delta that is larger than all its tensors")
+    return files
+
+
+def anchor_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
+    """Return the objects of a version's anchor, with their sizes.
+
+    Raises:
+        ControlError: `bad_source`: one is missing, or has another size than its tensors.
+    """
+    where = f"objects:{manifest.own.objects}"
+    files: dict[str, int] = {}
+    for file in layouts(manifest.tensors):
+        if file.name not in folder.names or folder.names[file.name].size != file.size:
+            raise bad_source(f"{where} lacks {file.name}, or it has not the {file.size} bytes of its tensors")
+        files[file.name] = file.size
+    for name in manifest.files:
+        if name not in folder.names or name.startswith(DELTA_PREFIX):
+            raise bad_source(f"{where} lacks {name}, which its manifest names")
+        files[name] = folder.names[name].size
+    return files

@@ -1,0 +1,133 @@
+"""Checkpoints that a path names: read ahead into memory before an engine reads them, and watched for changes."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from ...schemas.errors import ControlCode, ControlError
+from .checkpoint import CONFIG, INDEX
+from .headers import Tensor
+from .progress import Progress
+from .quiet_threads import Job, Scratch, run_quietly
+
+__all__ = ["FileNotes", "WatchedFolders", "note_files", "read_ahead"]
+
+FileNotes = Mapping[Path, tuple[int, int]]
+"""Of each file that counts: its size and time of change (ns)."""
+
+JOB_BYTES: Final = 64 * 1024**2
+"""Read without a look at whether it is still wanted."""
+PIECE_BYTES: Final = 4 * 1024**2
+MEMORY_SHARE: Final = 2
+"""A checkpoint that is larger than one such part of the free memory is not read ahead: it would push out itself."""
+
+
+MAX_WATCHED: Final = 64
+"""Folders: more than a fleet goes back to."""
+
+
+class WatchedFolders:
+    """Folders that paths named, with what their files were when they were checked."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+        self._notes: dict[Path, FileNotes] = {}
+
+    def __repr__(self) -> str:
+        """One line with the count."""
+        return f"<WatchedFolders {len(self._folders)}>"
+
+    def __contains__(self, path: str) -> bool:
+        """Return True if the folder was read ahead, and has not left this table since."""
+        return path in self._folders
+
+    def is_noted(self, folder: Path, notes: FileNotes) -> bool:
+        """Return True if the files are as they were before."""
+        return self._notes.get(folder) == notes
+
+    def add(self, path: str, folder: Path, notes: FileNotes) -> None:
+        """Note the files of the real `folder` that `path` names."""
+        self._folders.pop(path, None)
+        self._folders[path] = folder
+        self._notes[folder] = notes
+        while len(self._folders) > MAX_WATCHED:
+            del self._folders[next(iter(self._folders))]
+            self._notes = {folder: self._notes[folder] for folder in self._folders.values()}
+
+    async def verify_unchanged(self, folder: Path) -> None:
+        """Compare the files of a folder with what was noted of it, if anything was.
+
+        Raises:
+            ControlError: `half_written`: they differ, so that nobody knows what an engine has read.
+        """
+        notes = self._notes.get(folder)
+        if notes is not None and await asyncio.to_thread(_is_changed, notes):
+            raise ControlError(ControlCode.HALF_WRITTEN, f"files of {folder} were changed while they were loaded")
+
+
+def _is_changed(notes: FileNotes) -> bool:
+    try:
+        return any(_note(path) != noted for path, noted in notes.items())
+    except OSError:
+        return True
+
+
+def _note(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def note_files(folder: Path, tensors: Mapping[str, Tensor]) -> FileNotes:
+    """Note the files that an engine reads of a checkpoint. Blocks.
+
+    Raises:
+        OSError: one is not there any more.
+    """
+    files = {tensor.file for tensor in tensors.values()}
+    files |= {path for name in (INDEX, CONFIG) if (path := folder / name).exists()}
+    return {path: _note(path) for path in sorted(files)}
+
+
+async def read_ahead(notes: FileNotes, progress: Progress) -> None:
+    """Read files once, so that the engine's reading of them, for which requests wait, is from memory.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    total = sum(size for size, _ in notes.values())
+    if total > _free_memory() // MEMORY_SHARE:
+        return
+    progress.begin("reading", total)
+    await run_quietly(_jobs(notes, progress))
+
+
+def _jobs(notes: FileNotes, progress: Progress) -> Iterator[Job]:
+    for path, (size, _) in notes.items():
+        for begin in range(0, size, JOB_BYTES):
+            yield _ReadJob(path, begin, progress)
+
+
+class _ReadJob:
+    def __init__(self, path: Path, begin: int, progress: Progress) -> None:
+        self._path = path
+        self._begin = begin
+        self._progress = progress
+
+    def __call__(self, scratch: Scratch) -> None:
+        piece = scratch.get(PIECE_BYTES).data
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._begin)
+            left = JOB_BYTES
+            while left > 0 and (count := file.readinto(piece)):
+                left -= count
+                self._progress.add(count)
+
+
+def _free_memory() -> int:
+    """Return the bytes that programs could have without swapping; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

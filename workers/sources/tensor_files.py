@@ -1,0 +1,240 @@
+"""The tensors of a version, one at a time: made from those before, hashed, and written to where they lie in its files.
+
+All that is called here blocks, and runs in `quiet_threads`.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...bus.protocol.weights.safetensors_layout import FileLayout, layouts
+from ...bus.protocol.weights.tensor_delta import DeltaError, Encoded, apply_delta
+from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
+from .headers import Tensor
+from .quiet_threads import Job, Scratch
+from .roots import bad_source, open_regular
+
+__all__ = ["Change", "OnBytes", "build_jobs", "copy_others", "prepare_files", "verify_file", "verify_jobs"]
+
+PIECE_BYTES: Final = 4 * 1024**2
+"""Of a file that is hashed and not changed."""
+
+OnBytes = Callable[[int], None]
+"""Called with the bytes that were just done, on any thread."""
+
+
+class Change(NamedTuple):
+    """What one version of the chain changed in a tensor."""
+
+    file: Path
+    """The object that holds it."""
+    delta: TensorDelta
+
+
+def prepare_files(manifest: Manifest, folder: Path) -> None:
+    """Make the safetensors files of a version without their contents; files of the same size that are there stay.
+
+    All else in `folder` is deleted.
+    """
+    files = list(layouts(manifest.tensors))
+    _delete_others(folder, files)
+    for file in files:
+        _write_header(folder / file.name, file)
+
+
+def build_jobs(
+    manifest: Manifest,
+    base: Mapping[str, Tensor],
+    changes: Mapping[str, Sequence[Change]],
+    folder: Path,
+    on_bytes: OnBytes,
+) -> Iterator[Job]:
+    """Write the tensors of a version into the files of `prepare_files`; yield a job for each tensor.
+
+    Each job raises ControlError (`bad_source`) if a tensor does not become what the manifest says, naming it.
+
+    Args:
+        base: the tensors that `changes` are applied to; of the same names and sizes.
+        changes: of each tensor that changed, by name, in the order of the chain.
+    """
+    for file in layouts(manifest.tensors):
+        for entry, offset in file.offsets():
+            changed = changes.get(entry.name, ())
+            yield _BuildJob(entry, base[entry.name], changed, folder / file.name, offset, on_bytes)
+
+
+def verify_jobs(manifest: Manifest, folder: Path, on_bytes: OnBytes) -> Iterator[Job]:
+    """Compare the safetensors files in `folder` with a manifest; yield a job for each tensor.
+
+    Each raises ControlError (`bad_source`), naming the tensor; so does this of files that are laid out otherwise.
+    """
+    for file in layouts(manifest.tensors):
+        path = folder / file.name
+        _check_header(path, file)
+        for entry, offset in file.offsets():
+            yield _VerifyJob(entry, path, offset, on_bytes)
+
+
+def verify_file(path: Path, sha256: str) -> None:
+    """Compare a whole file with its digest.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise bad_source(path, f"is damaged: its SHA-256 is {found}, expected: {sha256}")
+
+
+def copy_others(manifest: Manifest, base: Path, folder: Path) -> None:
+    """Take the other files of a version from the one before.
+
+    Raises:
+        ControlError: `bad_source`: one is missing there, or differs.
+    """
+    for name, sha256 in manifest.files.items():
+        if not (base / name).is_file():
+            raise bad_source(base / name, "is missing: the version that is made of it has it too")
+        shutil.copyfile(base / name, folder / name)
+        verify_file(folder / name, sha256)
+
+
+class _BuildJob:
+    """Makes one tensor in memory, and writes it if it is right."""
+
+    def __init__(
+        self,
+        entry: TensorEntry,
+        base: Tensor,
+        changes: Sequence[Change],
+        path: Path,
+        offset: int,
+        on_bytes: OnBytes,
+    ) -> None:
+        self._entry = entry
+        self._base = base
+        self._changes = changes
+        self._path = path
+        self._offset = offset
+        self._on_bytes = on_bytes
+
+    def __call__(self, scratch: Scratch) -> None:
+        entry = self._entry
+        content = scratch.get(entry.size)
+        dense = [number for number, change in enumerate(self._changes) if change.delta.encoding == "dense"]
+        if not dense:
+            _read(self._base.file, self._base.begin, content)
+        for change in self._changes[dense[-1] if dense else 0 :]:
+            try:
+                apply_delta(_encoded(change), content, entry.item_bytes)
+            except DeltaError as error:
+                raise bad_source(
+                    f"the tensor {entry.name[:200]!r} cannot be made of {change.file.name}: {error}"
+                ) from error
+        _check_sha256(entry, hashlib.sha256(content.data).hexdigest())
+        with _opened(self._path, os.O_WRONLY) as fd:
+            _write(fd, content, self._offset)
+        self._on_bytes(entry.size)
+
+
+class _VerifyJob:
+    """Hashes one tensor where it lies."""
+
+    def __init__(self, entry: TensorEntry, path: Path, offset: int, on_bytes: OnBytes) -> None:
+        self._entry = entry
+        self._path = path
+        self._offset = offset
+        self._on_bytes = on_bytes
+
+    def __call__(self, scratch: Scratch) -> None:
+        sha = hashlib.sha256()
+        for begin in range(0, self._entry.size, PIECE_BYTES):
+            piece = scratch.get(min(PIECE_BYTES, self._entry.size - begin))
+            _read(self._path, self._offset + begin, piece)
+            sha.update(piece.data)
+        _check_sha256(self._entry, sha.hexdigest())
+        self._on_bytes(self._entry.size)
+
+
+def _check_sha256(entry: TensorEntry, found: str) -> None:
+    if found != entry.sha256:
+        raise bad_source(
+            f"the tensor {entry.name[:200]!r} has the SHA-256 {found}; expected: {entry.sha256}, as the manifest says"
+        )
+
+
+def _encoded(change: Change) -> Encoded:
+    """Read a change; it lies within its object, or it is damaged."""
+    delta = change.delta
+    size = change.file.stat().st_size
+    if delta.offset + delta.num_bytes > size:
+        raise DeltaError(f"bytes {delta.offset} to {delta.offset + delta.num_bytes} are of an object of {size}")
+    data = np.empty(delta.num_bytes, np.uint8)
+    _read(change.file, delta.offset, data)
+    return Encoded(delta.encoding, delta.num_changed, delta.body_bytes, data.tobytes())
+
+
+def _write_header(path: Path, file: FileLayout) -> None:
+    """Give a file its header and size; what it holds of contents stays."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+        os.ftruncate(fd, file.size)
+        _write(fd, np.frombuffer(file.header, np.uint8), 0)
+
+
+def _check_header(path: Path, file: FileLayout) -> None:
+    if not path.is_file() or path.stat().st_size != file.size:
+        raise bad_source(f"{file.name} is missing, or has not the {file.size} bytes that the manifest says")
+    header = np.empty(len(file.header), np.uint8)
+    _read(path, 0, header)
+    if header.tobytes() != file.header:
+        raise bad_source(f"{file.name} has its tensors elsewhere than the manifest says")
+
+
+def _delete_others(folder: Path, files: Iterable[FileLayout]) -> None:
+    """Delete all but the files of a version, which may have been those of another."""
+    names = {file.name for file in files}
+    for entry in list(folder.iterdir()):
+        if entry.is_symlink() or not entry.is_dir():
+            if entry.name not in names:
+                entry.unlink()
+        else:
+            shutil.rmtree(entry)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path, offset: int, into: npt.NDArray[np.uint8]) -> None:
+    """Fill `into` from a file.
+
+    Raises:
+        ControlError: `bad_source`: the file is too short.
+    """
+    with _opened(path, os.O_RDONLY) as fd:
+        rest = into.data
+        while rest:
+            count = os.preadv(fd, [rest], offset)
+            if not count:
+                raise bad_source(path, f"ends at byte {offset}; expected: {len(rest)} more")
+            rest, offset = rest[count:], offset + count
+
+
+def _write(fd: int, content: npt.NDArray[np.uint8], offset: int) -> None:
+    rest = content.data
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count
