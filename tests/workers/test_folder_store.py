@@ -1,0 +1,263 @@
+"""Folders that several processes share: built once, never deleted while used, and nothing half built under a name."""
+
+import asyncio
+import errno
+import fcntl
+import multiprocessing
+import os
+import re
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.workers.sources import folder_store, locks
+from rollbus.workers.sources.folder_store import FolderStore, Hold, PartialFolder
+from tests.support.patience import SOON_S
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def store(tmp_path: Path, *, kept: int = 2, max_bytes: int | None = None) -> FolderStore:
+    """The store of a process of the machine `tmp_path`."""
+    return FolderStore(tmp_path / "shared.weights" / "checkpoints", max_bytes=max_bytes, kept=kept)
+
+
+async def build(folders: FolderStore, digest: str, size: int = 10) -> Hold:
+    """Build a folder of one file."""
+    partial = await folders.open(digest, ignore)
+    assert isinstance(partial, PartialFolder)
+    partial.make_room(size)
+    folder = partial.reuse("folder")
+    (folder / "file").write_bytes(bytes(size))
+    hold = partial.complete(folder)
+    folders.clean_up()
+    return hold
+
+
+def ignore() -> None:
+    """Take word of a wait."""
+
+
+def _hold(root: Path, digest: str, pipe: Connection) -> None:
+    """Hold or build a folder in another process until it is killed."""
+    folders = store(root)
+
+    async def run() -> None:
+        opened = await folders.open(digest, ignore)
+        if isinstance(opened, PartialFolder):
+            (opened.path / "fetched").write_bytes(b"half")
+        pipe.send(type(opened).__name__)
+        await asyncio.sleep(SOON_S)
+
+    asyncio.run(run())
+
+
+class Other:
+    """Another process that holds or builds a folder."""
+
+    def __init__(self, tmp_path: Path, digest: str) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_hold, args=(tmp_path, digest, theirs))
+        self._process.start()
+        assert self._pipe.poll(SOON_S)
+        self.opened = self._pipe.recv()
+
+    def kill(self) -> None:
+        """Kill it; the system ends its locks."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(SOON_S)
+
+
+async def test_a_folder_is_built_once(tmp_path: Path) -> None:
+    """It is there when it is complete, readable for this user alone, and found from then on."""
+    folders = store(tmp_path)
+    partial = await folders.open("a", ignore)
+    assert isinstance(partial, PartialFolder)
+    assert not folders.digests()
+    folder = partial.reuse("folder")
+    (folder / "file").write_bytes(b"content")
+    hold = partial.complete(folder)
+
+    assert folders.digests() == {"a"}
+    assert (hold.folder / "file").read_bytes() == b"content"
+    assert hold.folder.parent.stat().st_mode & 0o777 == 0o700
+    assert hold.folder.parent.parent.stat().st_mode & 0o777 == 0o700
+    found = await store(tmp_path).open("a", ignore)
+    assert isinstance(found, Hold)
+    assert found.is_of_this_boot
+
+
+async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
+    """It finds the folder; other work goes on meanwhile."""
+    waits = asyncio.Event()
+    first = await store(tmp_path).open("a", ignore)
+    assert isinstance(first, PartialFolder)
+    async with asyncio.TaskGroup() as tasks:
+        second = tasks.create_task(store(tmp_path).open("a", waits.set))
+        await asyncio.wait_for(waits.wait(), SOON_S)
+        assert not second.done()
+        first.complete(first.reuse("folder"))
+        assert isinstance(await asyncio.wait_for(second, SOON_S), Hold)
+
+
+async def test_what_a_killed_builder_left_is_gone_on_with(tmp_path: Path) -> None:
+    """Its lock ends with it, and there is no folder of that name."""
+    other, waits = Other(tmp_path, "a"), asyncio.Event()
+    assert other.opened == "PartialFolder"
+    folders = store(tmp_path)
+    async with asyncio.TaskGroup() as tasks:
+        mine = tasks.create_task(folders.open("a", waits.set))
+        await asyncio.wait_for(waits.wait(), SOON_S)
+        assert not folders.digests()
+        other.kill()
+        partial = await asyncio.wait_for(mine, SOON_S)
+
+    assert isinstance(partial, PartialFolder)
+    assert (partial.path / "fetched").read_bytes() == b"half"
+    partial.leave(discard=True)
+    assert not partial.path.exists()
+
+
+async def test_what_another_process_uses_stays(tmp_path: Path) -> None:
+    """However many newer folders there are; it goes with its last user."""
+    folders = store(tmp_path)
+    (await build(folders, "a")).release()
+    other = Other(tmp_path, "a")
+    assert other.opened == "Hold"
+    for digest in "bcd":
+        (await build(folders, digest)).release()
+    assert folders.digests() == {"a", "c", "d"}
+    other.kill()
+
+    (await build(folders, "e")).release()
+
+    assert folders.digests() == {"d", "e"}
+
+
+async def test_what_this_process_holds_stays_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has none answers an error; a store is one process's then."""
+
+    def refuse(fd: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not locks.can_lock(tmp_path)
+    folders = store(tmp_path)
+    held = await build(folders, "a")
+    for digest in "bc":
+        (await build(folders, digest)).release()
+
+    (await build(folders, "d")).release()
+
+    assert folders.digests() == {"a", "c", "d"}
+    held.release()
+
+
+async def test_the_files_of_an_old_generation_are_used_again(tmp_path: Path) -> None:
+    """Of the oldest that nobody holds; it is no complete folder from then on."""
+    folders = store(tmp_path)
+    for digest in "ab":
+        (await build(folders, digest)).release()
+    inode = (folders.folder("a") / "file").stat().st_ino
+    partial = await folders.open("c", ignore)
+    assert isinstance(partial, PartialFolder)
+
+    folder = partial.reuse("folder")
+
+    assert folders.digests() == {"b"}
+    assert (folder / "file").stat().st_ino == inode
+    assert partial.reuse("folder") == folder
+    partial.leave(discard=True)
+
+
+async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
+    """A new folder is made then."""
+    folders = store(tmp_path)
+    held = await build(folders, "a")
+    (await build(folders, "b")).release()
+    partial = await folders.open("c", ignore)
+    assert isinstance(partial, PartialFolder)
+
+    assert [*partial.reuse("folder").iterdir()] == []
+    assert folders.digests() == {"a", "b"}
+    held.release()
+    partial.leave(discard=True)
+
+
+async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Path) -> None:
+    """Before the first byte, naming what is used, needed and allowed."""
+    folders = store(tmp_path, max_bytes=1000)
+    held = await build(folders, "a", 400)
+    (await build(folders, "b", 500)).release()
+    partial = await folders.open("c", ignore)
+    assert isinstance(partial, PartialFolder)
+
+    with pytest.raises(ControlError) as raised:
+        partial.make_room(700)
+    assert raised.value.code is ControlCode.STORAGE
+    assert "700 bytes do not fit below" in raised.value.message
+    assert re.search(r": 4\d\d bytes are in use there", raised.value.message)
+    assert "the limit is 1000 (--stage-bytes)" in raised.value.message
+    assert folders.digests() == {"a"}
+    partial.make_room(500)
+    held.release()
+
+
+async def test_a_partial_folder_counts_as_what_it_becomes(tmp_path: Path) -> None:
+    """What an earlier try has fetched is not counted twice."""
+    partial = await store(tmp_path, max_bytes=1000).open("a", ignore)
+    assert isinstance(partial, PartialFolder)
+    (partial.path / "fetched").write_bytes(bytes(800))
+
+    partial.make_room(900)
+    with pytest.raises(ControlError, match="1100 bytes do not fit"):
+        partial.make_room(1100)
+
+
+async def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path) -> None:
+    """No disk has room for this."""
+    partial = await store(tmp_path).open("a", ignore)
+    assert isinstance(partial, PartialFolder)
+
+    with pytest.raises(ControlError, match=r"do not fit on the disk of .*: it has \d+ free"):
+        partial.make_room(2**60)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> None:
+    """If nobody has them; younger ones stay, for the next try."""
+    folders = store(tmp_path)
+    for digest in ("old", "young"):
+        partial = await folders.open(digest, ignore)
+        assert isinstance(partial, PartialFolder)
+        if digest == "young" or not is_held:
+            partial.leave(discard=False)
+    day_ago = time.time() - folder_store.PARTIAL_AGE_S - 1
+    os.utime(folders.root / ".old.lock", (day_ago, day_ago))
+
+    folders.clean_up()
+
+    assert folders.partial("young").exists()
+    assert folders.partial("old").exists() is is_held
+
+
+async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its content is confirmed: a crash of the machine may have lost some of it."""
+    folders = store(tmp_path)
+    (await build(folders, "a")).release()
+    monkeypatch.setattr(folder_store, "_boot_id", lambda: b"another boot")
+    hold = folders.hold("a")
+    assert hold is not None
+    before = hold.is_of_this_boot
+
+    hold.confirm()
+
+    assert (before, hold.is_of_this_boot) == (False, True)
+    hold.release()
+    hold.release()
+    assert folders.held["a"] == 0
