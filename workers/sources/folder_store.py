@@ -302,4 +302,4 @@ def _boot_id() -> bytes:
 
 
 def _write_boot_id(fd: int) -> None:
-    os.pwrite(fd, _boot_id(), 0)
+    os.ftruncate(fd, os.pwrite(fd, _boot_id(), 0))
