@@ -352,27 +352,13 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
     argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
-    argv += ["--stage-bytes", "7", "--fetch-rate", "8"]
-    argv += ["--no-prove-reload"]
+    argv += ["--stage-bytes", "7", "--fetch-rate", "8", "--no-prove-reload"]
 
     assert worker_flags(build_parser().parse_args(argv)) == [
         *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
         *("--engine-args", engine_args, "--engine-timeout-s", "60.0"),
-        *(
-            "--weight-root",
-            "a",
-            "--weight-root",
-            "b",
-            "--cache-dir",
-            "c",
-            "--stage-bytes",
-            "7",
-            "--fetch-rate",
-            "8",
-            "--no-prove-reload",
-            "--log-level",
-            "debug",
-        ),
+        *("--weight-root", "a", "--weight-root", "b", "--cache-dir", "c", "--stage-bytes", "7", "--fetch-rate", "8"),
+        *("--no-prove-reload", "--log-level", "debug"),
     ]
 
 
