@@ -47,6 +47,21 @@ def test_weights_that_are_no_numbers_are_compared_by_place() -> None:
     assert probe.difference(right.nan_to_num()) is not None
 
 
+def test_numbers_near_zero_may_become_zero() -> None:
+    """A row of denormal weights, as of a token that no text has: kernels flush them to zero."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import linear_probe
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[3] = 1e-41
+    probe = linear_probe(weight, None, torch.bfloat16)
+    flushed = torch.where(weight.abs() < 1e-38, torch.zeros_like(weight), weight)
+
+    assert bool((weight[3] != 0).all())
+    assert probe.difference(probe.inputs @ flushed.T) is None
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:

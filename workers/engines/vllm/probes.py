@@ -38,7 +38,7 @@ NUM_SIGMAS = 8.0
 """Roundings that are independent of each other add up to this many standard deviations at most: one in 10^15 goes
 beyond."""
 SMALLEST = 1e-37
-"""Kernels may take numbers below for zero."""
+"""Kernels may take numbers below for zero, also each product of a sum."""
 CHUNK_ELEMENTS = 1 << 24
 """Of a weight that are converted at a time: at most 128 MiB."""
 
@@ -92,7 +92,7 @@ def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ste
     if bias is not None:
         expected[len(columns) :] += bias.to("cpu", wide)
     unit = _unit(dtype)
-    tolerance = expected.abs() * unit + NUM_SIGMAS * (_accumulation(dtype, num_in) + step) * norms
+    tolerance = expected.abs() * unit + NUM_SIGMAS * (_accumulation(dtype, num_in) + step) * norms + num_in * SMALLEST
     tolerance[: len(columns)] = expected[: len(columns)].abs() * (_exact_unit(dtype) + step) + SMALLEST
     return Probe(inputs, expected, tolerance, len(columns))
 
@@ -203,7 +203,7 @@ def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: flo
                 noise_of_output += output.abs() * unit
             expected[row] += share * output
             variance[row] += (share * (noise_of_output + output.abs() * unit)).square()
-    tolerance = NUM_SIGMAS * variance.sqrt() + 2 * unit * expected.abs()
+    tolerance = NUM_SIGMAS * variance.sqrt() + 2 * unit * expected.abs() + w2.shape[2] * SMALLEST
     return Probe(inputs, expected.cpu(), tolerance.cpu())
 
 
