@@ -9,10 +9,13 @@ import pytest
 from rollbus import CommandIncomplete
 from rollbus.schemas.control import Ack
 from rollbus.schemas.presence import WorkerState
-from tests.control.support import ask, assert_same, folders, serving, start
+from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
 from tests.support.fleet_states import until_worker
 
 pytestmark = pytest.mark.slow
+
+SHAPE = (512, 512)
+"""Of tensors of a megabyte: a worker that fetches 0.1 MB a second is at it for long."""
 
 
 async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
@@ -45,6 +48,35 @@ async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
     assert again.weight_version == 2
     assert {*result.weight_versions.tolist()} == {2}
     assert_same(result, fresh)
+
+
+async def test_a_worker_killed_while_it_stages_gets_there_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Behind at the record it serves nothing; started again it stages the rest, and switches before it serves."""
+    one = write_checkpoint(tmp_path / "root" / "one", seed=1, shape=SHAPE)
+    two = write_checkpoint(tmp_path / "root" / "two", seed=2, shape=SHAPE)
+    own_cache = ("--cache-dir", str(tmp_path / "other-machine"))
+    acks: list[Ack] = []
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        async with start(nats_url, fleet, "w1", one, *own_cache, "--fetch-rate", "100000") as victim:
+            await rb.fleet.wait_for_workers(2)
+            ledger = await rb.fleet.update_weights(two, version=2, upload=True, min_staged=1, on_ack=acks.append)
+            behind = await until_worker(
+                rb, "w1", lambda worker: worker.staging is not None and worker.staging.done_bytes > 0
+            )
+            victim.kill()
+            await victim.wait()
+        async with start(nats_url, fleet, "w1", one, *own_cache):
+            again = await until_worker(rb, "w1", WorkerState.SERVING)
+
+    assert (ledger.is_complete, list(ledger.applied), ledger.not_awaited) == (True, ["w0"], ("w1",))
+    assert (behind.state, behind.weight_version, behind.free_slots) == (WorkerState.UPDATING, 1, 0)
+    assert again.weight_version == 2
+    timing = ledger.applied["w0"].timing
+    assert timing is not None
+    assert timing.fetched_bytes == sum(file.stat().st_size for file in two.iterdir())
+    told = [ack.progress for ack in acks if ack.worker == "w1" and ack.progress is not None]
+    assert {progress.stage for progress in told} >= {"fetching"}
+    assert max(progress.total_bytes for progress in told) == timing.fetched_bytes
 
 
 async def _incomplete(update: Any) -> CommandIncomplete:

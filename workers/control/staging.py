@@ -144,12 +144,19 @@ class Stager:
     def progress_of(self, key: StageKey) -> Staging | None:
         """Return how far a needed source is; None: it is not needed, or was staged."""
         job = self._jobs.get(key)
-        return None if job is None or job.done.is_set() else _progress(job)
+        return None if job is None or job.done.is_set() else self._progress(job)
 
     @property
     def progress(self) -> Staging | None:
         """How far the source is that is being staged; None: none is."""
-        return None if self._current is None else _progress(self._current[0])
+        return None if self._current is None else self._progress(self._current[0])
+
+    def _progress(self, job: _Job) -> Staging:
+        staging, source = self._sources.staging, str(job.key.source)[:MAX_ERROR_CHARS]
+        is_current = self._current is not None and self._current[0] is job
+        if is_current and staging is not None and (staging.source, staging.stage) == (source, job.stage):
+            return staging
+        return Staging(source=source, stage=job.stage)
 
     async def run(self) -> None:
         """Stage until cancelled."""
@@ -186,7 +193,7 @@ class Stager:
         self._costs.move_to_end(job.key)
         while len(self._costs) > MAX_COSTS:
             self._costs.popitem(last=False)
-        began = time.monotonic()
+        began, last = time.monotonic(), self._sources.last_staged
         try:
             with command_boundary(f"stage {job.key.source}"):
                 await self._bring(job)
@@ -200,6 +207,10 @@ class Stager:
         else:
             self.stats.staged += 1
             cost.done_at = time.monotonic()
+            staged = self._sources.last_staged
+            if staged is not None and staged is not last:
+                cost.fetched_bytes += staged.fetched_bytes
+                self.stats.fetched_bytes += staged.fetched_bytes
         finally:
             spent_s = time.monotonic() - began
             cost.staged_s += spent_s
@@ -221,7 +232,3 @@ class Stager:
         else:
             check_weights_supported(source, capabilities)
             await self._sources.checkpoint(source, report)
-
-
-def _progress(job: _Job) -> Staging:
-    return Staging(source=str(job.key.source)[:MAX_ERROR_CHARS], stage=job.stage)
