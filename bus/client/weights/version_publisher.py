@@ -26,6 +26,7 @@ from ...control.publication import Publication
 from ...control.versions import VersionStore
 from ...nats.connection import connected
 from ...objects.folder_reader import open_reader
+from ...protocol.fleet.command_result import CommandIncomplete
 from ...protocol.weights.chain import contents, links_with, needs_anchor
 from ..call_registry import CallRegistry
 from .base import fill
@@ -99,7 +100,7 @@ class VersionPublisher:
         self._snapshot = Snapshot()
         self._rank = rank
         self._num_ranks = num_ranks
-        # True after a rank failed, which may not hold what rank 0 does.
+        # True after a rank failed, which may not hold what rank 0 does, or after a worker could not build a version.
         self._is_out_of_step = False
         self._loader = FleetLoader(self._updates, self._versions, model)
         self._is_busy = asyncio.Lock()
@@ -172,7 +173,15 @@ class VersionPublisher:
                 published = await self._store_weights(feed, options, started)
                 if not options.updates:
                     return published
-                ledger = await self._loader.update(published.objects, options)
+                try:
+                    ledger = await self._loader.update(published.objects, options)
+                except CommandIncomplete as error:
+                    failures = (ack.error for ack in error.ledger.failed.values())
+                    # Something of the chain is damaged, and the next delta would build on that.
+                    self._is_out_of_step |= any(
+                        one is not None and one.code is ControlCode.BAD_SOURCE for one in failures
+                    )
+                    raise
                 return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
         finally:
             await feed.stop()
