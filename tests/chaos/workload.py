@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,10 +73,17 @@ class _Output:
     steps: list[RequestStep] = field(default_factory=list)
 
 
-async def undisturbed(requests: Sequence[GenerateRequest], config: SyntheticConfig) -> dict[str, Generation]:
-    """What each request gives on an engine of its own, by request id."""
+async def undisturbed(
+    requests: Sequence[GenerateRequest], config: SyntheticConfig, model: Path | None = None
+) -> dict[str, Generation]:
+    """What each request gives on an engine of its own, by request id.
+
+    Args:
+        model: the checkpoint that it is started on.
+    """
     # The same model, at full speed.
-    engine = SyntheticEngine(msgspec.structs.replace(config, step_s=0.0))
+    engine = SyntheticEngine(msgspec.structs.replace(config, step_s=0.0), model)
+    await engine.start()
     outputs: dict[str, _Output] = {}
     for request in requests:
         for child, child_request in enumerate(expand_children(request)):

@@ -1,0 +1,123 @@
+"""A publisher in a process of its own, which faults may end or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
+
+Answers each line `VERSION FOLDER HOW` on stdin, as `bench.ways` has it, with what became of publishing the checkpoint
+of that folder. `HOW` is `update`; `damage`, where the delta is overwritten before workers fetch it; `die`, where the
+process kills itself before it stores the manifest; or `die-late`, where it does so before it writes the chain record.
+A publisher that has no lease tries to get one at the next line.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import uvloop
+
+import rollbus
+from bench.ways import answer
+from rollbus.bus.client.weights.checkpoint import folder_tensors
+from rollbus.bus.client.weights.version_publisher import VersionPublisher
+from rollbus.bus.control import versions
+from rollbus.bus.control.chain_key import ChainKey
+from rollbus.bus.control.publication import Publication
+from rollbus.bus.nats.connection import publish
+from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.objects.catalog import list_prefix
+from rollbus.bus.objects.layout import parts_subject
+from rollbus.bus.protocol.weights import chain
+from rollbus.schemas.errors import ControlCode
+from tests.support.connections import opened
+
+__all__ = ["FLEET", "MODEL"]
+
+FLEET = "walk"
+MODEL = "model"
+LEASE_S, MARGIN_S, RENEW_S = 2.0, 0.5, 0.5
+"""Short, as faults wait for the lease to run out."""
+
+
+class Program:
+    """Publishes when it is told to.
+
+    Args:
+        checkpoint: with which training began.
+    """
+
+    def __init__(self, url: str, rb: rollbus.Client, checkpoint: str) -> None:
+        self._url = url
+        self._rb = rb
+        self._checkpoint = checkpoint
+        self._life = AsyncExitStack()
+        self._weights: rollbus.WeightPublisher | None = None
+
+    async def close(self) -> None:
+        """Give the lease back."""
+        self._weights = None
+        await self._life.aclose()
+
+    async def publish(self, question: list[str]) -> dict[str, Any]:
+        """Publish a checkpoint; returns what became of it."""
+        version, folder, how = question
+        if how == "die":
+            Publication.commit = _die  # type: ignore[method-assign]
+        elif how == "die-late":
+            ChainKey.write = _die  # type: ignore[method-assign]
+        try:
+            if self._weights is None:
+                publisher = rollbus.WeightPublisher(self._rb, model=MODEL, checkpoint=self._checkpoint)
+                self._weights = await self._life.enter_async_context(publisher)
+            with self._damaging() if how == "damage" else contextlib.nullcontext():
+                published = await self._weights.publish(folder_tensors(folder), version=int(version))
+        except rollbus.RollbusError as error:
+            if isinstance(error, rollbus.ControlError) and error.code is ControlCode.PUBLISHER_BUSY:
+                await self.close()
+            return {"error": type(error).__name__, "message": str(error)}
+        found: dict[str, Any] = msgspec.to_builtins(published)
+        return found
+
+    @contextlib.contextmanager
+    def _damaging(self) -> Iterator[None]:
+        update = VersionPublisher._update
+
+        async def damage_and_update(publisher: VersionPublisher, objects: str, options: Any) -> Any:
+            await self._damage(objects)
+            return await update(publisher, objects, options)
+
+        VersionPublisher._update = damage_and_update  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            VersionPublisher._update = update  # type: ignore[method-assign]
+
+    async def _damage(self, objects: str) -> None:
+        """Overwrite a version's delta by other bytes."""
+        async with opened(self._url) as nats:
+            bucket = objects.partition("/")[0]
+            for info in await list_prefix(nats, objects, is_signed=False):
+                if "/delta-" in info.name:
+                    subject = parts_subject(bucket, info.nuid)
+                    await ask(nats, f"STREAM.PURGE.OBJ_{bucket}", {"filter": subject})
+                    await publish(nats, subject, os.urandom(info.size))
+
+
+async def _die(*_: object, **__: object) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def main(url: str, name: str, checkpoint: str) -> None:
+    """Publish until stdin ends."""
+    chain.LEASE_S, chain.MARGIN_S, versions.RENEW_S = LEASE_S, MARGIN_S, RENEW_S  # type: ignore[misc]
+    async with rollbus.connect(url, fleet=FLEET, client=name) as rb:
+        program = Program(url, rb, checkpoint)
+        try:
+            await answer(program.publish)
+        finally:
+            await program.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""A short walk through published versions; `python -m tests.chaos.weights` is the long one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.weights import Settings, walk
+from tests.chaos.weights_faults import KINDS
+from tests.support.nats_server import require_binary
+
+pytestmark = pytest.mark.slow
+
+
+async def test_every_version_is_exact_whatever_goes_wrong(tmp_path: Path) -> None:
+    """30 versions, each while something fails: folders, tokens and the store are as they must be after each."""
+    require_binary()
+    said: list[str] = []
+    with (tmp_path / "workers.log").open("wb") as log:
+        summary = await walk(Settings(), tmp_path / "walk", stderr=log.fileno(), say=said.append)
+
+    assert len(said) == Settings().num_versions
+    assert summary.faults.keys() == set(KINDS)
+    assert summary.num_tokens > 0

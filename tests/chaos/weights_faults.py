@@ -1,0 +1,252 @@
+"""The trainer of a walk through versions of weights, and what goes wrong while it publishes one."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import pytest
+from nats.aio.msg import Msg
+
+import rollbus
+from bench.ways import Way, running
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.control.uploads import sources_in
+from rollbus.bus.control.versions import VersionStore
+from rollbus.bus.nats.connection import subscribe
+from rollbus.bus.objects import list_objects
+from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.objects.layout import parts_subject
+from rollbus.bus.protocol.weights.chain import MAX_DELTAS
+from rollbus.bus.subjects import Subjects, published_bucket
+from rollbus.schemas.control import Ack, UpdateWeights
+from rollbus.schemas.messages import decode_ack
+from tests.chaos.checkpoints import Checkpoints
+from tests.chaos.faults import Fault, Victims
+from tests.chaos.publisher import FLEET, MODEL
+from tests.support.connections import opened
+from tests.support.fleet_states import until_worker
+
+__all__ = ["KINDS", "Trainer"]
+
+KINDS = (
+    "nothing",
+    "worker killed while it stages",
+    "worker killed while it loads",
+    "worker killed while it verifies",
+    "server killed",
+    "publisher killed before the manifest",
+    "publisher killed before the record",
+    "delta damaged",
+    "second publisher",
+    "older version",
+    "late worker",
+    "server restarted",
+    "publisher slept",
+)
+"""Each once in this order, then any, and half of the time nothing."""
+AGAIN_S = 0.1
+"""Before a publication that was refused is tried again."""
+SERVER_AWAY_S = 0.3
+
+
+class Trainer:
+    """Publishes by a process of its own, has the fleet switch, and survives what goes wrong meanwhile.
+
+    Args:
+        rb: a client that commands; it is another one than the publisher's.
+        start_late: starts a worker on a machine of its own, with this cache.
+    """
+
+    def __init__(
+        self,
+        rb: rollbus.Client,
+        url: str,
+        suffering: Victims,
+        checkpoints: Checkpoints,
+        start_late: Callable[[Path], AbstractAsyncContextManager[Process]],
+    ) -> None:
+        self.faults: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        """Of publications and updates, by the error's type."""
+        self._rb = rb
+        self._url = url
+        self._suffering = suffering
+        self._checkpoints = checkpoints
+        self._start_late = start_late
+        self._version = 0
+        self._lives = AsyncExitStack()
+        self._way: Way
+        self._tries: dict[str, Callable[[], Awaitable[None]]] = {
+            "worker killed while it stages": partial(self._kill_worker, _is_staging),
+            "worker killed while it loads": partial(self._kill_worker, _is_loading),
+            "worker killed while it verifies": partial(self._kill_worker, _is_verifying),
+            "delta damaged": self._damage_delta,
+            "server killed": self._strike_server,
+            "server restarted": self._strike_server,
+            "publisher killed before the manifest": partial(self._kill_publisher, "die"),
+            "publisher killed before the record": partial(self._kill_publisher, "die-late"),
+            "publisher slept": self._sleep,
+            "second publisher": self._meet_second,
+            "older version": self._go_back,
+            "late worker": self._join_late,
+            "nothing": self._publish,
+        }
+
+    async def __aenter__(self) -> Self:
+        """Start the publisher."""
+        self._way = await self._lives.enter_async_context(self._publisher("trainer"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End it."""
+        await self._lives.aclose()
+
+    def _publisher(self, name: str) -> AbstractAsyncContextManager[Way]:
+        return running(name, "tests.chaos.publisher", self._url, name, self._checkpoints.folders[0])
+
+    async def publish(self, kind: str, victim: int) -> int:
+        """Publish the present tensors while this goes wrong; returns the version that all workers get.
+
+        Args:
+            victim: which worker suffers, if one does.
+        """
+        self._kind, self._victim = kind, victim
+        await self._tries[kind]()
+        self.faults[kind] += 1
+        return self._version
+
+    async def _publish(self, how: str = "update", *, way: Way | None = None) -> None:
+        """Publish the present tensors as the next version; as later ones until one is recorded."""
+        while True:
+            self._version += 1
+            answer = await (way or self._way).ask(self._version, self._checkpoints.write(self._version), how)
+            if "error" not in answer:
+                return
+            self.refusals[answer["error"]] += 1
+            await self._suffering.revive()
+            if await self._is_recorded():
+                return
+            how = "update"
+            await asyncio.sleep(AGAIN_S)
+
+    async def _is_recorded(self) -> bool:
+        """Workers get the version, whether or not all have it yet."""
+        async with opened(self._url) as nats:
+            state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
+        command = None if state is None or "weights" not in state.registers else state.registers["weights"].command
+        return isinstance(command, UpdateWeights) and command.version == self._version
+
+    async def _kill_worker(self, is_time: Callable[[Ack], bool]) -> None:
+        met, victim = asyncio.Event(), f"w{self._victim}"
+
+        async def look(message: Msg) -> None:
+            ack = decode_ack(message.data)
+            if ack.worker == victim and is_time(ack):
+                met.set()
+
+        async def kill() -> None:
+            await met.wait()
+            await self._suffering.suffer(Fault(0.0, "worker killed", self._victim, 0.0))
+
+        async with opened(self._url) as nats, asyncio.TaskGroup() as tasks:
+            await subscribe(nats, Subjects(FLEET).acks_to("trainer"), look)
+            tasks.create_task(kill(), name="walk.kill")
+            await self._publish()
+            # Where the worker was too quick it is killed all the same.
+            met.set()
+
+    async def _strike_server(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            fault = Fault(0.0, self._kind, 0, SERVER_AWAY_S)
+            tasks.create_task(self._suffering.suffer(fault), name="walk.server")
+            await self._publish()
+
+    async def _kill_publisher(self, how: str) -> None:
+        self._version += 1
+        folder = self._checkpoints.write(self._version)
+        with pytest.raises(RuntimeError, match="has ended"):
+            await self._way.ask(self._version, folder, how)
+        await self._lives.aclose()
+        self._way = await self._lives.enter_async_context(self._publisher("trainer"))
+        await self._publish()
+
+    async def _sleep(self) -> None:
+        """Another publisher takes over; the one that slept commits nothing until that one has gone."""
+        os.kill(self._way.pid, signal.SIGSTOP)
+        try:
+            async with self._publisher("other") as other:
+                await self._publish(way=other)
+                os.kill(self._way.pid, signal.SIGCONT)
+                await self._refused(self._version + 1)
+        finally:
+            os.kill(self._way.pid, signal.SIGCONT)
+        await self._publish()
+
+    async def _meet_second(self) -> None:
+        async with self._publisher("other") as other:
+            await self._refused(self._version + 1, way=other)
+        await self._publish()
+
+    async def _go_back(self) -> None:
+        await self._refused(self._version)
+        await self._publish()
+
+    async def _damage_delta(self) -> None:
+        await self._publish("damage")
+
+    async def _refused(self, version: int, *, way: Way | None = None) -> None:
+        """Try to publish; it must be refused."""
+        answer = await (way or self._way).ask(version, self._checkpoints.folders[self._version], "update")
+        assert "error" in answer, answer
+        self.refusals[answer["error"]] += 1
+
+    async def _join_late(self) -> None:
+        await self._publish()
+        with tempfile.TemporaryDirectory(prefix="rollbus-walk-") as cache:
+            async with self._start_late(Path(cache)) as process:
+                await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
+                self._checkpoints.check(Path(cache))
+                process.terminate()
+                assert await process.wait() == 0
+
+    async def check_store(self) -> None:
+        """Once all is cleaned, there are only the chain record, and the parts of the versions that it names."""
+        await self._lives.aclose()
+        async with opened(self._url) as nats:
+            state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
+            assert state is not None
+            store = VersionStore(self._url, Subjects(FLEET), MODEL, publisher="trainer")
+            await store.open()
+            try:
+                await store.clean(set(sources_in(state)), young_s=0.0)
+            finally:
+                await store.close()
+            bucket = published_bucket(FLEET, MODEL)
+            infos = await list_objects(nats, bucket)
+            described = {info.nuid for info in infos if info.size}
+            subjects = await list_subjects(nats, bucket, parts_subject(bucket, ">"))
+            folders = {info.name.rpartition("/")[0] for info in infos}
+        assert {subject.rpartition(".")[2] for subject in subjects} == described
+        links = {link.objects.partition("/")[2] for link in store.record.links}
+        assert folders - {"versions"} == links
+        assert len(links) <= 2 * (MAX_DELTAS + 1)
+
+
+def _is_staging(ack: Ack) -> bool:
+    return ack.command == "check_weights"
+
+
+def _is_loading(ack: Ack) -> bool:
+    return ack.stage == "loading"
+
+
+def _is_verifying(ack: Ack) -> bool:
+    return ack.stage == "verifying"

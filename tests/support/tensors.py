@@ -1,0 +1,109 @@
+"""Checkpoints of random tensors of several dtypes, which change at random: what a trainer without a model publishes."""
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbus.bus.protocol.weights.safetensors_layout import layouts, ordered
+from rollbus.schemas.manifest import TensorEntry
+
+__all__ = ["Amount", "RandomTensor", "Tensors", "changed", "hashes", "hashes_in", "make_tensors", "write"]
+
+Amount = Literal["none", "few", "all", "mixed"]
+"""What of the elements changes."""
+SHAPES = {
+    "model.embed_tokens.weight": ("BF16", (300, 64)),
+    "model.layers.0.mlp.down_proj.weight": ("BF16", (64, 256)),
+    "model.layers.0.mlp.scales": ("F32", (16, 4)),
+    "model.layers.0.experts.codes": ("U8", (64, 64)),
+    "model.layers.1.self_attn.q_proj.weight": ("F32", (64, 64)),
+    "model.layers.1.steps": ("I64", (3,)),
+    "model.norm.bias": ("F16", (0,)),
+    "model.norm.weight": ("F16", (64,)),
+    "model.scale": ("F32", ()),
+}
+"""Of several element sizes; one is empty, one a scalar."""
+FEW = 0.03
+"""Of the elements, as a step of RL changes them."""
+FILE = "model.safetensors"
+
+
+class RandomTensor(NamedTuple):
+    """One tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: npt.NDArray[np.uint8]
+
+
+Tensors = Mapping[str, RandomTensor]
+
+
+def make_tensors(rng: random.Random) -> Tensors:
+    """Make the first version: any bits, NaNs too."""
+    found = {}
+    for name, (dtype, shape) in SHAPES.items():
+        entry = TensorEntry(name=name, dtype=dtype, shape=shape, sha256="0" * 64, file=FILE)
+        found[name] = RandomTensor(dtype, shape, np.frombuffer(rng.randbytes(entry.size), np.uint8))
+    return found
+
+
+def changed(tensors: Tensors, amount: Amount, rng: random.Random) -> Tensors:
+    """Make the next version."""
+    amounts: Sequence[Amount] = ("none", "few", "all")
+    return {
+        name: tensor._replace(
+            content=_changed(tensor, rng.choice(amounts) if amount == "mixed" else amount, rng),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _changed(tensor: RandomTensor, amount: Amount, rng: random.Random) -> npt.NDArray[np.uint8]:
+    if amount == "none" or not len(tensor.content):
+        return tensor.content
+    if amount == "all":
+        # An odd number changes every byte.
+        return tensor.content + np.uint8(2 * rng.randrange(128) + 1)
+    content = tensor.content.copy()
+    for _ in range(max(1, int(FEW * len(content)))):
+        content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+    return content
+
+
+def hashes(tensors: Tensors) -> dict[str, str]:
+    """Return the SHA-256 of each content."""
+    return {name: hashlib.sha256(tensor.content.data).hexdigest() for name, tensor in tensors.items()}
+
+
+def hashes_in(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each tensor in the safetensors files of a folder, read by hand."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for name, tensor in json.loads(data[8:begin]).items():
+            if name != "__metadata__":
+                first, last = tensor["data_offsets"]
+                found[name] = hashlib.sha256(data[begin + first : begin + last]).hexdigest()
+    return found
+
+
+def write(folder: Path, tensors: Tensors) -> Path:
+    """Write a whole checkpoint as publishers lay it out, with a configuration; returns the folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "none", "rope_theta": 10000.0}))
+    entries = ordered(
+        TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, sha256=hashes(tensors)[name], file=FILE)
+        for name, tensor in tensors.items()
+    )
+    [layout] = layouts(entries)
+    contents = (tensors[entry.name].content.tobytes() for entry in layout.entries)
+    (folder / FILE).write_bytes(layout.header + b"".join(contents))
+    return folder
