@@ -31,16 +31,18 @@ class RealWorkers:
 
     Args:
         version: that the weights of `model` have.
+        cache: for what they fetch; None: where users have it.
 
     Attributes:
         fleet: its name, of which `have` takes another one where a test has left workers that do not serve.
     """
 
-    def __init__(self, nats_url: str, model: Path, *, version: int = WEIGHT_VERSION) -> None:
+    def __init__(self, nats_url: str, model: Path, *, version: int = WEIGHT_VERSION, cache: Path | None = None) -> None:
         self.fleet = _new_name()
         self._nats_url = nats_url
         self._model = model
         self._version = version
+        self._cache = () if cache is None else ("--cache-dir", str(cache))
         self._processes: dict[str, psutil.Popen] = {}
         self._served: set[str] = set()
 
@@ -94,7 +96,7 @@ class RealWorkers:
         model = ["--model", str(self._model), "--weight-root", str(self._model.parent)]
         options = ["--weight-version", str(self._version), "--engine-args", json.dumps(ENGINE_ARGS)]
         # Killed workers are lost after their lease: as long as it may be without a core, and no longer.
-        options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0"]
+        options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]
         self._processes[name] = psutil.Popen([sys.executable, "-m", "rollbus.workers", *arguments, *model, *options])
 
     def _stop(self, *names: str) -> None:

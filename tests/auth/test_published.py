@@ -1,0 +1,158 @@
+"""Published weights and users: who may publish, and that forged and hostile versions do nothing to a worker."""
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollbus
+from rollbus.bus.auth.signatures import Signatures
+from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.objects.layout import info_subject, parts_subject
+from rollbus.bus.subjects import published_bucket
+from rollbus.schemas.errors import ControlCode, PermissionDenied
+from rollbus.schemas.manifest import MANIFEST
+from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.control.support import ask
+from tests.support.checkpoints import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.objects import files_in, stored_messages
+from tests.support.outcomes import incomplete
+from tests.support.versions import Versions, folder_content, random_weights
+
+pytestmark = pytest.mark.slow
+
+BUCKET = published_bucket(FLEET, MODEL)
+FOLDER = "versions/7-1-0123abcd"
+"""Of a version that nobody has published."""
+HUGE = 2**60
+
+
+@pytest.mark.parametrize("name", ["alice", "w0", "front", "eye", "dave"])
+async def test_who_is_no_publisher_of_the_model_stores_nothing(name: str, tmp_path: Path) -> None:
+    """No part, no manifest, no chain: neither a trainer, a worker, a frontend or viewer, nor another's publisher."""
+    subjects = [info_subject(BUCKET, f"{FOLDER}/{file}") for file in (MANIFEST, "delta-0000", "model.safetensors")]
+    subjects += [info_subject(BUCKET, "versions/chain"), parts_subject(BUCKET, "x")]
+    subjects += [f"$JS.API.STREAM.PURGE.OBJ_{BUCKET}", f"$JS.API.STREAM.DELETE.OBJ_{BUCKET}"]
+    async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
+        await publish_permitted(boss, parts_subject(BUCKET, "y"), b"stays")
+        for subject in subjects:
+            async with guard.connected(name) as nats:
+                with pytest.raises(PermissionDenied):
+                    await publish_permitted(nats, subject, b"{}")
+        assert await stored_messages(boss, BUCKET) == 1
+
+
+class Scene:
+    """A worker that has version 1, an anchor that the publisher of its model has published by hand."""
+
+    def __init__(self, guard: Guarded, carol: rollbus.Client, folder: Path) -> None:
+        self.first, self.second = random_weights(1), random_weights(1)
+        self.second["model.embed_tokens.weight"][::40] += 1
+        self._guard = guard
+        self._carol = carol
+        self._folder = folder
+
+    async def publish(self, *, by: str | None = "carol", **changes: Mapping[str, Any]) -> str:
+        """Store an anchor of what the worker has and a delta to it; returns the delta's folder.
+
+        Args:
+            by: whose signature the delta has; who writes may write anything.
+            changes: in the delta, as `Versions.publish` takes them.
+        """
+        async with self._guard.connected("boss") as nats:
+            versions = Versions(nats, BUCKET, self._folder / "stored")
+            nats.signatures = Signatures(self._guard.credentials("carol"))
+            await versions.publish(self.first)
+            nats.signatures = Signatures(None if by is None else self._guard.credentials(by))
+            source = await versions.publish(self.second, **changes)  # type: ignore[arg-type]
+        return str(source.objects)
+
+    async def anchor(self) -> str:
+        """Store an anchor of the first weights; returns its folder."""
+        async with self._guard.connected("boss") as nats:
+            nats.signatures = Signatures(self._guard.credentials("carol"))
+            return str((await Versions(nats, BUCKET, self._folder / "stored").publish(self.first)).objects)
+
+    async def update(self, objects: str, version: int = 2) -> rollbus.CommandResult:
+        """Have the worker load a version."""
+        return await self._carol.fleet.update_weights(objects=objects, version=version, model=MODEL)
+
+    async def check_refused(self, objects: str) -> str:
+        """The worker refuses it as a bad source, and goes on with what it has; returns its reason."""
+        error = await incomplete(self.update(objects))
+        [ack] = error.ledger.failed.values()
+        assert ack.error is not None
+        assert ack.error.code is ControlCode.BAD_SOURCE
+        generation = await self._carol.complete(ask())
+        assert {*generation.weight_versions.tolist()} == {1}
+        assert self.contents() == [folder_content(self.first)]
+        return ack.error.message
+
+    def contents(self) -> list[dict[str, bytes]]:
+        """What lies in the complete folders of the machine."""
+        return [
+            files_in(folder)
+            for folder in (self._folder / "cache" / FLEET / "shared.weights" / "checkpoints").glob("[!.]*")
+        ]
+
+
+@contextlib.asynccontextmanager
+async def scene(folder: Path) -> AsyncIterator[Scene]:
+    """Run a worker, and give it version 1."""
+    own = write_checkpoint(folder / "own", dtype="BF16")
+    async with guarded(folder / "auth") as guard:
+        fields: dict[str, Any] = {"model_path": str(own), "cache_dir": str(folder / "cache"), "worker_id": "w0"}
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, credentials=guard.credentials("w0"), **fields)
+        async with worker, rollbus.connect(guard.login("carol")) as carol:
+            await carol.fleet.wait_for_workers()
+            found = Scene(guard, carol, folder)
+            await found.update(await found.anchor(), 1)
+            yield found
+
+
+@pytest.mark.parametrize("author", [None, "dave", "w0"])
+async def test_a_version_that_its_publisher_did_not_sign_is_refused(author: str | None, tmp_path: Path) -> None:
+    """Unsigned, or signed by the publisher of another model or by a worker: it is as if it were not there."""
+    async with scene(tmp_path) as it:
+        assert "no signed objects" in await it.check_refused(await it.publish(by=author))
+        await it.update(await it.publish())
+        assert folder_content(it.second) in it.contents()
+
+
+ELSEWHERE = {"version": 0, "digest": "0" * 64, "anchor_bytes": 1}
+HOSTILE: tuple[dict[str, dict[str, Any]], ...] = (
+    {"change": {"offset": HUGE}},
+    {"change": {"num_bytes": HUGE}},
+    {"change": {"num_bytes": 1}},
+    {"change": {"body_bytes": HUGE}},
+    {"change": {"num_changed": HUGE}},
+    {"change": {"num_changed": 3}},
+    {"change": {"object": 7}},
+    {"change": {"encoding": "other"}},
+    {"files": {"delta-0000": None}},
+    {"files": {"delta-0000": b""}},
+    {"files": {"delta-0000": b"\x28\xb5\x2f\xfd" * 100}},
+    {"files": {MANIFEST: b"{" * 100_000}},
+    {"files": {MANIFEST: b"[" * 100_000}},
+    {"files": {MANIFEST: b"\xff"}},
+    {"manifest": {"model": ""}},
+    {"manifest": {"tensors": []}},
+    {"manifest": {"digest": "0" * 64}},
+    {"manifest": {"links": []}},
+    {"manifest": {"links": [{"objects": f"{BUCKET}/versions/1-1-00000000", **ELSEWHERE}]}},
+    {"manifest": {"files": {"../config.json": "0" * 64}}},
+    {"manifest": {"v": 2}},
+)
+"""What a hostile publisher writes."""
+
+
+async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
+    """Rightly signed by the publisher of the model: it is refused, and a good version after it is loaded."""
+    async with scene(tmp_path) as it:
+        for hostile in HOSTILE:
+            assert await it.check_refused(await it.publish(**hostile)), hostile
+        await it.update(await it.publish())
+        assert folder_content(it.second) in it.contents()
