@@ -20,6 +20,7 @@ BENCHES = (
     "scale",
     "trainer",
     "objects",
+    "weights",
     "http_memory",
     "accounts",
     "flood",

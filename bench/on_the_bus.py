@@ -1,6 +1,7 @@
 """The ways over the bus: what benches start, and what they ask for."""
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -69,11 +70,14 @@ async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, M
 
 
 @asynccontextmanager
-async def worker_process(url: str, *worker_args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a worker until the block ends."""
+async def worker_process(
+    url: str, *worker_args: str, env: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a worker until the block ends; `env` is added to its environment."""
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollbus.workers", "--nats", url, "--log-level", "warning", *worker_args),
         stdout=asyncio.subprocess.DEVNULL,
+        env=os.environ | (env or {}),
     )
     try:
         yield worker

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.scale_plot import number, plot
+from bench.weights_paper import weights_rows
 from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
@@ -177,6 +178,12 @@ def need_table(rows: Rows) -> str:
     return _table([*head, "of a core, at each worker"], lines)
 
 
+def weights_table() -> str:
+    """What new weights take, on paper."""
+    head, *lines = weights_rows()
+    return _table(head, lines)
+
+
 SIDES: Final = ("worker", "client", "server")
 
 
@@ -246,6 +253,7 @@ def with_tables(text: str, report: Mapping[str, Any]) -> str:
         "measured": f"`{report['command']}`, {report['machine']}",
         "load": load_table(),
         "need": need_table(rows),
+        "weights": weights_table(),
         "fleet": fleet_table(rows),
         "models": model_table(rows),
         "backlog": backlog_table(rows),

@@ -1,0 +1,66 @@
+"""The table of docs/scaling.md on new weights: what a fleet takes with and without deltas. Computed, not measured."""
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["weights_rows"]
+
+DELTA_SHARE: Final = 0.04
+"""Of a checkpoint in bfloat16, for a step at a learning rate of 3e-6: docs/performance.md has it by step."""
+WORKERS_PER_MACHINE: Final = 4
+FLEETS: Final = (64, 1000)
+SERVER_BYTES_PER_S: Final = 1e9
+"""What one server gives out."""
+UPLOAD_BYTES_PER_S: Final = 0.5e9
+"""Of one process into the store."""
+COMPARE_BYTES_PER_S: Final = 1e9
+"""In which one core of the trainer compares and encodes."""
+BUILD_BYTES_PER_S: Final = 0.5e9
+"""In which a machine makes a folder of the one before: it reads, changes, hashes and writes the whole checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    name: str
+    num_bytes: float
+
+
+MODELS: Final = (_Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9))
+
+
+def weights_rows() -> list[list[str]]:
+    """Return the head and the lines: a column for each model and fleet."""
+    cases = [(model, workers) for model in MODELS for workers in FLEETS]
+    names = [name for name, _ in _figures(*cases[0])]
+    figures = [[text for _, text in _figures(*case)] for case in cases]
+    head = ["one version", *(f"{model.name}, {workers:,} workers" for model, workers in cases)]
+    return [head, *(list(line) for line in zip(names, *figures, strict=True))]
+
+
+def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
+    machines, full, delta = workers / WORKERS_PER_MACHINE, model.num_bytes, model.num_bytes * DELTA_SHARE
+    return [
+        ("machines", f"{machines:,.0f}"),
+        ("whole, by each worker: the server sends", _bytes(workers * full)),
+        ("which takes", _time(workers * full / SERVER_BYTES_PER_S)),
+        ("whole, once for each machine: it sends", _bytes(machines * full)),
+        ("which takes", _time(machines * full / SERVER_BYTES_PER_S)),
+        ("the trainer uploads the whole in", _time(full / UPLOAD_BYTES_PER_S)),
+        ("**delta, once for each machine: it sends**", f"**{_bytes(machines * delta)}**"),
+        ("**which takes**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
+        ("the trainer compares, on one core, in", _time(full / COMPARE_BYTES_PER_S)),
+        ("and uploads meanwhile, in", _time(delta / UPLOAD_BYTES_PER_S)),
+        ("each machine builds its folder in", _time(full / BUILD_BYTES_PER_S)),
+        ("the store holds at most: two anchors, two chains", _bytes(2 * full + 2 * full / 2)),
+    ]
+
+
+def _bytes(count: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("MB", 1e6), ("GB", 1e9)) if count < 1000 * size), ("TB", 1e12))
+    return f"{count / size:.3g} {unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
