@@ -11,7 +11,8 @@ checkpoint. `fetched` is what all workers of the machine fetched, and `second` w
 `all_serve_s` is from the call to the last worker's word, `paused_s` from the first stop of requests to the last
 resume, `load_s` the longest load in one engine. `serving` is tokens a second from the call to the first stop, over
 those of a quiet time before; the trainer and NATS, which usually have machines of their own, take from it here.
-`trainer_s` is CPU time of the trainer's process for each GB that it compares. With `--small` a tiny MoE tries it all.
+`trainer_s` is CPU time of the trainer's process for each GB that it compares, `compare_s` the seconds of the thread
+that does. `stored alone` has no fleet; an `anchor` among its steps has its delta too. `--small`: a tiny MoE, to try it.
 """
 
 import argparse
@@ -206,11 +207,41 @@ async def measure_peer(model: Path, trainer: Trainer, folders: Path, args: argpa
     report.add(way="vLLM over HTTP", paused_s=Spread.of(paused[1:]))
 
 
+async def measure_publications(model: Path, args: argparse.Namespace, report: Report) -> None:
+    """Add the rows of what the trainer stores, without a fleet."""
+    async with EmbeddedServer() as server, rollbus.connect(server.url) as rb:
+        for rate in args.rates:
+            trainer = Trainer(model, rate=rate)
+            async with rollbus.WeightPublisher(rb, model=f"rate-{rate:g}", checkpoint=model) as weights:
+                await weights.publish(trainer.tensors, version=0, update=False)
+                for step in range(1, args.steps + 1):
+                    share = trainer.step()
+                    before = cpu_s(os.getpid())
+                    published = await weights.publish(trainer.tensors, version=step, update=False)
+                    gigabytes = published.model_bytes / 1e9
+                    measured = MEASURED[rate].get(step)
+                    report.add(
+                        way="stored alone",
+                        rate=f"{rate:g}",
+                        step=step,
+                        changed=share,
+                        **({} if measured is None else {"measured": measured}),
+                        kind="anchor" if published.is_anchor else "delta",
+                        stored_percent=100 * published.stored_bytes / published.model_bytes,
+                        trainer_s=(cpu_s(os.getpid()) - before) / gigabytes,
+                        compare_s=published.compare_s / gigabytes,
+                        commit_s=published.seconds,
+                    )
+
+
 async def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all ways."""
     with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as scratch:
         folders = Path(scratch)
         model = make_checkpoint(CACHE / ("weights-small" if args.small else "weights"), small=args.small)
+        await measure_publications(model, args, report)
+        if not args.workers:
+            return
         async with started(model, folders, args.workers) as fleet:
             trainer = await measure_deltas(fleet, model, args, report)
             await measure_full(fleet, trainer, folders, args.rounds, report)
@@ -220,7 +251,7 @@ async def run(args: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.weights", description="How long new weights take.")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="0: only what a trainer stores, without engines")
     parser.add_argument("--steps", type=int, default=10, help="of the optimizer, each published")
     parser.add_argument("--rates", type=float, nargs="+", choices=list(MEASURED), default=list(MEASURED))
     parser.add_argument("--small", action="store_true", help="a tiny MoE, to try it")

@@ -99,7 +99,7 @@ async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_str
 
 
 def own_cores(number: int, count: int) -> dict[str, str]:
-    """Return the environment of one of several engines: cores of its own, and as many left to all else, if there are."""
+    """Return the environment of one of several engines: cores of its own, with some left to all else."""
     share = (os.cpu_count() or 1) // (count + 1)
     cores = range(number * share, (number + 1) * share)
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
