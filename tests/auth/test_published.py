@@ -1,7 +1,7 @@
 """Published weights and users: who may publish, and that forged and hostile versions do nothing to a worker."""
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.objects import files_in, stored_messages
 from tests.support.outcomes import incomplete
-from tests.support.versions import Versions, folder_content, random_weights
+from tests.support.version_chain import Versions, folder_content, random_weights
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ class Scene:
         self._carol = carol
         self._folder = folder
 
-    async def publish(self, *, by: str | None = "carol", **changes: Mapping[str, Any]) -> str:
+    async def publish(self, *, by: str | None = "carol", **changes: Any) -> str:
         """Store an anchor of what the worker has and a delta to it; returns the delta's folder.
 
         Args:
@@ -67,7 +67,7 @@ class Scene:
             nats.signatures = Signatures(self._guard.credentials("carol"))
             await versions.publish(self.first)
             nats.signatures = Signatures(None if by is None else self._guard.credentials(by))
-            source = await versions.publish(self.second, **changes)  # type: ignore[arg-type]
+            source = await versions.publish(self.second, **changes)
         return str(source.objects)
 
     async def anchor(self) -> str:
@@ -123,7 +123,7 @@ async def test_a_version_that_its_publisher_did_not_sign_is_refused(author: str 
 
 
 ELSEWHERE = {"version": 0, "digest": "0" * 64, "anchor_bytes": 1}
-HOSTILE: tuple[dict[str, dict[str, Any]], ...] = (
+HOSTILE: tuple[dict[str, Any], ...] = (
     {"change": {"offset": HUGE}},
     {"change": {"num_bytes": HUGE}},
     {"change": {"num_bytes": 1}},

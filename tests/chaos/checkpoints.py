@@ -29,7 +29,7 @@ class Checkpoints:
 
     def change(self, amount: Amount | None = None) -> None:
         """Change the tensors; without an `amount`, any of them."""
-        self._tensors = changed(self._tensors, amount or self._rng.choice(AMOUNTS), self._rng)
+        self._tensors = changed(self._tensors, self._rng.choice(AMOUNTS) if amount is None else amount, self._rng)
 
     def write(self, version: int) -> Path:
         """Write the present tensors as a version; returns the folder."""

@@ -20,7 +20,7 @@ import uvloop
 import rollbus
 from bench.ways import answer
 from rollbus.bus.client.weights.checkpoint import folder_tensors
-from rollbus.bus.client.weights.version_publisher import VersionPublisher
+from rollbus.bus.client.weights.fleet_loader import FleetLoader
 from rollbus.bus.control import versions
 from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.control.publication import Publication
@@ -81,17 +81,17 @@ class Program:
 
     @contextlib.contextmanager
     def _damaging(self) -> Iterator[None]:
-        update = VersionPublisher._update
+        update = FleetLoader.update
 
-        async def damage_and_update(publisher: VersionPublisher, objects: str, options: Any) -> Any:
+        async def damage_and_update(loader: FleetLoader, objects: str, options: Any) -> Any:
             await self._damage(objects)
-            return await update(publisher, objects, options)
+            return await update(loader, objects, options)
 
-        VersionPublisher._update = damage_and_update  # type: ignore[method-assign]
+        FleetLoader.update = damage_and_update  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            VersionPublisher._update = update  # type: ignore[method-assign]
+            FleetLoader.update = update  # type: ignore[method-assign]
 
     async def _damage(self, objects: str) -> None:
         """Overwrite a version's delta by other bytes."""
