@@ -17,7 +17,7 @@ from rollbus.bus.nats.connection import connected
 from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
-from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, write_adapter, write_checkpoint
+from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint
 from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
@@ -178,6 +178,29 @@ async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) 
         assert "/versions/3-" in objects
 
 
+async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An anchor, and then a delta: tokens bear the version, and a worker that starts later gets there by itself."""
+    one = write_checkpoint(tmp_path / "one", seed=1)
+    two = stepped(weights(2))
+    async with serving(nats_url, fleet, one, 2) as (rb, _):
+        async with rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher:
+            first = await publisher.publish(weights(2), version=2)
+            acks = []
+            second = await publisher.publish(two, version=3, on_ack=lambda ack: acks.append(ack.worker))
+            with pytest.raises(ControlError, match="version 3 is recorded already"):
+                await publisher.publish(two, version=3)
+        after = await rb.complete(ask())
+        async with start(nats_url, fleet, "w9", one):
+            await rb.fleet.wait_for_workers(3)
+            assert {worker.weight_version for worker in (await rb.fleet.state()).workers} == {3}
+    assert first.is_anchor
+    assert not second.is_anchor
+    assert second.ledger is not None
+    assert second.ledger.is_complete
+    assert set(acks) == {"w0", "w1"}
+    assert set(after.weight_versions.tolist()) == {3}
+
+
 async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """From a folder, or from tensors and a configuration; each version replaces the one before."""
     one = write_checkpoint(tmp_path / "one", seed=1)
@@ -290,6 +313,8 @@ def test_without_asyncio(nats_url: str, fleet: str) -> None:
             yield item
 
     with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        with pytest.raises(rollbus.BusClosed, match="entered already"):
+            publisher.__enter__()
         assert publisher.publish_blocking(drawn(), version=1, update=False).is_anchor
         with pytest.raises(InvalidRequest, match="came twice"):
             publisher.publish_blocking([*weights(1).items()] * 2, version=2, update=False)

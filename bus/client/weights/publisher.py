@@ -107,6 +107,7 @@ class WeightPublisher:
 
     async def __aenter__(self) -> Self:
         """Take the lease; connect before, if there is no client."""
+        self._check_not_entered()
         async with contextlib.AsyncExitStack() as stack:
             if self._is_own:
                 await stack.enter_async_context(self._client)
@@ -132,6 +133,7 @@ class WeightPublisher:
 
     def __enter__(self) -> Self:
         """Take the lease; connect before, if there is no client. Blocks."""
+        self._check_not_entered()
         with contextlib.ExitStack() as stack:
             if self._is_own:
                 stack.enter_context(BlockingClient(self._client))
@@ -237,6 +239,10 @@ class WeightPublisher:
 
     def _make(self, registry: CallRegistry, checkpoint: Checkpoint | None) -> VersionPublisher:
         return VersionPublisher(registry, self._model, checkpoint, rank=self._rank, num_ranks=self._num_ranks)
+
+    def _check_not_entered(self) -> None:
+        if self._thread is not None:
+            raise BusClosed("this publisher is entered already")
 
     @property
     def _connected(self) -> LoopThread[ClientRuntime]:
