@@ -303,10 +303,11 @@ class VersionPublisher:
             links,
             snapshot=None if self._is_out_of_step else self._snapshot.digest or None,
             after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
+            # Of one that starts it is not known; restarts must not make each version a whole checkpoint.
             workers_read_deltas=all(
-                worker.capabilities is not None and worker.capabilities.weight_deltas
+                worker.capabilities.weight_deltas
                 for worker in await self._watcher.known_workers()
-                if worker.model == self._model
+                if worker.model == self._model and worker.capabilities is not None
             ),
         )
         kinds = self._kinds or {name: tensor.kind for name, tensor in self._snapshot.tensors.items()}

@@ -168,8 +168,9 @@ def contents(
     needed = needed_bytes(anchor_bytes)
     has_room = used + needed <= limit
     if has_room:
-        has_base = reason in {AnchorReason.CHAIN_BYTES, AnchorReason.CHAIN_LENGTH}
-        return Contents(anchor=True, delta=has_base)
+        # Beside the anchor, for workers that have the version before.
+        has_delta = not reason.is_required or reason is AnchorReason.OLD_WORKERS
+        return Contents(anchor=True, delta=has_delta)
     start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=0)
     if not reason.is_required and len(links) - start < MAX_LINKS:
         return Contents(anchor=False, delta=True)
