@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,9 +134,8 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self._process = process
         self._end = end
-        # What is read at once may end within a character. The terminal's echo of Ctrl-C, `^C`, may split one of the
-        # command's characters: that character is lost.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # What is read at once may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.text = ""
 
     def read_until(self, words: str, *, times: int = 1) -> None:
@@ -181,6 +181,10 @@ class Terminal:
 def on_terminal(*args: str) -> Iterator[Terminal]:
     """Run a subcommand on a terminal of its own, wide enough for a line of any length; it is killed in the end."""
     end, terminal = os.openpty()
+    # The echo of Ctrl-C would stand anywhere, also within a character or within what moves the cursor.
+    settings = termios.tcgetattr(terminal)
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
     process = subprocess.Popen(
         ["setsid", "--ctty", *command(*args)],
         env={**ENV, "TERM": "xterm", "COLUMNS": "1000"},

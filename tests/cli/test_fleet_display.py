@@ -128,7 +128,7 @@ def test_a_person_sees_states_addresses_and_the_end(tmp_path: Path) -> None:
     shown = [line.split() for line in lines if line.startswith("local-")]
     assert [(name, state) for name, state, _seconds, _unit in shown] == [("local-0", "serving"), ("local-1", "serving")]
     assert lines[4].startswith("rollbus is up: NATS at nats://127.0.0.1:")
-    assert lines[-2:] == ["^Cstopping: 2 workers (30 s at most); Ctrl-C again kills", "stopped"]
+    assert lines[-2:] == ["stopping: 2 workers (30 s at most); Ctrl-C again kills", "stopped"]
     assert "worker.serving worker=local-0" in log.read_text()
     assert "worker.serving" not in term.text
 
