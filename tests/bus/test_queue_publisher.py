@@ -187,7 +187,7 @@ async def test_what_is_not_answered_is_published_again(
 async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come faster than the server can store them are stored in the end, each once."""
     require_binary()
-    change_config(monkeypatch, max_buffered_msgs=200)
+    change_config(monkeypatch, max_buffered_msgs=50)
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         tokens = [await client.send() for _ in range(500)]
