@@ -4,7 +4,7 @@ It is JSON in the metadata `CHAIN` of the object `CHAIN_OBJECT` of the model's b
 change it by compare-and-set alone.
 """
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,8 @@ __all__ = [
     "decode_chain",
     "decode_rank_list",
 ]
+
+T = TypeVar("T")
 
 CHAIN: Final = "rollbus-chain"
 """In the metadata of the object: the record, as JSON."""
@@ -109,10 +111,7 @@ def decode_chain(text: str) -> ChainRecord:
     Raises:
         RemoteProtocolError: it is none.
     """
-    try:
-        return msgspec.json.decode(text, type=ChainRecord)
-    except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
-        raise RemoteProtocolError(f"a chain record does not decode: {error}") from error
+    return _decode(text, ChainRecord, "a chain record")
 
 
 def decode_rank_list(data: bytes) -> RankList:
@@ -121,7 +120,11 @@ def decode_rank_list(data: bytes) -> RankList:
     Raises:
         RemoteProtocolError: it is none.
     """
+    return _decode(data, RankList, "the list of a rank")
+
+
+def _decode(data: str | bytes, kind: type[T], what: str) -> T:
     try:
-        return msgspec.json.decode(data, type=RankList)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
-        raise RemoteProtocolError(f"the list of a rank does not decode: {error}") from error
+        raise RemoteProtocolError(f"{what} does not decode: {error}") from error

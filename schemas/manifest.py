@@ -34,9 +34,11 @@ __all__ = [
     "TensorDelta",
     "TensorEntry",
     "Version",
+    "content_bytes",
     "content_digest",
     "decode_manifest",
     "delta_name",
+    "item_bytes",
 ]
 
 MANIFEST: Final = "rollbus-manifest.json"
@@ -113,12 +115,12 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def size(self) -> int:
         """Bytes of the whole content."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return content_bytes(self.dtype, self.shape)
 
     @property
     def item_bytes(self) -> int:
         """Bytes of an element, as deltas compare them: 1 where several share a byte."""
-        return max(1, DTYPE_BITS[self.dtype] // 8)
+        return item_bytes(self.dtype)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +178,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def own(self) -> Link:
         """The link that is this version."""
         return self.links[-1]
+
+
+def content_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor's whole content."""
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element, as deltas compare them: 1 where several share a byte."""
+    return max(1, DTYPE_BITS[dtype] // 8)
 
 
 def content_digest(tensors: Iterable[TensorEntry], files: Mapping[str, str]) -> str:

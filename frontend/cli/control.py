@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from ...schemas.control import PauseMode
 from ...schemas.weights import Staging, WeightSource
 from .arguments import positive_float, positive_int
 from .byte_counts import staging_text
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from ...bus.client.fleet import SendOptions
     from ...schemas.control import Ack
 
-__all__ = ["AckCounter", "add_send_options", "add_source_options", "command", "show_ledger", "source_of"]
+__all__ = [
+    "AckCounter",
+    "add_send_options",
+    "add_source_options",
+    "add_switch_options",
+    "command",
+    "show_ledger",
+    "source_of",
+]
 
 
 EXPECT_WITHIN_S = 5.0
@@ -70,6 +79,21 @@ def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
     )
     where.add_argument(
         "--objects", action="store_true", help="PATH is BUCKET/PREFIX in NATS's object store, as an upload made it"
+    )
+
+
+def add_switch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how workers go over to new weights."""
+    parser.add_argument(
+        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
+    )
+    parser.add_argument("--allow-rollback", action="store_true", help="N may be lower than the present version")
+    parser.add_argument(
+        "--min-staged",
+        metavar="N",
+        type=positive_int,
+        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
+        "them, and are not waited for (default: all)",
     )
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ....schemas.checks import describe
 from ....schemas.errors import InvalidRequest
-from ....schemas.manifest import DTYPE_BITS
+from ....schemas.manifest import DTYPE_BITS, content_bytes, item_bytes
 
 __all__ = ["RawTensor", "TensorContent", "TensorKind", "read_tensor"]
 
@@ -70,12 +70,12 @@ class TensorKind(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the content."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return content_bytes(self.dtype, self.shape)
 
     @property
     def item_bytes(self) -> int:
         """Bytes of an element, as deltas compare them: 1 where several elements share a byte."""
-        return max(1, DTYPE_BITS[self.dtype] // 8)
+        return item_bytes(self.dtype)
 
 
 class TensorContent(NamedTuple):

@@ -10,10 +10,10 @@ its memory: see rollbus.WeightPublisher.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from ....schemas.control import PauseMode
-from ..arguments import non_negative_int, positive_float, positive_int
+from ..arguments import non_negative_int, positive_float
+from ..control import add_switch_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -39,17 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", metavar="DIR", type=Path, help="folder of the version that was published last (default: store all)"
     )
     parser.add_argument("--store-only", action="store_true", help="store it, and have no worker load it")
-    parser.add_argument(
-        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
-    )
-    parser.add_argument("--allow-rollback", action="store_true", help="N may be lower than the present version")
-    parser.add_argument(
-        "--min-staged",
-        metavar="N",
-        type=positive_int,
-        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
-        "them, and are not waited for (default: all)",
-    )
+    add_switch_options(parser)
     parser.add_argument(
         "--timeout-s", metavar="S", type=positive_float, help="for each worker to load it (default: 600)"
     )

@@ -15,13 +15,12 @@ An update that has begun goes on when this command is interrupted; `rollbus stat
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple
 
-from ....schemas.control import PauseMode
-from ..arguments import non_negative_int, positive_int
-from ..control import add_send_options, add_source_options, command, source_of
+from ..arguments import non_negative_int
+from ..control import add_send_options, add_source_options, add_switch_options, command, source_of
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -43,22 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--version", metavar="N", type=non_negative_int, help="of the new weights; needed, except with --check"
     )
-    parser.add_argument(
-        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
-    )
-    parser.add_argument("--allow-rollback", action="store_true", help="N may be lower than the present version")
+    add_switch_options(parser)
     parser.add_argument(
         "--expected-canary",
         metavar="FILE",
         type=Path,
         help="JSON with what the new weights must give: a `canary` of an earlier --json, or made by the trainer",
-    )
-    parser.add_argument(
-        "--min-staged",
-        metavar="N",
-        type=positive_int,
-        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
-        "them, and are not waited for (default: all)",
     )
     parser.add_argument("--check", action="store_true", help="only ask the workers whether they could; change nothing")
     add_send_options(parser)
