@@ -82,7 +82,7 @@ class Rig:
             cast(QueuePuller, self.door),
             execute=self._carry_out,
         )
-        sources = Sources(roots=[root], own=self.own, cache=root / "cache", worker="w1", objects=None)
+        sources = Sources(roots=[root], own=self.own, cache=root / "cache", model="m", worker="w1", objects=None)
         versions = self.links.versions
         self.loras = Loras(self.flow, sources, versions)
         self.weights = WeightManager(worker, self.flow, sources, self.loras, versions)

@@ -1,15 +1,16 @@
 """Chains of published versions, from a real store: every way to a version gives the same folder, or none."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollbus.bus.objects import ObjectReader, delete_prefix
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.schemas.manifest import delta_name
+from rollbus.schemas.manifest import Link, delta_name
 from rollbus.workers.sources import Sources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
 from tests.support.connections import opened
@@ -30,7 +31,7 @@ def worker(nats_url: str, tmp_path: Path, name: str = "w1") -> Sources:
     """The sources of a worker of the machine `tmp_path`."""
     own = write_checkpoint(tmp_path / "own", dtype="BF16")
     objects = ObjectReader(nats_url, name="test")
-    return Sources(roots=(), own=own, cache=tmp_path / "cache", worker=name, objects=objects)
+    return Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
 
 
 def stepped(weights: Weights, seed: int) -> Weights:
@@ -247,3 +248,47 @@ async def test_tensors_are_those_of_the_workers_own_checkpoint(nats_url: str, tm
         with pytest.raises(ControlError, match="is a checkpoint, and no adapter"):
             await sources.adapter(await versions.publish(random_weights(0)), ignore)
     assert not (tmp_path / "cache/shared.weights/checkpoints").exists()
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+async def test_a_version_of_another_model_is_refused(nats_url: str, tmp_path: Path, adapter: str | None) -> None:
+    """Also where its tensors fit, and for an adapter, whose manifest names its base; nothing is fetched."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        source = await versions.publish(random_weights(0), manifest={"model": "other", "adapter": adapter})
+        with pytest.raises(ControlError, match="is of the model 'other'; expected: 'm', as the worker's") as raised:
+            await (sources.adapter if adapter else sources.checkpoint)(source, ignore)
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert not (tmp_path / "cache/shared.weights").exists()
+
+
+def cycle(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """A chain that comes back to its first version."""
+    return (*links, links[0])
+
+
+def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """A chain that begins in another bucket."""
+    return (replace(links[0], objects="other/versions/0-1-00000000"), *links[1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cycle, "has a chain with a version twice"),
+        (led_away, "has the version objects:other/versions/0-1-00000000 in its chain, which is in another bucket"),
+    ],
+)
+async def test_a_chain_that_is_none_is_refused(
+    nats_url: str, tmp_path: Path, spoil: Callable[[tuple[Link, ...]], tuple[Link, ...]], said: str
+) -> None:
+    """Before anything is fetched, and though an anchor alone would do."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        steps = await publish_steps(versions, 1)
+        versions.links = spoil(versions.links)
+        source = await versions.publish(stepped(steps[-1], 5), is_anchor=True)
+        with pytest.raises(ControlError, match=said) as raised:
+            await sources.checkpoint(source, ignore)
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert not (tmp_path / "cache/shared.weights").exists()

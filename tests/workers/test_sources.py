@@ -18,7 +18,7 @@ NORM: Final = "model.norm.weight"
 def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] | None = None) -> Sources:
     """Sources that allow `tmp_path / "root"`."""
     allowed = (tmp_path / "root",) if roots is None else roots
-    return Sources(roots=allowed, own=own, cache=tmp_path / "cache", worker="w1", objects=None)
+    return Sources(roots=allowed, own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
 
 
 async def refusal(checked: Sources, path: Path | str) -> ControlError:

@@ -14,7 +14,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 def sources(tmp_path: Path, *, is_own_known: bool = True) -> Sources:
     """Sources that allow `tmp_path / "root"`."""
     own = write_checkpoint(tmp_path / "own") if is_own_known else None
-    return Sources(roots=[tmp_path / "root"], own=own, cache=tmp_path / "cache", worker="w1", objects=None)
+    return Sources(roots=[tmp_path / "root"], own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
 
 
 async def refusal(checked: Sources, path: Path) -> ControlError:

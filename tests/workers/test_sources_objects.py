@@ -21,7 +21,10 @@ async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads",
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         own = write_checkpoint(tmp_path / "own")
         objects = ObjectReader(nats_url, name="test")
-        yield Uploads(nats, bucket), Sources(roots=(), own=own, cache=tmp_path / "cache", worker="w1", objects=objects)
+        yield (
+            Uploads(nats, bucket),
+            Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects),
+        )
 
 
 def kept(tmp_path: Path, kind: str = "checkpoints") -> set[Path]:
@@ -166,7 +169,7 @@ async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
 
     root = write_checkpoint(tmp_path / "root" / "step-1").parent
     slow = Slow("nats://127.0.0.1:1", name="test")
-    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", worker="w1", objects=slow)
+    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", model="m", worker="w1", objects=slow)
 
     async def fetch(objects: str) -> str:
         with pytest.raises(ControlError) as raised:

@@ -32,6 +32,7 @@ def make_sources(config: WorkerConfig) -> Sources:
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),
         cache=Path(config.cache_dir) / config.fleet,
+        model=config.model,
         worker=config.worker_id,
         objects=ObjectReader(config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate),
         stage_bytes=config.stage_bytes,

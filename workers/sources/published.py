@@ -45,16 +45,20 @@ async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
     return manifest
 
 
-def check_manifest(manifest: Manifest, own: Mapping[str, Tensor] | None) -> None:
+def check_manifest(manifest: Manifest, model: str, own: Mapping[str, Tensor] | None) -> None:
     """Check that a version is one of the worker's model, and that its chain is one.
 
     Args:
+        model: the worker's; an adapter's manifest names the model that it is for.
         own: tensors of the worker's checkpoint; None: they are not known.
 
     Raises:
-        ControlError: `bad_source`, naming the first tensor or link that is wrong.
+        ControlError: `bad_source`, naming both models, or the first tensor or link that is wrong.
     """
     where = f"objects:{manifest.own.objects}"
+    if manifest.model != model:
+        # Models of one family have the same tensors: that these fit says nothing.
+        raise bad_source(f"{where} is of the model {manifest.model!r}; expected: {model!r}, as the worker's")
     bucket = manifest.own.objects.partition("/")[0]
     folders = [link.objects for link in manifest.links]
     if len(set(folders)) != len(folders):

@@ -61,23 +61,26 @@ class Sources:
         own: the checkpoint that the worker was started with: others must be like it. None, or a folder without
             safetensors: not known, and sources are only checked in themselves.
         cache: where the workers of this fleet keep what they fetch; made when needed.
+        model: whose weights and adapters these are, as its publishers call it.
         worker: name of this one, for a folder of its own where the file system has no locks.
         objects: reads the object store; None: sources there are refused.
         stage_bytes: limit of all that is fetched below `cache`; None: the disk's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all is known where it is made, once
         self,
         *,
         roots: Sequence[Path],
         own: Path | None,
         cache: Path,
+        model: str,
         worker: str,
         objects: ObjectReader | None,
         stage_bytes: int | None = None,
     ) -> None:
         self._roots = tuple(roots)
         self._own_path = own
+        self._model = model
         self._old_cache = cache / worker
         self._objects = objects
         self._own: _Own | None = None
@@ -255,7 +258,7 @@ class Sources:
         if manifest.adapter is not None:
             raise bad_source(f"objects:{manifest.own.objects} is the adapter {manifest.adapter!r}, and no checkpoint")
         own = self._read_own()
-        check_manifest(manifest, None if own is None else own.tensors)
+        check_manifest(manifest, self._model, None if own is None else own.tensors)
 
     def _check_adapter(self, folder: Path, max_rank: int | None) -> None:
         own = self._read_own()
@@ -264,7 +267,7 @@ class Sources:
     def _check_adapter_manifest(self, manifest: Manifest) -> None:
         if manifest.adapter is None:
             raise bad_source(f"objects:{manifest.own.objects} is a checkpoint, and no adapter")
-        check_manifest(manifest, None)
+        check_manifest(manifest, self._model, None)
 
     def _read_own(self) -> _Own | None:
         """Read the worker's own checkpoint, once: what the engine has does not change with the files."""
