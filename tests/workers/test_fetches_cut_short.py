@@ -1,0 +1,138 @@
+"""Fetches that do not come to their end: what came stays for the next try, and nothing of what cannot be had."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
+from rollbus.schemas.control import WeightSource
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.workers.sources import Sources
+from tests.support.checkpoints import ignore, write_checkpoint, write_sharded
+from tests.support.connections import opened
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
+from tests.support.version_chain import Versions, folder_content, random_weights
+
+OnFetch = Callable[[str, Path], Awaitable[None]]
+
+
+@pytest.fixture
+def on_fetch(monkeypatch: pytest.MonkeyPatch) -> list[OnFetch]:
+    """What is done before an object is fetched, once each, in this order; then objects are fetched as ever."""
+    todo: list[OnFetch] = []
+    fetch = FolderReader.fetch
+
+    async def fetch_with(folder: FolderReader, name: str, into: Path, on_bytes: Callable[[int], None]) -> None:
+        if todo:
+            await todo.pop(0)(name, into)
+        await fetch(folder, name, into, on_bytes)
+
+    monkeypatch.setattr(FolderReader, "fetch", fetch_with)
+    return todo
+
+
+async def go_on(name: str, into: Path) -> None:
+    """Let it be fetched."""
+
+
+@contextlib.asynccontextmanager
+async def machine(nats_url: str, tmp_path: Path, *, dtype: str = "BF16") -> AsyncIterator[tuple[Versions, Sources]]:
+    """An empty chain, and the sources of a worker that has nothing at hand."""
+    own = write_checkpoint(tmp_path / "own", dtype=dtype)
+    objects = ObjectReader(nats_url, name="test")
+    sources = Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        yield Versions(nats, bucket, tmp_path), sources
+
+
+def entries(tmp_path: Path) -> list[str]:
+    """What lies beside the locks where checkpoints are kept, complete or not."""
+    root = tmp_path / "cache" / "shared.weights" / "checkpoints"
+    return [entry.name for entry in root.iterdir() if not entry.name.endswith(".lock")]
+
+
+async def cut_short(sources: Sources, source: WeightSource, on_fetch: list[OnFetch], num_whole: int) -> None:
+    """Cancel a staging in the middle of the object that follows so many."""
+    is_there = asyncio.Event()
+
+    async def stop(name: str, into: Path) -> None:
+        await asyncio.to_thread(into.write_bytes, b"a part of it")
+        is_there.set()
+        await asyncio.Event().wait()
+
+    on_fetch[:] = [*[go_on] * num_whole, stop]
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(sources.checkpoint(source, ignore))
+        await is_there.wait()
+        task.cancel()
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("num_whole", range(4))
+async def test_a_version_is_fetched_on_where_it_was_cut_short(
+    nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], num_whole: int
+) -> None:
+    """Of the anchor's files and two deltas only those are fetched again that had not come whole."""
+    async with machine(nats_url, tmp_path) as (versions, sources):
+        weights = random_weights(0)
+        await versions.publish(weights)
+        for seed in (1, 2):
+            weights = random_weights(seed)
+            source = await versions.publish(weights)
+        await cut_short(sources, source, on_fetch, num_whole)
+        assert [name[0] for name in entries(tmp_path)] == ["."]
+
+        folder = await sources.checkpoint(source, ignore)
+
+        assert files_in(folder) == folder_content(weights)
+        assert sources.last_staged is not None
+        first, *deltas = versions.links
+        config = len(folder_content(weights)["config.json"])
+        sizes = [(first.anchor_bytes or 0) - config, config, *(link.delta_bytes or 0 for link in deltas)]
+        assert sources.last_staged.fetched_bytes == sum(sizes[num_whole:])
+        assert entries(tmp_path) == [folder.name]
+
+
+async def test_an_upload_is_fetched_on_where_it_was_cut_short(
+    nats_url: str, tmp_path: Path, on_fetch: list[OnFetch]
+) -> None:
+    """The same goes for what was put by hand."""
+    async with machine(nats_url, tmp_path, dtype="F32") as (versions, sources):
+        folder = write_sharded(tmp_path / "step-1")
+        objects = await put_folder(versions.nats, versions.bucket, "step-1", folder, max_bytes=BUCKET_BYTES)
+        source = WeightSource(objects=objects)
+        await cut_short(sources, source, on_fetch, 2)
+
+        assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
+
+    assert sources.last_staged is not None
+    contents = [len(content) for _, content in sorted(files_in(folder).items())]
+    assert len(contents) == 3
+    assert sources.last_staged.fetched_bytes == contents[2]
+
+
+@pytest.mark.parametrize(("number", "num_whole"), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)])
+async def test_a_version_that_is_deleted_while_it_is_fetched_leaves_nothing(
+    nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], number: int, num_whole: int
+) -> None:
+    """Its anchor or its delta, at any object still to come: the error says so, and the next version is built."""
+    async with machine(nats_url, tmp_path) as (versions, sources):
+        await versions.publish(random_weights(0))
+        source = await versions.publish(random_weights(1))
+        deleted = versions.links[number].objects
+
+        async def delete(name: str, into: Path) -> None:
+            assert await delete_prefix(versions.nats, deleted)
+
+        on_fetch[:] = [*[go_on] * num_whole, delete]
+        with pytest.raises(ControlError, match="deleted meanwhile") as raised:
+            await sources.checkpoint(source, ignore)
+        left = entries(tmp_path)
+        following = await versions.publish(random_weights(2), is_anchor=True)
+
+        assert files_in(await sources.checkpoint(following, ignore)) == folder_content(random_weights(2))
+    assert raised.value.code is ControlCode.BAD_SOURCE
+    assert left == []
