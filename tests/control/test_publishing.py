@@ -1,6 +1,7 @@
 """Weights that a trainer publishes, on a real server and on worker processes: what is stored, loaded and refused."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import threading
@@ -201,6 +202,29 @@ async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tm
     assert set(after.weight_versions.tolist()) == {3}
 
 
+async def test_after_a_transfer_the_next_version_is_an_anchor(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """What came by the engines' transfer ends the chain; the version after the anchor is a delta again."""
+    one, other = write_checkpoint(tmp_path / "one", seed=1), write_checkpoint(tmp_path / "other", seed=9)
+    info = {"data": base64.b64encode((other / next(iter(TENSORS))).read_bytes()).decode()}
+    tensors = [weights(2)]
+    for _ in range(3):
+        tensors.append(stepped(tensors[-1]))
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        async with rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher:
+            before = [await publisher.publish(tensors[i], version=i + 2) for i in range(2)]
+            await rb.fleet.init_weight_transfer({})
+            await rb.fleet.start_weight_update()
+            await rb.fleet.update_weight_chunk(info)
+            await rb.fleet.finish_weight_update(4)
+            transferred = await rb.complete(ask())
+            after = [await publisher.publish(tensors[i], version=i + 3) for i in (2, 3)]
+        generation = await rb.complete(ask())
+    assert [published.is_anchor for published in (*before, *after)] == [True, False, True, False]
+    assert await names(nats_url, after[0].objects) == ["config.json", "model.safetensors", "rollbus-manifest.json"]
+    assert set(transferred.weight_versions.tolist()) == {4}
+    assert set(generation.weight_versions.tolist()) == {6}
+
+
 async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """From a folder, or from tensors and a configuration; each version replaces the one before."""
     one = write_checkpoint(tmp_path / "one", seed=1)
@@ -216,6 +240,7 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
     ):
         first = await publisher.publish_adapter("tuned", folder, version=1)
+        before = await rb.complete(ask(lora="tuned"))
         second = await publisher.publish_adapter("tuned", tensors, version=2, config=config)
         third = await publisher.publish_adapter("other", folder, version=1, update=False)
         generation = await rb.complete(ask(lora="tuned"))
@@ -228,8 +253,10 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
     assert first.digest == third.digest != second.digest
     assert second.ledger is not None
     assert third.ledger is None
-    assert generation.lora_versions is not None
-    assert set(generation.lora_versions.tolist()) == {2}
+    for version, result in ((1, before), (2, generation)):
+        assert result.lora_versions is not None
+        assert set(result.lora_versions.tolist()) == {version}
+    assert before.token_ids.tolist() != generation.token_ids.tolist()
     assert await folders(nats_url, fleet) == []
 
 
