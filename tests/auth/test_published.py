@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rollbus
@@ -16,11 +17,12 @@ from rollbus.schemas.errors import ControlCode, PermissionDenied
 from rollbus.schemas.manifest import MANIFEST
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import synthetic_worker
+from tests.support.fleet_states import until_worker
 from tests.support.objects import files_in, stored_messages
 from tests.support.outcomes import incomplete
-from tests.support.version_chain import Versions, folder_content, random_weights
+from tests.support.version_chain import SHAPES, Versions, folder_content, random_weights
 
 pytestmark = pytest.mark.slow
 
@@ -156,3 +158,50 @@ async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
             assert await it.check_refused(await it.publish(**hostile)), hostile
         await it.update(await it.publish())
         assert folder_content(it.second) in it.contents()
+
+
+async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures(tmp_path: Path) -> None:
+    """An anchor, deltas and an adapter, by the publisher of the model: neither server nor workers refuse any.
+
+    Adapters are loaded by who may command that: an admin, and no publisher.
+    """
+    own = write_checkpoint(tmp_path / "own")
+    tensors = {name: np.full(shape, 2, np.float32) for name, shape in SHAPES.items()}
+    async with contextlib.AsyncExitStack() as stack:
+        guard = await stack.enter_async_context(guarded(tmp_path / "auth"))
+
+        async def start(name: str) -> None:
+            fields: dict[str, Any] = {"model_path": str(own), "cache_dir": str(tmp_path / name), "worker_id": name}
+            credentials = guard.credentials(name)
+            await stack.enter_async_context(
+                synthetic_worker(guard.url, FLEET, model=MODEL, credentials=credentials, **fields)
+            )
+
+        await start("w0")
+        carol = await stack.enter_async_context(rollbus.connect(guard.login("carol")))
+        await carol.fleet.wait_for_workers()
+        publisher = await stack.enter_async_context(rollbus.WeightPublisher(carol, model=MODEL, checkpoint=own))
+        published, heard = [], []
+        for version in range(1, 5):
+            tensors["model.norm.weight"][version % 4] += 1
+            published.append(await publisher.publish(tensors, version=version))
+            heard.append({*(await carol.complete(ask())).weight_versions.tolist()})
+        folder = write_adapter(tmp_path / "tuned")
+        adapter = await publisher.publish_adapter("tuned", folder, version=7, update=False)
+        with pytest.raises(rollbus.ControlError, match="publisher carol may not give load_lora"):
+            await carol.fleet.load_lora("tuned", objects=adapter.objects, version=7)
+        boss = await stack.enter_async_context(rollbus.connect(guard.login("boss")))
+        await boss.fleet.load_lora("tuned", objects=adapter.objects, version=7, model=MODEL)
+        tuned = await carol.complete(ask(lora="tuned"))
+        await start("w1")
+        await carol.fleet.wait_for_workers(2)
+        late = await until_worker(carol, "w1", lambda worker: worker.loras)
+        violations = guard.violations()
+
+    assert [each.is_anchor for each in published] == [True, False, False, False]
+    assert all(each.ledger is not None and each.ledger.is_complete for each in published)
+    assert heard == [{1}, {2}, {3}, {4}]
+    assert tuned.lora_versions is not None
+    assert {*tuned.lora_versions.tolist()} == {7}
+    assert (late.weight_version, late.loras[0].version) == (4, 7)
+    assert violations == []
