@@ -50,6 +50,13 @@ def write_source(folder: Path, megabytes: int) -> Path:
     return folder
 
 
+async def fetch(reader: ObjectReader, objects: str, into: Path) -> None:
+    """Fetch all objects of a folder, as workers do."""
+    async with reader.open_folder(objects) as folder:
+        for name in folder.names:
+            await folder.fetch(name, into / name, lambda _: None)
+
+
 async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Namespace, report: Report) -> None:
     """Run all measurements."""
     source = write_source(scratch / "source", args.megabytes)
@@ -62,14 +69,14 @@ async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Name
         await put_folder(nats, BUCKET, f"step-{i}", source)
 
     async def get(i: int) -> None:
-        await reader.fetch_folder(f"{BUCKET}/step-{i}", scratch / f"cache-{i}", lambda stage: None)
+        await fetch(reader, f"{BUCKET}/step-{i}", scratch / f"cache-{i}")
 
     async def put_by_peer(i: int) -> None:
         with (source / "file").open("rb") as file:
             await store.put(f"peer-{i}/file", file)
 
     async def get_from_peer(i: int) -> None:
-        await reader.fetch_folder(f"{BUCKET}/peer-{i}", scratch / f"peer-cache-{i}", lambda stage: None)
+        await fetch(reader, f"{BUCKET}/peer-{i}", scratch / f"peer-cache-{i}")
 
     async def get_by_peer(i: int) -> None:
         with (scratch / f"peer-file-{i}").open("wb") as file:
@@ -78,9 +85,9 @@ async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Name
     await put_folder(nats, BUCKET, "small", peer_source)
     ways = {
         "put_folder": (args.megabytes, put),
-        "fetch_folder": (args.megabytes, get),
+        "fetch": (args.megabytes, get),
         "nats-py put": (args.megabytes, put_by_peer),
-        "fetch_folder of what it put": (args.megabytes, get_from_peer),
+        "fetch of what it put": (args.megabytes, get_from_peer),
         "nats-py get": (args.peer_megabytes, get_by_peer),
     }
     await measure_in_turns(report, args.rounds, ways)

@@ -50,13 +50,8 @@ class FolderReader:
         self._pace = pace
 
     def __repr__(self) -> str:
-        """One line with the folder and its size."""
-        return f"<FolderReader {self.objects} files={len(self.names)} bytes={self.size}>"
-
-    @property
-    def size(self) -> int:
-        """Bytes of all objects."""
-        return sum(info.size for info in self.names.values())
+        """One line with the folder."""
+        return f"<FolderReader {self.objects} files={len(self.names)}>"
 
     async def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of an object.

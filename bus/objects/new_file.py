@@ -2,13 +2,12 @@
 
 import hashlib
 import os
-import shutil
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ...schemas.errors import ControlCode, ControlError, LocalProtocolError
+from ...schemas.errors import LocalProtocolError
 
-__all__ = ["NewFile", "check_room", "is_whole", "reason"]
+__all__ = ["NewFile", "is_whole", "reason"]
 
 READ_BYTES: Final = 4 * 1024**2
 """At a time, of a file that is hashed: more is no faster."""
@@ -59,19 +58,6 @@ def is_whole(path: Path, size: int, digest: bytes) -> bool:
         while part := file.read(READ_BYTES):
             sha.update(part)
     return sha.digest() == digest
-
-
-def check_room(folder: Path, total_bytes: int) -> None:
-    """Refuse to fill a disk: better to say so now than after it is full for all programs that use it.
-
-    Raises:
-        ControlError: `storage`.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < total_bytes:
-        raise ControlError(
-            ControlCode.STORAGE, f"{folder.parent} has room for {free} bytes, and {total_bytes} are to be fetched"
-        )
 
 
 def reason(error: OSError) -> str:

@@ -1,35 +1,21 @@
-"""Fetching a folder out of the object store: checked, complete or not there at all."""
+"""Opens folders of the object store, to read single objects of them."""
 
-import asyncio
 import contextlib
-import logging
-import shutil
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
-from typing import Final
+from collections.abc import AsyncIterator
 
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError
 from ..nats.connection import connected
 from ..nats.server import Server
 from .folder_reader import FolderReader, open_reader
-from .layout import ObjectInfo, split_objects
-from .new_file import check_room, reason
+from .layout import split_objects
 from .token_bucket import TokenBucket
 
-__all__ = ["FOLDER_PREFIX", "PARTIAL_PREFIX", "ObjectReader"]
-
-logger = logging.getLogger(__name__)
-
-FOLDER_PREFIX: Final = "objects-"
-"""Begins the name of a fetched folder."""
-PARTIAL_PREFIX: Final = ".objects-"
-"""Begins the name of a folder that is being fetched; one that a killed process left is rubbish."""
+__all__ = ["ObjectReader"]
 
 
 class ObjectReader:
-    """Fetches folders, on a connection of its own for each, so that megabytes do not hold up tokens.
+    """Opens folders, on a connection of its own for each, so that megabytes do not hold up tokens.
 
     Args:
         server: where the objects are.
@@ -63,69 +49,3 @@ class ObjectReader:
             except (BusBroken, BusClosed) as error:
                 raise ControlError(ControlCode.STORAGE, f"objects:{objects} cannot be fetched: {error}") from error
             yield folder
-
-    async def fetch_folder(self, objects: str, into: Path, report: Callable[[str], None]) -> Path:
-        """Fetch the folder written `<bucket>/<prefix>`, unless it is there already.
-
-        Args:
-            into: where the fetched folder is made, under a name that says what is in it: the same objects with the
-                same content always give the same name. Made if missing; used by one process only.
-            report: called with `fetching` before anything is.
-
-        Returns:
-            The fetched folder: every file has the size and SHA-256 that the store says.
-
-        Cancellation: leaves nothing behind.
-
-        Raises:
-            ControlError: `bad_source`: nothing is there, it is damaged, or a name could lead out of the folder;
-                `storage`: NATS or the disk failed, naming what. Nothing is left behind.
-        """
-        async with self.open_folder(objects) as opened:
-            folder = into / (FOLDER_PREFIX + opened.digest)
-            if not await asyncio.to_thread(_has_all, folder, opened.names):
-                report("fetching")
-                try:
-                    await _fetch(opened, folder)
-                except OSError as error:
-                    raise ControlError(
-                        ControlCode.STORAGE, f"objects:{objects} cannot be written below {into}: {reason(error)}"
-                    ) from error
-            return folder
-
-
-async def _fetch(opened: FolderReader, folder: Path) -> None:
-    """Fetch all files into a folder beside `folder`, which it becomes when it is complete."""
-    started = time.monotonic()
-    partial = folder.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
-    try:
-        await opened.run(_make_folder, partial, opened.size)
-        for path in opened.names:
-            await opened.fetch(path, partial / path, lambda _: None)
-        await opened.run(_put_in_place, partial, folder)
-    finally:
-        await opened.run(_remove, partial)
-    what = (folder, len(opened.names), opened.size, time.monotonic() - started)
-    logger.info("objects.fetched folder=%s files=%s bytes=%s seconds=%.3f", *what)
-
-
-def _has_all(folder: Path, files: Mapping[str, ObjectInfo]) -> bool:
-    """Whether a folder that was fetched before still is whole."""
-    try:
-        return all((folder / path).stat().st_size == info.size for path, info in files.items())
-    except OSError:
-        return False
-
-
-def _make_folder(partial: Path, total_bytes: int) -> None:
-    partial.mkdir(parents=True)
-    check_room(partial, total_bytes)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    _remove(folder)  # what is left of an earlier one that lost files
-    partial.rename(folder)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -11,11 +11,12 @@ import pytest
 from rollbus.bus.auth.signatures import SIGNED, Signatures
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask, headers_of, put
-from rollbus.bus.objects import ObjectReader, put_folder, sign_folder
+from rollbus.bus.objects import put_folder, sign_folder
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.layout import info_subject
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.auth.support import FLEET, Guarded, guarded
+from tests.support.fetching import fetch_folder
 from tests.support.objects import files_in, write_folder
 
 pytestmark = pytest.mark.slow
@@ -89,9 +90,8 @@ async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, 
         for name in ("one", "two"):
             await put_folder(boss, BUCKET, f"m/{name}", write_folder(tmp_path / name, a=1000, b=3000))
         await attack(guard, boss)
-        reader = ObjectReader(guard.login("w0"), name="test")
         with pytest.raises(ControlError) as caught:
-            await reader.fetch_folder(f"{BUCKET}/m/one", tmp_path / "cache", lambda _: None)
+            await fetch_folder(guard.login("w0"), f"{BUCKET}/m/one", tmp_path / "cache")
 
     assert caught.value.code is ControlCode.BAD_SOURCE
     assert not (tmp_path / "cache").exists()
@@ -105,8 +105,7 @@ async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
         data, _ = await stored(boss, "m/one/a")
         added = json.loads(data) | {"name": "m/one/b"}
         await overwrite(boss, "m/one/b", json.dumps(added).encode(), "")
-        reader = ObjectReader(guard.login("w0"), name="test")
-        fetched = await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+        fetched = await fetch_folder(guard.login("w0"), objects, tmp_path / "cache")
 
     assert files_in(fetched) == files_in(tmp_path / "one")
 
@@ -118,12 +117,11 @@ async def test_a_folder_that_was_put_without_a_signature_can_be_signed(tmp_path:
         own, boss.signatures = boss.signatures, Signatures(None)
         objects = await put_folder(boss, BUCKET, "m/one", write_folder(tmp_path / "one", a=1000, b=0))
         boss.signatures = own
-        reader = ObjectReader(guard.login("w0"), name="test")
         with pytest.raises(ControlError, match="has no signed objects below 'm/one'"):
-            await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+            await fetch_folder(guard.login("w0"), objects, tmp_path / "cache")
         with pytest.raises(ControlError, match="takes the credentials of an admin"):
             await sign_folder(worker, objects)
         assert await sign_folder(boss, objects) == 2
-        fetched = await reader.fetch_folder(objects, tmp_path / "cache", lambda _: None)
+        fetched = await fetch_folder(guard.login("w0"), objects, tmp_path / "cache")
 
     assert files_in(fetched) == files_in(tmp_path / "one")

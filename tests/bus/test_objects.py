@@ -12,8 +12,9 @@ from rollbus.bus.nats.connection import Connection, subscribe
 from rollbus.bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
 from rollbus.bus.objects.catalog import ensure_bucket, set_bucket_bytes
 from rollbus.schemas.errors import ControlCode, ControlError
-from tests.support.checkpoints import ignore
+from rollbus.workers.sources import folder_store
 from tests.support.connections import count_tasks, opened
+from tests.support.fetching import complete, fetch_folder, partial
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
 
 MEGABYTE = 1024 * 1024
@@ -30,27 +31,37 @@ async def test_a_folder_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> N
     stages: list[str] = []
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put(nats, bucket, "model/step-1", source)
-        reader = ObjectReader(nats_url, name="test")
 
-        first = await reader.fetch_folder(objects, tmp_path / "cache", stages.append)
-        again = await reader.fetch_folder(objects, tmp_path / "cache", stages.append)
+        first = await fetch_folder(nats_url, objects, tmp_path / "cache", stages.append)
+        again = await fetch_folder(nats_url, objects, tmp_path / "cache", stages.append)
 
     assert objects == f"{bucket}/model/step-1"
     assert files_in(first) == files_in(source)
-    assert (again, stages) == (first, ["fetching"])
-    assert [*(tmp_path / "cache").iterdir()] == [first]
+    assert (again, stages) == (first, ["fetching", "checking", "checking"])
+    assert complete(tmp_path / "cache") == [first]
 
 
-async def test_a_fetched_folder_that_lost_a_file_is_fetched_again(nats_url: str, tmp_path: Path) -> None:
-    """What is there is only used when it is whole."""
-    source = write_folder(tmp_path / "source", a=100, b=100)
+async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there since before the machine has started is only used when it is whole."""
+    source = write_folder(tmp_path / "source", a=100, b=100, c=100)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put(nats, bucket, "p", source)
-        reader = ObjectReader(nats_url, name="test")
-        folder = await reader.fetch_folder(objects, tmp_path / "cache", ignore)
-        (folder / "a").unlink()
+        folder = await fetch_folder(nats_url, objects, tmp_path / "cache")
+        for boot, spoil in (
+            (b"2", (folder / "a").unlink),
+            (b"3", lambda: (folder / "b").write_bytes(bytes(100))),
+            (b"4", lambda: (folder / "c").write_bytes(b"")),
+        ):
+            monkeypatch.setattr(folder_store, "_boot_id", lambda boot=boot: boot)
+            spoil()
+            stages: list[str] = []
 
-        assert files_in(await reader.fetch_folder(objects, tmp_path / "cache", ignore)) == files_in(source)
+            assert files_in(await fetch_folder(nats_url, objects, tmp_path / "cache", stages.append)) == files_in(
+                source
+            )
+            assert stages == ["fetching", "checking"]
 
 
 @pytest.mark.slow
@@ -79,7 +90,7 @@ async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> 
             await store.put(f"p/{name}", content)
         await store.delete("p/gone")
 
-        folder = await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+        folder = await fetch_folder(nats_url, f"{bucket}/p", tmp_path / "cache")
 
     assert files_in(folder) == contents
 
@@ -186,10 +197,11 @@ async def test_a_cancelled_put_leaves_nothing(nats_url: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "objects", ["bucket", "bucket/", "/p", "b.b/p", "bucket/../p", "bucket//p", "bucket/p/", "*/p"]
 )
-async def test_a_source_must_be_bucket_and_prefix(nats_url: str, tmp_path: Path, objects: str) -> None:
+async def test_a_source_must_be_bucket_and_prefix(objects: str) -> None:
     """Anything else is refused before the server is asked."""
     with pytest.raises(ControlError) as raised:
-        await ObjectReader("nats://127.0.0.1:1", name="test").fetch_folder(objects, tmp_path, ignore)
+        async with ObjectReader("nats://127.0.0.1:1", name="test").open_folder(objects):
+            pytest.fail("it is open")
 
     assert raised.value.code is ControlCode.BAD_SOURCE
 
@@ -199,7 +211,7 @@ async def test_a_source_without_objects_is_refused(nats_url: str, tmp_path: Path
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         for _ in range(2):
             with pytest.raises(ControlError, match=f"the bucket '{bucket}' has no objects below 'p'") as raised:
-                await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+                await fetch_folder(nats_url, f"{bucket}/p", tmp_path / "cache")
             assert raised.value.code is ControlCode.BAD_SOURCE
             await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
 
@@ -214,7 +226,7 @@ async def test_a_name_that_leads_out_of_the_folder_is_refused(nats_url: str, tmp
         await store.put(f"p/{name}", b"evil")
 
         with pytest.raises(ControlError, match="allowed: a relative path") as raised:
-            await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+            await fetch_folder(nats_url, f"{bucket}/p", tmp_path / "cache")
 
     assert raised.value.code is ControlCode.BAD_SOURCE
     assert files_in(tmp_path) == {}
@@ -235,10 +247,10 @@ async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[
         await jetstream.publish(subject, json.dumps(described | info).encode(), headers={"Nats-Rollup": "sub"})
 
         with pytest.raises(ControlError) as raised:
-            await ObjectReader(nats_url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+            await fetch_folder(nats_url, f"{bucket}/p", tmp_path / "cache")
 
     assert raised.value.code is ControlCode.BAD_SOURCE
-    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
+    assert complete(tmp_path / "cache") == partial(tmp_path / "cache") == []
     return raised.value.message
 
 

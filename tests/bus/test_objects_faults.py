@@ -18,12 +18,12 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import ObjectReader, list_objects, object_chunks, put_folder, reader, sender
+from rollbus.bus.objects import list_objects, object_chunks, put_folder, sender
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.new_file import NewFile
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from tests.support.checkpoints import ignore
 from tests.support.connections import count_tasks, opened
+from tests.support.fetching import complete, fetch_folder, open_files, partial
 from tests.support.nats_noise import NatsNoise
 from tests.support.nats_server import require_binary
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
@@ -69,7 +69,7 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source), asyncio.TaskGroup() as tasks:
         after(proxy, 8 * MEGABYTE, event)
-        fetch = ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+        fetch = fetch_folder(proxy.url, "bucket/p", tmp_path / "cache")
         task = tasks.create_task(fetch)
         await event.wait()
         await server.kill()
@@ -80,7 +80,7 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
 
 
 async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while without a part the fetch fails, says how far it was, and leaves nothing."""
+    """After a while without a part the fetch fails and says how far it was; nothing looks whole, no lock is held."""
     monkeypatch.setattr(object_chunks, "STALL_S", 0.1)
     monkeypatch.setattr(jetstream, "API_TIMEOUT_S", 1.0)
     event = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch:
 
         async def fetch() -> ControlError:
             with pytest.raises(ControlError) as raised:
-                await ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+                await fetch_folder(proxy.url, "bucket/p", tmp_path / "cache")
             return raised.value
 
         task = tasks.create_task(fetch())
@@ -100,13 +100,13 @@ async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch:
     assert error.code is ControlCode.STORAGE
     assert "objects:bucket/p/a stopped for" in error.message
     assert "of 48 parts" in error.message
-    assert not any((tmp_path / "cache").iterdir())
+    assert complete(tmp_path / "cache") == open_files(tmp_path / "cache") == []
 
 
 async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
     """The address that does not answer is named."""
     with pytest.raises(ControlError, match="objects:bucket/p cannot be fetched: no NATS server") as raised:
-        await ObjectReader("nats://127.0.0.1:1", name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+        await fetch_folder("nats://127.0.0.1:1", "bucket/p", tmp_path / "cache")
 
     assert raised.value.code is ControlCode.STORAGE
 
@@ -122,7 +122,7 @@ async def test_lost_messages_are_fetched_again(nats_url: str, tmp_path: Path) ->
             await store.put(f"p/{start}", content[start : start + MEGABYTE // 2], meta=small_parts(f"p/{start}"))
         proxy.make_filter = noise.filter
 
-        folder = await ObjectReader(proxy.url, name="test").fetch_folder(f"{bucket}/p", tmp_path / "cache", ignore)
+        folder = await fetch_folder(proxy.url, f"{bucket}/p", tmp_path / "cache")
 
     assert noise.counts["dropped"] > 0
     assert (
@@ -135,25 +135,27 @@ def small_parts(name: str) -> ObjectMeta:
     return ObjectMeta(name=name, options=ObjectMetaOptions(max_chunk_size=8192))
 
 
-async def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path) -> None:
-    """No file, nor a thread that writes one, and no consumer at the server."""
+async def test_a_cancelled_fetch_ends(tmp_path: Path) -> None:
+    """Nothing looks whole, no file is open, no lock held, and no consumer at the server; the next try is whole."""
     event = asyncio.Event()
-    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _):
+    cache = tmp_path / "cache"
+    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source):
         after(proxy, 8 * MEGABYTE, event)
         async with asyncio.TaskGroup() as tasks:
-            fetch = ObjectReader(proxy.url, name="test").fetch_folder("bucket/p", tmp_path / "cache", ignore)
+            fetch = fetch_folder(proxy.url, "bucket/p", tmp_path / "cache")
             task = tasks.create_task(fetch)
             await event.wait()
-            assert len(list((tmp_path / "cache").iterdir())) == 1
+            assert open_files(cache)
             task.cancel()
         assert task.cancelled()
-        assert not any((tmp_path / "cache").iterdir())
+        assert complete(cache) == open_files(cache) == []
         async with opened(server.url) as nats:
             assert await nats.jetstream().consumers_info("OBJ_bucket") == []
+        assert files_in(await fetch_folder(server.url, "bucket/p", cache)) == files_in(source)
 
 
-async def test_a_fetch_or_put_that_is_cancelled_anywhere_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
-    """Wherever a cancellation falls, no file, no task and no message stays."""
+async def test_a_fetch_or_put_that_is_cancelled_anywhere_ends(nats_url: str, tmp_path: Path) -> None:
+    """Wherever a cancellation falls, no file is open, what looks whole is, and no task and no message stays."""
     cache = tmp_path / "cache"
     source = write_folder(tmp_path / "source", a=MEGABYTE + 1, b=10)
 
@@ -168,11 +170,11 @@ async def test_a_fetch_or_put_that_is_cancelled_anywhere_leaves_nothing(nats_url
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
         messages, before = await stored_messages(nats, bucket), await count_tasks()
-        fetcher = ObjectReader(nats_url, name="test")
         cancelled = 0
         for turns in range(0, 200, 5):
-            cancelled += await is_cancelled(fetcher.fetch_folder(objects, cache, ignore), turns)
-            assert not any(folder.name.startswith(reader.PARTIAL_PREFIX) for folder in cache.glob("*"))
+            cancelled += await is_cancelled(fetch_folder(nats_url, objects, cache), turns)
+            assert open_files(cache) == []
+            assert all(files_in(folder) == files_in(source) for folder in complete(cache))
             shutil.rmtree(cache, ignore_errors=True)
             is_put_cancelled = await is_cancelled(put_folder(nats, bucket, f"put-{turns}", source), turns)
             cancelled += is_put_cancelled
@@ -185,23 +187,25 @@ async def test_a_fetch_or_put_that_is_cancelled_anywhere_leaves_nothing(nats_url
 
 
 async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
-    """What a killed fetch leaves is hidden, and the next fetch is whole."""
+    """What a killed fetch leaves is hidden and not locked, and the next fetch is whole."""
     program = (
-        "import asyncio, sys; from pathlib import Path; from rollbus.bus.objects import ObjectReader\n"
-        "reader, cache = ObjectReader(sys.argv[1], name='test'), Path(sys.argv[2])\n"
-        "asyncio.run(reader.fetch_folder('bucket/p', cache, lambda stage: None))"
+        "import asyncio, sys; from pathlib import Path; from tests.support.fetching import fetch_folder\n"
+        "asyncio.run(fetch_folder(sys.argv[1], 'bucket/p', Path(sys.argv[2])))"
     )
     event = asyncio.Event()
     cache = tmp_path / "cache"
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source):
         after(proxy, 8 * MEGABYTE, event)
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, proxy.url, str(cache))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, proxy.url, str(cache), cwd=Path(__file__).parents[2]
+        )
         await event.wait()
         process.kill()
         assert await process.wait() == -signal.SIGKILL
 
-        assert [path.name.startswith(reader.PARTIAL_PREFIX) for path in cache.iterdir()] == [True]
-        folder = await ObjectReader(server.url, name="test").fetch_folder("bucket/p", cache, ignore)
+        assert complete(cache) == []
+        assert len(partial(cache)) == 1
+        folder = await fetch_folder(server.url, "bucket/p", cache)
         assert files_in(folder) == files_in(source)
 
 
@@ -222,7 +226,8 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing(
     nats_url: str, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, *, is_room_known: bool
 ) -> None:
     """Where a folder does not fit is said before anything is fetched; and when others fill the disk meanwhile."""
-    said = f"{small_disk} has room for 2097152 bytes, and {3 * MEGABYTE} are to be fetched"
+    cache = small_disk / "cache"
+    said = f"{3 * MEGABYTE} bytes do not fit on the disk of {cache}: it has "
     if not is_room_known:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40))
         said = f"cannot be written to {small_disk}/"
@@ -231,43 +236,47 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing(
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
 
         with pytest.raises(ControlError) as raised:
-            await ObjectReader(nats_url, name="test").fetch_folder(objects, small_disk, ignore)
+            await fetch_folder(nats_url, objects, cache)
 
     assert raised.value.code is ControlCode.STORAGE
     assert said in raised.value.message
-    assert files_in(small_disk) == {}
+    assert b"".join(files_in(small_disk).values()) == b""
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-async def test_a_failing_write_is_an_error_and_leaves_nothing(
-    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+@pytest.mark.parametrize(("error", "is_kept"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EIO, True)])
+async def test_a_failing_write_is_an_error(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, *, is_kept: bool
 ) -> None:
-    """Whatever the disk says is passed on."""
+    """Whatever the disk says is passed on, and the next try is whole. What came does not stay on a full disk."""
 
     def fail(file: object, data: list[bytes]) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(NewFile, "write", fail)
+    cache = tmp_path / "cache"
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         source = write_folder(tmp_path / "source", a=10)
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        with monkeypatch.context() as patch:
+            patch.setattr(NewFile, "write", fail)
+            with pytest.raises(ControlError, match=os.strerror(error)) as raised:
+                await fetch_folder(nats_url, objects, cache)
+        left = complete(cache), len(partial(cache)), open_files(cache)
 
-        with pytest.raises(ControlError, match=os.strerror(error)) as raised:
-            await ObjectReader(nats_url, name="test").fetch_folder(objects, tmp_path / "cache", ignore)
+        assert files_in(await fetch_folder(nats_url, objects, cache)) == files_in(source)
 
     assert raised.value.code is ControlCode.STORAGE
-    assert not any((tmp_path / "cache").iterdir())
+    assert left == ([], int(is_kept), [])
 
 
 async def test_a_cache_that_cannot_be_made_is_an_error(nats_url: str, tmp_path: Path) -> None:
-    """The folder that cannot be written to is named."""
+    """The folder that cannot be made is named."""
     (tmp_path / "file").touch()
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         source = write_folder(tmp_path / "source", a=10)
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
 
-        with pytest.raises(ControlError, match=f"cannot be written below {tmp_path}/file: Not a directory") as raised:
-            await ObjectReader(nats_url, name="test").fetch_folder(objects, tmp_path / "file", ignore)
+        with pytest.raises(ControlError, match=rf"cannot be staged: File exists \({tmp_path}/file\)") as raised:
+            await fetch_folder(nats_url, objects, tmp_path / "file" / "cache")
 
     assert raised.value.code is ControlCode.STORAGE
 

@@ -1,0 +1,47 @@
+"""Folders of the object store, fetched as a worker fetches them."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from rollbus.bus.nats.server import Server
+from rollbus.bus.objects import ObjectReader
+from rollbus.schemas.control import WeightSource
+from rollbus.workers.sources.fetcher import Checks, Fetcher
+from rollbus.workers.sources.folder_store import FolderStore
+from rollbus.workers.sources.progress import Progress
+from tests.support.checkpoints import ignore
+
+__all__ = ["complete", "fetch_folder", "open_files", "partial"]
+
+
+async def fetch_folder(server: str | Server, objects: str, cache: Path, report: Callable[[str], None] = ignore) -> Path:
+    """Have the folder of an upload below `cache`, whatever is in it; nobody holds it."""
+    store = FolderStore(cache, max_bytes=None, kept=2)
+    progress = Progress(WeightSource(objects=objects), report)
+    fetched = await Fetcher(ObjectReader(server, name="test"), store).fetch(objects, Checks(_any, _any), progress)
+    fetched.hold.release()
+    return fetched.hold.folder
+
+
+def complete(cache: Path) -> list[Path]:
+    """The folders that look whole."""
+    return [entry for entry in cache.glob("*") if not entry.name.startswith(".")]
+
+
+def partial(cache: Path) -> list[Path]:
+    """The folders that a next try goes on with."""
+    return list(cache.glob(".*.partial"))
+
+
+def open_files(folder: Path) -> list[Path]:
+    """The files below a folder that this process has open, and the locks that it holds there."""
+    files: list[Path] = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this loop, or of another thread
+            files.append(link.readlink())
+    return [file for file in files if file.is_relative_to(folder)]
+
+
+def _any(_: object) -> None:
+    """Every folder will do."""
