@@ -1,7 +1,7 @@
 """The published weights of a model as a table for people, and as JSON for programs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,8 @@ class ModelWeights(NamedTuple):
     """Bytes of the bucket."""
     limit: int
     """Bytes that it may have."""
+    recorded: Set[str]
+    """Folders that the desired state names."""
     workers: Mapping[int, list[str]]
     """Ids of the live workers, by the version that they serve."""
 
@@ -49,7 +51,7 @@ def weights_rows(weights: ModelWeights) -> list[list[str]]:
             _kind(link),
             NONE if link.anchor_bytes is None else size(link.anchor_bytes),
             NONE if link.delta_bytes is None else size(link.delta_bytes),
-            "yes" if link.objects in weights.record.noted else NONE,
+            "yes" if link.objects in weights.recorded else NONE,
             # Workers say the number of their version alone: the last of a number is meant.
             ", ".join(sorted(weights.workers.get(link.version, ()))) or NONE
             if newest[link.version] == link.objects
@@ -74,7 +76,7 @@ def weights_as_json(weights: ModelWeights) -> dict[str, Any]:
             {
                 **msgspec.to_builtins(link),
                 "kind": _kind(link),
-                "recorded": link.objects in record.noted,
+                "recorded": link.objects in weights.recorded,
                 "workers": sorted(weights.workers.get(link.version, ())),
             }
             for link in record.links

@@ -1,7 +1,7 @@
 """Show the published weights of a model: the versions that are kept, what each takes, and which workers have it.
 
-A version is an anchor, the whole checkpoint, or a delta, which has what changed since the version above it. Those that
-are recorded are what workers load when they start, or did before the last update.
+A version is an anchor, the whole checkpoint, or a delta, which has what changed since the version above it. The one
+that is recorded is what workers load when they start.
 """
 
 import argparse
@@ -26,6 +26,7 @@ async def run(args: argparse.Namespace) -> int:
     """Read the chain records, and ask the workers."""
     from .... import bus
     from ....bus.control.chain_key import ChainKey
+    from ....bus.control.uploads import sources_in
     from ....bus.nats.connection import connected
     from ....bus.nats.server import Server
     from ....schemas.errors import ControlCode, ControlError
@@ -51,7 +52,12 @@ async def run(args: argparse.Namespace) -> int:
                     versions.setdefault(worker.weight_version, []).append(worker.worker)
             found.append(
                 ModelWeights(
-                    record=stored.record, age_s=stored.age_s, used=bucket.used, limit=bucket.limit, workers=versions
+                    record=stored.record,
+                    age_s=stored.age_s,
+                    used=bucket.used,
+                    limit=bucket.limit,
+                    recorded=sources_in(fleet.desired[model]) if model in fleet.desired else frozenset(),
+                    workers=versions,
                 )
             )
     if not found:
