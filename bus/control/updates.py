@@ -77,13 +77,7 @@ class Updates:
         command = check_command(command)
         roster = await self._controller.roster(command)
         [model] = roster
-        if min_staged is not None:
-            min_staged = check_int("min_staged", min_staged, 1, len(roster[model]))
-        if command.expected_canary is not None:
-            for worker in roster[model]:
-                if worker.capabilities is not None:
-                    check_expected(command.expected_canary, worker.capabilities)
-        await self._check_version(model, command, roster)
+        await self._check_update(model, command, roster, min_staged)
         async with self._source(model, command, upload) as ready:
             lost, quorum = await self._check(ready, roster, on_ack, min_staged)
             outcome = await self._controller.execute(ready, roster, on_ack, lost=lost, quorum=quorum)
@@ -148,8 +142,11 @@ class Updates:
             return
         await self._uploads.delete_source(model, command, keep)
 
-    async def check_version(self, command: UpdateWeights) -> None:
-        """Raise what `update_weights` would raise for its version; without workers the desired state decides alone."""
+    async def check_version(self, command: UpdateWeights, *, min_staged: int | None = None) -> None:
+        """Raise what `update_weights` would raise before it asks a worker; without workers the desired state decides.
+
+        The source need not be there yet.
+        """
         command = check_command(command)
         try:
             roster = await self._controller.roster(command)
@@ -157,7 +154,7 @@ class Updates:
             desired.record(await self._state(command.model or ""), command)
             return
         [model] = roster
-        await self._check_version(model, command, roster)
+        await self._check_update(model, command, roster, min_staged)
 
     async def state(self, model: str) -> DesiredState:
         """Return what is desired of the workers of `model`."""
@@ -166,8 +163,14 @@ class Updates:
     async def _state(self, model: str) -> DesiredState:
         return await self._controller.store.current(model)
 
-    async def _check_version(self, model: str, command: UpdateWeights, roster: Roster) -> None:
-        """Raise what recording would raise, before anything is uploaded or asked."""
+    async def _check_update(self, model: str, command: UpdateWeights, roster: Roster, min_staged: int | None) -> None:
+        """Raise what these workers and recording would raise, before anything is uploaded or asked."""
+        if min_staged is not None:
+            check_int("min_staged", min_staged, 1, len(roster[model]))
+        if command.expected_canary is not None:
+            for worker in roster[model]:
+                if worker.capabilities is not None:
+                    check_expected(command.expected_canary, worker.capabilities)
         state = await self._state(model)
         desired.record(state, command)
         # Nothing is recorded for these: what they were started with counts.
