@@ -6,11 +6,14 @@ from datetime import datetime
 from typing import Final
 
 from ...schemas.chain import ChainRecord
+from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError
+from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_MESSAGE, ApiError, ask
 from ..objects.catalog import delete_prefix, find_object, list_subjects
+from ..objects.folder_reader import open_reader
 from ..objects.layout import info_subjects, name_of, parts_subject, stream_of
-from ..protocol.weights.chain import YOUNG_S, folder_of, kept
+from ..protocol.weights.chain import YOUNG_S, folder_of, is_weights, kept
 from .publication import part_tag
 
 __all__ = ["Cleaning"]
@@ -72,9 +75,25 @@ class Cleaning:
             if described is not None:
                 self._ages[f"{self._bucket}/{folder}"] = (self._now - described.stored_at).total_seconds()
 
-    def kept(self, record: ChainRecord, recorded: AbstractSet[str]) -> set[str]:
+    async def kept(self, record: ChainRecord, recorded: AbstractSet[str]) -> set[str]:
         """Return the folders that stay."""
-        return kept(record.links, recorded | set(record.noted), self._ages, young_s=self._young_s)
+        roots = recorded | set(record.noted)
+        # Of a chain that the record has lost.
+        unlinked = roots & self._ages.keys() - {link.objects for link in record.links}
+        needed = {other for objects in unlinked if is_weights(objects) for other in await self._named_by(objects)}
+        return kept(record.links, roots | needed, self._ages, young_s=self._young_s)
+
+    async def _named_by(self, objects: str) -> set[str]:
+        """Return the folders that a version's manifest names; none, if it cannot be read: nobody can load that."""
+        try:
+            async with open_reader(self._nats, objects, None) as reader:
+                manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
+        except (ControlError, RemoteProtocolError) as error:
+            if isinstance(error, ControlError) and error.code is not ControlCode.BAD_SOURCE:
+                raise
+            logger.warning("versions.unreadable objects=%s error=%s", objects, error)
+            return set()
+        return {link.objects for link in manifest.links}
 
     async def delete_folders(self, kept_folders: AbstractSet[str]) -> int:
         """Delete the other folders; return how many."""
@@ -84,8 +103,13 @@ class Cleaning:
             logger.info("versions.deleted objects=%s", objects)
         return len(old)
 
-    async def delete_parts(self) -> int:
-        """Delete parts that no object names, which killed uploads left; return of how many objects."""
+    async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
+        """Delete parts that no object names, which killed uploads left; return of how many objects.
+
+        Args:
+            tagged_young_s: up to which those of publications stay; None: as those of other uploads.
+        """
+        tagged_young_s = self._young_s if tagged_young_s is None else tagged_young_s
         prefix = parts_subject(self._bucket, "")
         nuids = {
             subject.removeprefix(prefix) for subject in await list_subjects(self._nats, self._bucket, f"{prefix}>")
@@ -95,7 +119,8 @@ class Cleaning:
             unnamed -= await self._named_by_others()
         deleted = 0
         for nuid in sorted(unnamed):
-            if await self._is_old(parts_subject(self._bucket, nuid)):
+            young_s = self._young_s if part_tag(nuid) is None else tagged_young_s
+            if await self._is_old(parts_subject(self._bucket, nuid), young_s):
                 await ask(
                     self._nats,
                     f"STREAM.PURGE.{stream_of(self._bucket)}",
@@ -115,7 +140,7 @@ class Cleaning:
                 named.add(found.info.nuid)
         return named
 
-    async def _is_old(self, subject: str) -> bool:
+    async def _is_old(self, subject: str, young_s: float) -> bool:
         """True if the last part was stored long ago; an upload that goes on has a young one."""
         try:
             answer = await ask(self._nats, f"STREAM.MSG.GET.{stream_of(self._bucket)}", {"last_by_subj": subject})
@@ -124,4 +149,4 @@ class Cleaning:
                 return False
             raise
         age_s = (self._now - datetime.fromisoformat(answer["message"]["time"])).total_seconds()
-        return age_s >= self._young_s
+        return age_s >= young_s

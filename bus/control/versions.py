@@ -221,6 +221,15 @@ class VersionStore:
                 raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
             await asyncio.sleep(POLL_S)
 
+    async def refresh(self) -> None:
+        """Renew the lease, so that `record` is what the server has: an answer to a commit may have been lost.
+
+        Raises:
+            ControlError: `publisher_busy`: another publisher took over; `storage`.
+            BusBroken: JetStream or the connection failed.
+        """
+        await self._change(lambda record: record)
+
     async def note_recorded(self, objects: str) -> None:
         """Note that a folder was recorded in the desired state: it and the one before stay.
 
@@ -234,16 +243,19 @@ class VersionStore:
         """Delete versions that nobody needs, and what killed uploads left. What fails is logged.
 
         Args:
-            recorded: folders of the object store that the desired state names.
+            recorded: folders of the object store that the desired state names; versions of them are noted.
             young_s: up to which what is there stays in any case.
         """
         try:
             home = self._opened()
+            for objects in sorted(recorded):
+                if chain.is_published(objects, home.key.bucket):
+                    await self.note_recorded(objects)
             now = (await home.key.bucket_state()).now
             tags = {publication.tag for publication in self._open}
             cleaning = Cleaning(home.nats, home.key.bucket, now, open_tags=tags, young_s=young_s)
             await cleaning.look()
-            kept = cleaning.kept(self.record, recorded)
+            kept = await cleaning.kept(self.record, recorded)
             await self._change(lambda record: chain.trimmed(record, recorded, kept))
             await cleaning.delete_folders(kept)
             await cleaning.delete_parts()
@@ -276,13 +288,30 @@ class VersionStore:
             if error.code is not ControlCode.STORAGE:
                 raise
             # A killed upload may have filled the bucket. What it left is rubbish whoever has the lease.
-            cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
-            await cleaning.look()
-            if not await cleaning.delete_parts():
+            if not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
             await self._change(self._taken, is_taking=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
+        try:
+            # Nobody else can commit any more, and there is nothing of one's own yet.
+            await self._delete_leftovers(key, 0.0)
+        except RollbusError as error:
+            logger.warning("versions.not_cleaned model=%s error=%s", self._model, error)
+
+    async def _delete_leftovers(self, key: ChainKey, young_s: float) -> int:
+        """Delete what killed publications left; return of how many objects.
+
+        Raises:
+            ControlError: `storage`: JetStream refuses.
+            BusBroken: JetStream or the connection failed.
+        """
+        try:
+            cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
+            await cleaning.look()
+            return await cleaning.delete_parts(tagged_young_s=young_s)
+        except ApiError as error:
+            raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be cleaned: {error}") from error
 
     def _taken(self, record: ChainRecord) -> ChainRecord:
         if record.holder == self._holder:  # by a write that was not answered
@@ -295,7 +324,7 @@ class VersionStore:
         while self._lost is None:
             await asyncio.sleep(RENEW_S)
             try:
-                await self._change(lambda record: record)
+                await self.refresh()
             except RollbusError as error:
                 logger.warning("versions.lease_not_renewed model=%s error=%s", self._model, error)
 

@@ -10,17 +10,23 @@ from msgspec.structs import replace
 
 from rollbus.bus.control import versions
 from rollbus.bus.control.chain_key import ChainKey, read_chain
-from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.objects import ObjectReader, list_objects, put_folder
 from rollbus.bus.objects.catalog import delete_prefix
 from rollbus.bus.protocol.weights import chain
-from rollbus.schemas.chain import CHAIN_OBJECT
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
 from tests.support.connections import count_tasks, opened
 from tests.support.objects import write_folder
-from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
+from tests.support.versions import (
+    folders_in,
+    fresh_store,
+    manifest_of,
+    opened_store,
+    parts_in,
+    publish,
+    versions_bucket,
+)
 
 MEGABYTE = 1024 * 1024
 HOUR_S = 3600.0
@@ -280,26 +286,20 @@ async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> 
             await store.note_recorded(objects)
 
         await store.clean({folders[4], adapters[2]})
-        assert await there(nats, bucket) == {*folders.values(), *adapters}
+        assert await folders_in(nats, bucket) == {*folders.values(), *adapters}
 
         await store.clean({folders[4], adapters[2]}, young_s=0.0)
         left = {folders[3], folders[4], folders[6], folders[7], *adapters[1:]}
-        assert await there(nats, bucket) == left
+        assert await folders_in(nats, bucket) == left
         assert await parts_in(nats, bucket) == 2 * len(left)
         assert {link.version for link in store.record.links} == {3, 4, 6, 7}
 
         await store.note_recorded(folders[7])
         for _ in range(2):
             await store.clean({folders[7]}, young_s=0.0)
-        assert await there(nats, bucket) == left - set(adapters)
+        assert await folders_in(nats, bucket) == left - set(adapters)
         await publish(store, 8, delta=True)
         assert [link.version for link in store.record.links] == [3, 4, 6, 7, 8]
-
-
-async def there(nats: Connection, bucket: str) -> set[str]:
-    """The folders of versions that are in the bucket."""
-    names = [info.name for info in await list_objects(nats, bucket) if info.name != CHAIN_OBJECT]
-    return {f"{bucket}/{name.rpartition('/')[0]}" for name in names}
 
 
 async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ import pytest
 
 from rollbus.bus.control import publication, versions
 from rollbus.bus.control.chain_key import ChainKey, read_chain
-from rollbus.bus.control.version_cleaning import Cleaning
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import Unanswered, put
@@ -63,7 +61,7 @@ async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[E
 async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No reader sees a version; the next life publishes, and its cleaning deletes what the first one left."""
+    """No reader sees a version; the next life deletes what the first one left, and publishes."""
     monkeypatch.setattr(chain, "LEASE_S", 1.0)
     monkeypatch.setattr(chain, "MARGIN_S", 0.0)
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
@@ -78,10 +76,8 @@ async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
         assert await parts_in(nats, bucket) == 1
         async with opened_store(nats_url, fleet) as store:
             assert (store.epoch, store.record.links) == (2, ())
+            assert await parts_in(nats, bucket) == 0
             objects = await publish(store, 1)
-            await store.clean(set())
-            assert await parts_in(nats, bucket) == 3
-            await store.clean(set(), young_s=0.0)
             assert await parts_in(nats, bucket) == 2
         async with ObjectReader(nats_url, name="test").open_folder(objects) as folder:
             assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).version == 1
@@ -199,7 +195,7 @@ async def test_a_bucket_that_a_killed_upload_filled(nats_url: str, monkeypatch: 
         with pytest.raises(ControlError, match="cannot be written: maximum bytes exceeded") as raised:
             await store.open()
         assert raised.value.code is ControlCode.STORAGE
-        monkeypatch.setattr(versions, "Cleaning", functools.partial(Cleaning, young_s=0.0))
+        monkeypatch.setattr(chain, "PRESSED_S", 0.0)
         async with opened_store(nats_url, fleet) as store:
             await publish(store, 1)
         assert await parts_in(nats, bucket) == 2

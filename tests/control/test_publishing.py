@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import rollbus
+from rollbus.bus.client.weights import version_publisher
 from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.nats.connection import connected
-from rollbus.bus.objects.catalog import list_prefix
+from rollbus.bus.objects.catalog import ensure_bucket, list_prefix
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint
@@ -165,6 +166,59 @@ async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anch
                     pytest.fail("two publishers have the lease")
         async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
             assert (await publisher.publish(weights(1), version=2, update=False)).is_anchor
+
+
+async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """More workers than there are, and a canary that no weights could give."""
+    one = write_checkpoint(tmp_path / "one", seed=1)
+    canary = rollbus.Canary(token_ids=(1,), logprobs=(0.0,))
+    async with (
+        serving(nats_url, fleet, one, 1) as (rb, _),
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        with pytest.raises(InvalidRequest, match="min_staged"):
+            await publisher.publish(weights(2), version=2, min_staged=2)
+        with pytest.raises(InvalidRequest, match="expected_canary"):
+            await publisher.publish(weights(2), version=2, expected_canary=canary)
+        assert await folders(nats_url, fleet) == []
+
+
+async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of versions that nobody needs two fit; publishing goes on for as many as one likes."""
+    monkeypatch.setattr(version_publisher, "PRESSED_S", 0.0)
+    bucket = published_bucket(fleet, MODEL)
+    async with connected(nats_url, name="test") as nats:
+        await ensure_bucket(nats, bucket, max_bytes=7 * 1024**2)
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
+            for version in range(1, 6):
+                # A new publisher each time, so that each version is an anchor.
+                async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+                    tensors = {"a": np.full(1024**2, version, np.uint8)}
+                    # What it will take is known from the second time on.
+                    await publisher.publish(tensors, version=2 * version, update=False)
+                    again = await publisher.publish(tensors, version=2 * version + 1, update=False)
+                    assert not again.is_anchor
+        assert len(await folders(nats_url, fleet)) < 10
+
+
+async def test_a_stored_version_notes_what_the_desired_state_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Not only what this publisher had loaded: here an admin did."""
+    one = write_checkpoint(tmp_path / "one", seed=1)
+    async with (
+        serving(nats_url, fleet, one, 1) as (rb, _),
+        rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher,
+        connected(nats_url, name="test") as nats,
+    ):
+        key = ChainKey(nats, fleet, MODEL)
+        first = await publisher.publish(weights(2), version=2, update=False)
+        assert (await key.read()).record.noted == ()
+        await rb.fleet.update_weights(objects=first.objects, version=2)
+        await publisher.publish_adapter("other", write_adapter(tmp_path / "adapter"), version=1, update=False)
+        assert (await key.read()).record.noted == (first.objects,)
 
 
 async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) -> None:

@@ -10,13 +10,23 @@ from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
-from rollbus.bus.objects import ensure_bucket
+from rollbus.bus.objects import ensure_bucket, list_objects
 from rollbus.bus.objects.catalog import list_subjects
 from rollbus.bus.protocol.weights.chain import links_with
 from rollbus.bus.subjects import Subjects, published_bucket
+from rollbus.schemas.chain import CHAIN_OBJECT
 from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest
 
-__all__ = ["BUCKET_BYTES", "fresh_store", "manifest_of", "opened_store", "parts_in", "publish", "versions_bucket"]
+__all__ = [
+    "BUCKET_BYTES",
+    "folders_in",
+    "fresh_store",
+    "manifest_of",
+    "opened_store",
+    "parts_in",
+    "publish",
+    "versions_bucket",
+]
 
 BUCKET_BYTES = 24 * 1024**2
 MODEL = "m"
@@ -107,3 +117,9 @@ async def publish(
 async def parts_in(nats: Connection, bucket: str) -> int:
     """Of how many objects the bucket has parts."""
     return len(await list_subjects(nats, bucket, f"$O.{bucket}.C.>"))
+
+
+async def folders_in(nats: Connection, bucket: str) -> set[str]:
+    """The folders of versions that are in the bucket."""
+    names = [info.name for info in await list_objects(nats, bucket) if info.name != CHAIN_OBJECT]
+    return {f"{bucket}/{name.rpartition('/')[0]}" for name in names}

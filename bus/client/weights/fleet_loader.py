@@ -10,6 +10,7 @@ from ...control.updates import Updates
 from ...control.uploads import sources_in
 from ...control.versions import VersionStore
 from ...protocol.fleet.command_result import CommandResult
+from ...protocol.weights.chain import YOUNG_S
 from .options import AdapterOptions, PublishOptions
 
 __all__ = ["FleetLoader"]
@@ -41,7 +42,7 @@ class FleetLoader:
                 f"objects={objects!r}, version={command.version})"
             ) from error
         finally:
-            await self._note(objects)
+            await self.clean()
 
     async def update(self, objects: str, options: PublishOptions) -> CommandResult:
         """Have the fleet load a committed version, and delete what nobody needs any more."""
@@ -56,15 +57,14 @@ class FleetLoader:
                 f"{error}. When there are workers: fleet.update_weights(objects={objects!r}, version={command.version})"
             ) from error
         finally:
-            await self._note(objects)
+            await self.clean()
         return ledger
 
-    async def _note(self, objects: str) -> None:
-        """Tell the store what is recorded; a failure of that is logged, as the next publication does it again."""
+    async def clean(self, *, young_s: float = YOUNG_S) -> None:
+        """Tell the store what is recorded, and delete what nobody needs. What fails is logged and done again later."""
         try:
             recorded = sources_in(await self._updates.state(self._model))
-            if objects in recorded:
-                await self._versions.note_recorded(objects)
-            await self._versions.clean(recorded)
         except RollbusError as error:
             logger.warning("weights.not_cleaned model=%s error=%s", self._model, error)
+            return
+        await self._versions.clean(recorded, young_s=young_s)

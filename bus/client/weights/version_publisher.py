@@ -27,7 +27,7 @@ from ...control.versions import VersionStore
 from ...nats.connection import connected
 from ...objects.folder_reader import open_reader
 from ...protocol.fleet.command_result import CommandIncomplete
-from ...protocol.weights.chain import contents, links_with, needs_anchor
+from ...protocol.weights.chain import PRESSED_S, contents, links_with, needed_for_version, needs_anchor
 from ..call_registry import CallRegistry
 from .base import fill
 from .checkpoint import Checkpoint, FolderFile
@@ -57,6 +57,8 @@ class _Job:
     publication: Publication
     plan: DraftPlan
     draft: Draft
+    links: tuple[Link, ...]
+    """After which it is committed: a renewal may read others meanwhile."""
     files: Mapping[str, FolderFile]
     adapter: str | None
     ranks_timeout_s: float | None = None
@@ -172,6 +174,7 @@ class VersionPublisher:
                     return await self._give(feed, options, started)
                 published = await self._store_weights(feed, options, started)
                 if not options.updates:
+                    await self._loader.clean()
                     return published
                 try:
                     ledger = await self._loader.update(published.objects, options)
@@ -197,8 +200,9 @@ class VersionPublisher:
                 plan = DraftPlan(has_delta=False, has_anchor=True, file=ADAPTER_FILE)
                 draft = Draft(plan, Snapshot(), None)
                 publication = self._versions.begin(command.version, command.name)
-                published = await self._store(feed, _Job(publication, plan, draft, files, command.name), started)
+                published = await self._store(feed, _Job(publication, plan, draft, (), files, command.name), started)
                 if not options.updates:
+                    await self._loader.clean()
                     return published
                 ledger = await self._loader.load(published.objects, options)
                 return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
@@ -206,12 +210,12 @@ class VersionPublisher:
             await feed.stop()
 
     async def _store_weights(self, feed: TensorFeed, options: PublishOptions, started: float) -> PublishedWeights:
-        plan = await self._plan(options)
+        links, plan = await self._plan(options)
         draft = Draft(plan, self._snapshot, self._kinds)
         publication = self._versions.begin(
             options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
         )
-        job = _Job(publication, plan, draft, self._files, None, options.ranks_timeout_s)
+        job = _Job(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
         published = await self._store(feed, job, started)
         await _to_end(draft.commit, published.digest)
         self._is_out_of_step = False
@@ -286,12 +290,13 @@ class VersionPublisher:
         )
         return published
 
-    async def _plan(self, options: PublishOptions) -> DraftPlan:
-        """Decide what to store, and refuse what cannot be, before the first byte."""
-        links = self._versions.record.links
+    async def _plan(self, options: PublishOptions) -> tuple[tuple[Link, ...], DraftPlan]:
+        """Decide what to store after which links, and refuse what cannot be, before the first byte."""
         state = await self._updates.state(self._model)
+        await self._versions.refresh()
+        links = self._versions.record.links
         if options.updates:
-            await self._updates.check_version(options.command)
+            await self._updates.check_version(options.command, min_staged=options.min_staged)
         elif links and options.command.version <= links[-1].version and not options.command.allow_rollback:
             raise ControlError(
                 ControlCode.OLD_VERSION,
@@ -311,10 +316,16 @@ class VersionPublisher:
             ),
         )
         kinds = self._kinds or {name: tensor.kind for name, tensor in self._snapshot.tensors.items()}
-        used, limit = await self._versions.used_and_limit()
         anchor_bytes = sum(kind.size for kind in kinds.values())
+        if not kinds:  # what was published before tells
+            anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
+        used, limit = await self._versions.used_and_limit()
+        if used + needed_for_version(links, anchor_bytes) > limit:
+            await self._loader.clean(young_s=PRESSED_S)
+            used, limit = await self._versions.used_and_limit()
+            links = self._versions.record.links
         what = contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
-        return DraftPlan(has_delta=what.delta, has_anchor=what.anchor, num_ranks=self._num_ranks)
+        return links, DraftPlan(has_delta=what.delta, has_anchor=what.anchor, num_ranks=self._num_ranks)
 
     async def _upload(self, feed: TensorFeed, job: _Job) -> _Stored:
         """Store all objects but the manifest, while the tensors are drawn."""
@@ -370,7 +381,7 @@ class VersionPublisher:
             publisher=self._name,
             tensors=tuple(stored.entries),
             files=files,
-            links=links_with(self._versions.record.links, link),
+            links=links_with(job.links, link),
         )
 
 

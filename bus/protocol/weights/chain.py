@@ -16,6 +16,7 @@ __all__ = [
     "LEASE_S",
     "MARGIN_S",
     "MAX_DELTAS",
+    "PRESSED_S",
     "SPARE_BYTES",
     "YOUNG_S",
     "AnchorReason",
@@ -24,11 +25,14 @@ __all__ = [
     "contents",
     "folder_of",
     "is_held_by",
+    "is_published",
+    "is_weights",
     "kept",
     "lease_taken",
     "links_with",
     "needed_bytes",
     "needed_for_chain",
+    "needed_for_version",
     "needs_anchor",
     "noted",
     "trimmed",
@@ -42,6 +46,8 @@ MAX_DELTAS: Final = 16
 """Versions after an anchor, before the next anchor: how many deltas a late joiner applies one after another."""
 YOUNG_S: Final = 3600.0
 """Folders that are younger are kept: a controller may be about to record one, a worker about to fetch one."""
+PRESSED_S: Final = 60.0
+"""The same while the bucket has no room for another version: to record one takes a controller seconds."""
 SPARE_BYTES: Final = 4 * 1024**2
 """Of a bucket that no upload fills, so that the chain record can always be written."""
 _FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>[0-9a-f]{8})")
@@ -151,7 +157,8 @@ def contents(
 ) -> Contents:
     """Decide what the next version is published as, before its first byte is stored.
 
-    A version that only should have an anchor goes on as a delta while there is no room for one.
+    A version that only should have an anchor goes on as a delta while there is no room for one. An anchor that could
+    have a delta beside it has none where there is no room for both.
 
     Args:
         reason: of `needs_anchor`.
@@ -166,11 +173,11 @@ def contents(
     if reason is None:
         return Contents(anchor=False, delta=True)
     needed = needed_bytes(anchor_bytes)
-    has_room = used + needed <= limit
-    if has_room:
+    if used + needed <= limit:
         # Beside the anchor, for workers that have the version before.
-        has_delta = not reason.is_required or reason is AnchorReason.OLD_WORKERS
-        return Contents(anchor=True, delta=has_delta)
+        may_have_delta = not reason.is_required or reason is AnchorReason.OLD_WORKERS
+        has_room = used + needed_for_version(links, anchor_bytes) <= limit
+        return Contents(anchor=True, delta=may_have_delta and has_room)
     start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=0)
     if not reason.is_required and len(links) - start < MAX_LINKS:
         return Contents(anchor=False, delta=True)
@@ -186,14 +193,18 @@ def needed_bytes(content_bytes: int) -> int:
     return content_bytes + content_bytes // 256 + SPARE_BYTES
 
 
+def needed_for_version(links: Sequence[Link], anchor_bytes: int) -> int:
+    """Return the bytes that the next version takes as an anchor with a delta, of the size of the largest until now."""
+    return needed_bytes(anchor_bytes + _largest_delta(links))
+
+
 def needed_for_chain(links: Sequence[Link]) -> int:
-    """Return the bytes that a bucket needs: for two anchors, of the size of the largest, and the deltas between them.
+    """Return the bytes that a bucket needs: for two anchors, each with a delta, and the deltas between them.
 
     Deltas end at half an anchor, and the one that goes beyond that may be as large as the largest until now.
     """
     anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
-    delta_bytes = max((link.delta_bytes or 0 for link in links), default=0)
-    return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + delta_bytes)
+    return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + 3 * _largest_delta(links))
 
 
 def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
@@ -220,7 +231,10 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
 
 def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
     """Return the noted folders after `objects` was recorded: of each home the last two, the newer one last."""
-    own = [folder for folder in folders if _home(folder) == _home(objects) and folder != objects]
+    own = [folder for folder in folders if _home(folder) == _home(objects)]
+    if own[-1:] == [objects]:
+        return tuple(folders)
+    own = [folder for folder in own if folder != objects]
     return (*(folder for folder in folders if _home(folder) != _home(objects)), *own[-1:], objects)
 
 
@@ -261,7 +275,7 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
         noted=tuple(
             folder
             for folder in record.noted
-            if folder in kept_folders and (_home(folder) in homes or _is_weights(folder))
+            if folder in kept_folders and (_home(folder) in homes or is_weights(folder))
         ),
     )
 
@@ -274,6 +288,16 @@ def folder_of(name: str) -> tuple[str, str] | None:
     return found[0], found["tag"]
 
 
+def is_published(objects: str, bucket: str) -> bool:
+    """True if a folder is one of the published versions of this bucket, and not another upload."""
+    return objects.startswith(f"{bucket}/") and folder_of(f"{objects.removeprefix(f'{bucket}/')}/") is not None
+
+
+def is_weights(objects: str) -> bool:
+    """True if a published folder is a version of the weights, and not of an adapter."""
+    return _home(objects).endswith("/versions")
+
+
 def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
     """Drop the oldest links above `MAX_HISTORY`, but none that a noted folder or the newest version needs."""
     if len(links) <= MAX_HISTORY:
@@ -281,6 +305,10 @@ def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...
     needed = kept(links, set(folders), {link.objects: YOUNG_S for link in links})
     spare = [link for link in links if link.objects not in needed][: len(links) - MAX_HISTORY]
     return tuple(link for link in links if link not in spare)
+
+
+def _largest_delta(links: Sequence[Link]) -> int:
+    return max((link.delta_bytes or 0 for link in links), default=0)
 
 
 def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
@@ -293,7 +321,3 @@ def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
 
 def _home(objects: str) -> str:
     return objects.rpartition("/")[0]
-
-
-def _is_weights(objects: str) -> bool:
-    return _home(objects).endswith("/versions")

@@ -117,7 +117,8 @@ def test_what_a_version_is_published_as() -> None:
     assert contents(None, 0) == Contents(anchor=False, delta=True)
     for why in AnchorReason:
         has_delta = not why.is_required or why is AnchorReason.OLD_WORKERS
-        assert contents(why, room + 7) == Contents(anchor=True, delta=has_delta)
+        roomy = chain.needed_for_version(links, 100) + 7
+        assert contents(why, roomy) == Contents(anchor=True, delta=has_delta)
         if why.is_required:
             with pytest.raises(ControlError, match=rf"\({why}\) takes {room} bytes, and of the bucket's") as raised:
                 contents(why, room + 6)
@@ -127,6 +128,33 @@ def test_what_a_version_is_published_as() -> None:
             with pytest.raises(ControlError, match=rf"of the bucket's {room + 6} bytes 7 are used"):
                 contents(why, room + 6)
     assert len(chain.links_with(links[:-1], link(99))) == MAX_LINKS
+
+
+@pytest.mark.parametrize("delta", [0, 1, 2 * 10**8])
+def test_a_bucket_of_the_size_that_doctor_calls_enough_is_enough(delta: int) -> None:
+    """Beside a chain that is as long as it can be there is room for an anchor with a delta; in less for an anchor."""
+    size = 10**9
+    first = anchor(1, delta=delta, size=size)
+    # They have just not reached half an anchor, or as many as may be; the last goes beyond.
+    count = min(chain.MAX_DELTAS, size // 2 // delta + 1) if delta else chain.MAX_DELTAS
+    links = (first, *(link(number, delta=delta) for number in range(2, count + 2)))
+    used = sum((one.delta_bytes or 0) + (one.anchor_bytes or 0) for one in links)
+    used += used // 256
+    why = reason(*links)
+    assert why in {AnchorReason.CHAIN_BYTES, AnchorReason.CHAIN_LENGTH}
+    limit = chain.needed_for_chain(links)
+    assert chain.contents(why, links, anchor_bytes=size, used=used, limit=limit) == Contents(anchor=True, delta=True)
+    tight = used + chain.needed_bytes(size)
+    alone = Contents(anchor=True, delta=delta == 0)
+    assert chain.contents(why, links, anchor_bytes=size, used=used, limit=tight) == alone
+
+
+def test_published_folders_are_told_from_other_sources() -> None:
+    """Of the desired state only those of the bucket are noted."""
+    assert chain.is_published("b/versions/7-1-0123abcd", "b")
+    assert chain.is_published("b/adapters/x/7-1-0123abcd", "b")
+    assert not chain.is_published("c/versions/7-1-0123abcd", "b")
+    assert not chain.is_published("b/m/weights/7-0123abcd", "b")
 
 
 def test_the_links_of_a_manifest_begin_at_the_last_anchor() -> None:

@@ -1,0 +1,77 @@
+"""What cleaning keeps when the record was lost, what a new lease deletes, and what a lease says if it cannot."""
+
+import pytest
+from msgspec.structs import replace
+
+from rollbus.bus.control.chain_key import ChainKey
+from rollbus.bus.control.version_cleaning import Cleaning
+from rollbus.bus.nats.jetstream import ApiError, put
+from rollbus.schemas.chain import ChainRecord
+from rollbus.schemas.errors import ControlCode, ControlError
+from tests.support.connections import opened
+from tests.support.versions import folders_in, fresh_store, opened_store, parts_in, publish, versions_bucket
+
+
+async def test_a_record_that_was_lost_keeps_what_the_recorded_version_needs(nats_url: str) -> None:
+    """Its manifest says what that is."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            unneeded = await publish(store, 1)
+            needed = [await publish(store, 2), await publish(store, 3, delta=True), await publish(store, 4, delta=True)]
+        key = ChainKey(nats, fleet, "m")
+        stored = await key.read()
+        assert await key.write(replace(stored.record, v="no"), stored.sequence) is not None
+        async with opened_store(nats_url, fleet) as store:
+            newest = await publish(store, 5)
+            assert unneeded in await folders_in(nats, bucket)
+            for _ in range(2):
+                await store.clean({needed[-1]}, young_s=0.0)
+                assert await folders_in(nats, bucket) == {*needed, newest}
+            assert store.record.noted == (needed[-1],)
+
+
+async def test_a_new_lease_deletes_what_a_killed_publication_left(nats_url: str) -> None:
+    """Whatever its age: nobody can commit it any more. Other uploads may go on."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            await publish(store, 1)
+        for nuid in ("rb" + "0" * 30, "X" * 22):
+            await put(nats, f"$O.{bucket}.C.{nuid}", b"of another upload")
+        async with opened_store(nats_url, fleet):
+            assert await parts_in(nats, bucket) == 2 + 1
+
+
+async def test_a_refreshed_record_has_a_commit_whose_answer_was_lost(nats_url: str) -> None:
+    """Also where the publisher's copy is older."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
+        await publish(store, 1)
+        stored = store.record
+        store.record = replace(stored, links=())
+        await store.refresh()
+        assert store.record == stored
+
+
+async def test_what_cannot_be_cleaned_for_a_lease_is_a_typed_error(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the lease needs no room it is only logged."""
+
+    async def refused(_: object) -> None:
+        raise ApiError(10000, "the test refuses")
+
+    monkeypatch.setattr(Cleaning, "look", refused)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        async with opened_store(nats_url, fleet):
+            assert "versions.not_cleaned model=m" in caplog.text
+        real, tries = ChainKey.write, []
+
+        async def full(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+            tries.append(sequence)
+            if len(tries) == 1:
+                raise ControlError(ControlCode.STORAGE, "full")
+            return await real(key, record, sequence)
+
+        monkeypatch.setattr(ChainKey, "write", full)
+        with pytest.raises(ControlError, match="cannot be cleaned: the test refuses") as raised:
+            await fresh_store(nats_url, fleet).open()
+        assert raised.value.code is ControlCode.STORAGE
