@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.cli.weights_tables import COLUMNS, ModelWeights, weights_as_json, weights_rows
+from rollbus.schemas.chain import ChainRecord
+from rollbus.schemas.manifest import Link
 from tests.cli.support import run_rollbus
 from tests.control.support import MODEL, folders, serving
 
@@ -64,6 +67,17 @@ async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_pat
     assert "w0, w1" in shown.stdout
     assert refused.code == ExitCode.FAILED
     assert "version 2 is recorded already" in refused.stderr
+
+
+def test_recorded_is_what_the_desired_state_names() -> None:
+    """And not what a publisher has noted."""
+    links = tuple(
+        Link(objects=f"b/versions/{n}-1-0000000{n}", version=n, digest=f"{n:064x}", anchor_bytes=1) for n in (1, 2)
+    )
+    record = ChainRecord(model=MODEL, links=links, noted=(links[0].objects,))
+    shown = ModelWeights(record=record, age_s=0.0, used=0, limit=1, recorded={links[1].objects}, workers={})
+    assert [row[COLUMNS.index("recorded")] for row in weights_rows(shown)] == ["-", "yes"]
+    assert [version["recorded"] for version in weights_as_json(shown)["versions"]] == [False, True]
 
 
 async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, tmp_path: Path) -> None:

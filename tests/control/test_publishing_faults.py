@@ -1,0 +1,35 @@
+"""A publisher that does not know whether its commit was stored."""
+
+import pytest
+
+import rollbus
+from rollbus.bus.control.chain_key import ChainKey
+from rollbus.schemas.chain import ChainRecord
+from tests.control.support import MODEL
+from tests.control.test_publishing import folders, stepped, weights
+
+pytestmark = pytest.mark.slow
+
+
+async def test_after_a_commit_that_was_stored_but_failed_comes_an_anchor(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher does not hold the content of the version that was stored."""
+    real = ChainKey.write
+    lost: list[int | None] = []
+
+    async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+        stored = await real(key, record, sequence)
+        if len(record.links) == 2 and not lost:
+            lost.append(stored)
+            raise rollbus.BusBroken("the test has lost the connection")
+        return stored
+
+    monkeypatch.setattr(ChainKey, "write", write)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+        await publisher.publish(weights(1), version=1, update=False)
+        with pytest.raises(rollbus.BusBroken, match="the test has lost"):
+            await publisher.publish(stepped(weights(1)), version=2, update=False)
+        third = await publisher.publish(weights(1), version=3, update=False)
+        assert third.is_anchor
+        assert len(await folders(nats_url, fleet)) == 3
