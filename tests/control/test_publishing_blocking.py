@@ -1,0 +1,50 @@
+"""A publisher without asyncio, and one without a server."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import rollbus
+from rollbus.schemas.errors import InvalidRequest
+from tests.control.support import MODEL
+from tests.control.test_publishing import stepped, weights
+
+pytestmark = pytest.mark.slow
+
+
+def test_without_asyncio(nats_url: str, fleet: str) -> None:
+    """The tensors are drawn on the caller's thread."""
+    threads = set()
+
+    def drawn() -> Iterator[tuple[str, object]]:
+        for item in weights(1).items():
+            threads.add(threading.current_thread())
+            yield item
+
+    with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        with pytest.raises(rollbus.BusClosed, match="entered already"):
+            publisher.__enter__()
+        assert publisher.publish_blocking(drawn(), version=1, update=False).is_anchor
+        with pytest.raises(InvalidRequest, match="came twice"):
+            publisher.publish_blocking([*weights(1).items()] * 2, version=2, update=False)
+        assert not publisher.publish_blocking(stepped(weights(1)), version=2, update=False).is_anchor
+    assert threads == {threading.current_thread()}
+    with pytest.raises(rollbus.BusClosed, match="not entered"):
+        publisher.publish_blocking(weights(1), version=3)
+
+
+async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> None:
+    """The client's thread goes on while its owner's loop is blocked."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+            assert publisher.publish_blocking(weights(1), version=1, update=False).is_anchor
+
+
+async def test_a_publisher_without_a_server_says_so(fleet: str) -> None:
+    """As `connect` does."""
+    with pytest.raises(rollbus.BusBroken), rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+        pytest.fail("it is connected")
+    with pytest.raises(rollbus.BusBroken):
+        async with rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+            pytest.fail("it is connected")
