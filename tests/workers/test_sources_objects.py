@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from rollbus.bus.nats.connection import Connection
 from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources, staged
+from rollbus.workers.sources import Sources, folder_store, staged
+from rollbus.workers.sources.folder_store import FolderStore
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
@@ -188,3 +190,48 @@ async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
     assert folders == ["b/1", "b/2"]
     assert "objects:b/1 cannot be fetched" in first.result()
     assert "objects:b/2 cannot be fetched" in second.result()
+
+
+async def test_a_disk_that_cannot_be_cleaned_fails_no_staging(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was staged is complete, whatever becomes of the older folders."""
+
+    def fail(_store: FolderStore) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(FolderStore, "clean_up", fail)
+    folder = write_checkpoint(tmp_path / "step-1", fill=1)
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        fetched = await sources.checkpoint(await uploads.put(folder), ignore)
+        await sources.clean_up()
+
+    assert files_in(fetched) == files_in(folder)
+
+
+async def test_a_damaged_folder_that_another_worker_reads_is_fetched_later(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash of the machine: the failure passes, and the last worker that looks fetches it anew."""
+    folder = write_checkpoint(tmp_path / "step-1", fill=1)
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(folder)
+        fetched = await sources.checkpoint(source, ignore)
+        sources.close()
+        monkeypatch.setattr(folder_store, "_boot_id", lambda: b"another boot")
+        (fetched / "config.json").write_bytes(b"\0")
+        other = FolderStore(fetched.parent, max_bytes=None, kept=2).hold(fetched.name)
+        assert other is not None
+        late = Sources(
+            roots=(),
+            own=tmp_path / "own",
+            cache=tmp_path / "cache",
+            worker="w2",
+            objects=ObjectReader(nats_url, name="t"),
+        )
+        with pytest.raises(ControlError, match="is damaged, and in use by another worker") as raised:
+            await late.checkpoint(source, ignore)
+        other.release()
+
+        assert raised.value.code is ControlCode.STORAGE
+        assert files_in(await late.checkpoint(source, ignore)) == files_in(folder)

@@ -252,6 +252,24 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
         await worker.stager.stage(StageKey(source(worker.own)))
 
 
+async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_path: Path) -> None:
+    """Nothing was touched yet: the failure passes, and nobody takes the present weights for bad."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+
+        def take_away(stage: str) -> None:
+            if stage == "pausing":
+                (path / "model.safetensors").unlink()
+                (path / "model.safetensors").symlink_to("nothing")
+
+        with pytest.raises(ControlError, match="cannot be read") as caught:
+            await worker.weights.update(update(path, 2), take_away)
+
+        assert type(caught.value) is ControlError
+        assert caught.value.code is ControlCode.STORAGE
+        assert worker.standing == (1, False)
+
+
 @pytest.mark.slow
 async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_path: Path) -> None:
     """With `wait`, a request that goes on for too long makes it fail and runs on."""

@@ -184,7 +184,6 @@ class WeightManager:
 
     async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
         """Replace the weights by those of a checkpoint that was checked."""
-        fingerprint = await fingerprint_of(path)
 
         async def load() -> Verified | None:
             verified = await self._in_flight.runner.engine.load_weights(path)
@@ -192,6 +191,10 @@ class WeightManager:
             return verified
 
         with self._sources.using(path):
+            try:
+                fingerprint = await fingerprint_of(path)
+            except OSError as error:  # nothing was touched yet: the present weights stay good
+                raise ControlError(ControlCode.STORAGE, f"{path} cannot be read: {error.strerror or error}") from error
             return await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
 
     # For transfers too

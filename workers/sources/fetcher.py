@@ -17,7 +17,6 @@ from .folder_store import FolderStore, Hold, PartialFolder
 from .progress import Progress
 from .published import read_manifest
 from .quiet_threads import run_quietly
-from .roots import bad_source
 from .tensor_files import verify_file
 
 __all__ = ["Checks", "Fetched", "Fetcher"]
@@ -103,7 +102,8 @@ class Fetcher:
             if await self._is_sound(opened, folder, manifest, checks, progress):
                 return opened
             if not await asyncio.to_thread(self._store.delete, digest):
-                raise bad_source(f"{opened.folder} is damaged, and in use by another worker")
+                # After a crash of the machine several workers find the damage; the last one to look can delete it.
+                raise ControlError(ControlCode.STORAGE, f"{opened.folder} is damaged, and in use by another worker")
 
     async def _is_sound(
         self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -175,13 +175,9 @@ class Sources:
 
     async def clean_up(self) -> None:
         """Delete what nobody needs: older generations, what killed builders left, and the cache of older releases."""
-        try:
-            for staged in (self._checkpoints, self._adapters):
-                await asyncio.to_thread(staged.store.clean_up)
-            await asyncio.to_thread(clear_old_cache, self._old_cache)
-        except OSError as error:
-            # Nothing was asked for yet; what is staged there will say what is wrong.
-            logger.warning("sources.not_cleaned error=%s", error)
+        for clean in (self._checkpoints.store.clean_up, self._adapters.store.clean_up):
+            await _try_to_clean(clean)
+        await _try_to_clean(lambda: clear_old_cache(self._old_cache))
 
     def close(self) -> None:
         """Hold nothing any more; what was fetched stays for the machine's workers."""
@@ -209,7 +205,7 @@ class Sources:
             with self._counting(Progress(source, report)) as progress:
                 fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
             folder = staged.add(source.objects, fetched.hold, is_published=fetched.is_published)
-            await asyncio.to_thread(staged.store.clean_up)
+            await _try_to_clean(staged.store.clean_up)
         return folder
 
     async def _find(self, objects: str, report: Report, staged: StagedFolders, checks: Checks) -> Path | None:
@@ -274,6 +270,14 @@ class Sources:
         if self._own is None and self._own_path is not None and has_checkpoint(self._own_path):
             self._own = _Own(read_checkpoint(self._own_path), read_config(self._own_path))
         return self._own
+
+
+async def _try_to_clean(clean: Callable[[], None]) -> None:
+    """Delete what nobody needs; a failure fails nothing else: what is staged next says what is wrong with the disk."""
+    try:
+        await asyncio.to_thread(clean)
+    except OSError as error:
+        logger.warning("sources.not_cleaned error=%s", error)
 
 
 def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> Path:
