@@ -15,9 +15,10 @@ from typing import Final, NamedTuple
 from ...bus.objects import FolderReader, ObjectReader
 from ...bus.protocol.weights.fetch_plan import FetchPlan, fetch_plans
 from ...schemas.errors import ControlCode, ControlError
-from ...schemas.manifest import Link, Manifest, delta_name
+from ...schemas.manifest import Link, Manifest, TensorDelta, TensorEntry, delta_name
 from .checkpoint import read_checkpoint
 from .folder_store import FolderStore, Hold, PartialFolder
+from .headers import Tensor
 from .progress import Progress
 from .published import anchor_files, check_same_tensors, delta_files, read_link
 from .quiet_threads import run_quietly
@@ -39,10 +40,11 @@ class _Part(NamedTuple):
 
     link: Link
     folder: FolderReader
-    manifest: Manifest
     is_anchor: bool
     files: Mapping[str, int]
     """Objects and their sizes."""
+    changes: Mapping[str, TensorDelta]
+    """Of a delta, by the name of the tensor; the rest of the manifest is not kept."""
 
     def path(self, partial: PartialFolder) -> Path:
         """Return where they go: the same at each try, so that it goes on with what is there."""
@@ -103,6 +105,7 @@ class Builder:
             deltas = [part for part in parts if not part.is_anchor]
             needed = sum(sum(part.files.values()) for part in parts)
             is_written = anchor is None or bool(deltas)
+            # Each `run_quietly` waits for its threads even if it is cancelled: nothing writes after the lock has gone.
             await run_quietly([lambda _: _make_room(partial, needed, newest, is_written=is_written)])
             progress.begin("fetching", needed)
             for part in parts:
@@ -120,7 +123,7 @@ class Builder:
         self, stack: contextlib.AsyncExitStack, plan: FetchPlan, newest: Manifest, folder: FolderReader
     ) -> list[_Part]:
         """Open the versions that a plan needs, and check all that is known before anything is fetched."""
-        entries = {entry.name: entry for entry in newest.tensors}
+        entries = await asyncio.to_thread(lambda: {entry.name: entry for entry in newest.tensors})
         parts: list[_Part] = []
         for link in (*(() if plan.anchor is None else (plan.anchor,)), *plan.deltas):
             if link == newest.own:
@@ -128,11 +131,20 @@ class Builder:
             else:
                 opened = await stack.enter_async_context(self._objects.open_folder(link.objects))
                 manifest = await read_link(opened, link, newest)
-            check_same_tensors(manifest, entries)
             is_anchor = link is plan.anchor
-            files = anchor_files(opened, manifest) if is_anchor else delta_files(opened, manifest)
-            parts.append(_Part(link, opened, manifest, is_anchor, files))
+            parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, entries, is_anchor=is_anchor))
         return parts
+
+
+def _check_part(
+    link: Link, folder: FolderReader, manifest: Manifest, newest: Mapping[str, TensorEntry], *, is_anchor: bool
+) -> _Part:
+    """Check a version against the newest one, and keep what the plan needs of its manifest; blocks."""
+    check_same_tensors(manifest, newest)
+    if is_anchor:
+        return _Part(link, folder, is_anchor, anchor_files(folder, manifest), {})
+    changes = {entry.name: entry.delta for entry in manifest.tensors if entry.delta is not None}
+    return _Part(link, folder, is_anchor, delta_files(folder, manifest), changes)
 
 
 async def fetch_files(folder: FolderReader, files: Mapping[str, int], into: Path, progress: Progress) -> None:
@@ -153,40 +165,49 @@ async def verify_version(manifest: Manifest, folder: Path, progress: Progress) -
     Raises:
         ControlError: `bad_source`, naming the first that differs.
     """
-    progress.begin("checking", sum(entry.size for entry in manifest.tensors))
-    jobs = await asyncio.to_thread(lambda: list(verify_jobs(manifest, folder, progress.add)))
-    await run_quietly(jobs)
+    progress.begin("checking", await asyncio.to_thread(_bytes_of, manifest))
+    await run_quietly(verify_jobs(manifest, folder, progress.add))
     for name, sha256 in manifest.files.items():
         await asyncio.to_thread(verify_file, folder / name, sha256)
 
 
 async def _apply(base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder, progress: Progress) -> Path:
     """Build the newest version of a base and the changes since."""
-    progress.begin("building", sum(entry.size for entry in newest.tensors))
-    changes: dict[str, list[Change]] = {}
-    for part in deltas:
-        for entry in part.manifest.tensors:
-            if entry.delta is not None:
-                file = part.path(partial) / delta_name(entry.delta.object)
-                changes.setdefault(entry.name, []).append(Change(file, entry.delta))
-    tensors = await asyncio.to_thread(read_checkpoint, base)
-    for entry in newest.tensors:
-        found = tensors.get(entry.name)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            raise bad_source(f"{base} has not the tensor {entry.name[:200]!r} as {entry.dtype}{list(entry.shape)}")
+    progress.begin("building", await asyncio.to_thread(_bytes_of, newest))
     folder = partial.path / _BUILT
-    # Each waits for its threads even if it is cancelled: nothing writes there after the lock has gone.
+    changes, tensors = await asyncio.to_thread(_inputs, base, deltas, newest, partial)
     await run_quietly([lambda _: prepare_files(newest, folder)])
     await run_quietly(build_jobs(newest, tensors, changes, folder, progress.add))
     await run_quietly([lambda _: copy_others(newest, base, folder)])
     return folder
 
 
+def _inputs(
+    base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder
+) -> tuple[dict[str, list[Change]], Mapping[str, Tensor]]:
+    """Return the changes of each tensor, in the order of the chain, and the checked tensors of the base; blocks."""
+    changes: dict[str, list[Change]] = {}
+    for part in deltas:
+        path = part.path(partial)
+        for name, delta in part.changes.items():
+            changes.setdefault(name, []).append(Change(path / delta_name(delta.object), delta))
+    tensors = read_checkpoint(base)
+    for entry in newest.tensors:
+        found = tensors.get(entry.name)
+        if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
+            raise bad_source(f"{base} has not the tensor {entry.name[:200]!r} as {entry.dtype}{list(entry.shape)}")
+    return changes, tensors
+
+
+def _bytes_of(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.tensors)
+
+
 def _make_room(partial: PartialFolder, fetched: int, newest: Manifest, *, is_written: bool) -> None:
     """Have room for what is fetched, and for what is written with it; blocks."""
     written = 0
     if is_written:
-        written = sum(entry.size for entry in newest.tensors)
+        written = _bytes_of(newest)
         partial.reuse(_BUILT)
     partial.make_room(fetched + written)
 

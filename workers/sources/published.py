@@ -1,5 +1,6 @@
 """The manifest of a published version, as a worker reads it: checked before anything is fetched or allocated."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -36,8 +37,9 @@ async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
     """
     if MANIFEST not in folder.names:
         return None
+    data = await folder.read(MANIFEST, MAX_MANIFEST_BYTES)
     try:
-        manifest = decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES))
+        manifest = await asyncio.to_thread(decode_manifest, data)
     except RemoteProtocolError as error:
         raise bad_source(f"objects:{objects}: {error}") from error
     if manifest.own.objects != objects:

@@ -39,9 +39,13 @@ Job = Callable[[Scratch], None]
 async def run_quietly(jobs: Iterable[Job]) -> None:
     """Run all jobs, in order, some at a time; ends at the first that fails, with its error.
 
-    Cancellation: waits for the jobs that run, so that none runs afterwards.
+    Args:
+        jobs: iterated on a thread, to the end, before the first one runs.
+
+    Cancellation: waits for the jobs that run, so that none runs afterwards; `jobs` may be iterated to its end.
     """
-    waiting, is_stopped = deque(jobs), threading.Event()
+    # Made on a thread: there may be a job for each of thousands of tensors.
+    waiting, is_stopped = await asyncio.to_thread(deque, jobs), threading.Event()
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,22 @@
+"""Work beside an engine runs on threads of its own, and is prepared there too."""
+
+import threading
+from collections.abc import Iterator
+
+from rollbus.workers.sources.quiet_threads import Job, run_quietly
+
+
+async def test_jobs_are_made_beside_the_event_loop() -> None:
+    """There may be one for each of thousands of tensors, and a file to read for some: requests must not wait for it."""
+    made_on: list[int] = []
+    done: list[int] = []
+
+    def jobs() -> Iterator[Job]:
+        for _ in range(3):
+            made_on.append(threading.get_ident())
+            yield lambda _scratch: done.append(threading.get_ident())
+
+    await run_quietly(jobs())
+
+    assert len(made_on) == len(done) == 3
+    assert threading.get_ident() not in {*made_on, *done}
