@@ -139,6 +139,25 @@ async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: S
         assert store.cancelled == []
 
 
+async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: StartControlled, store: Store) -> None:
+    """The older ones are stale, also one that still waits, and their staging ends; one of the same source is shared."""
+    async with controlled_worker(weight_version=1) as (_, boss, *_):
+        first = await boss.command("check_weights", source=store.add("2", 2))
+        await boss.until(lambda: store.calls == ["2"])
+        newer = store.add("3", 3)
+        checks = [await boss.command("check_weights", source=newer) for _ in range(2)]
+        stale = await boss.final(first)
+        await boss.until(lambda: store.calls == ["2", "3"])
+        newest = await boss.command("check_weights", source=store.add("4", 4, is_open=True))
+
+        assert (await boss.final(newest)).status is AckStatus.APPLIED
+        assert [(await boss.final(check)).status for check in checks] == [AckStatus.STALE] * 2
+        assert store.cancelled == ["2", "3"]
+        assert stale.status is AckStatus.STALE
+        assert stale.error is not None
+        assert stale.error.message == f"a later check of objects:{BASE}/3 has taken its place"
+
+
 async def test_a_recorded_source_comes_before_one_that_is_checked(
     controlled_worker: StartControlled, store: Store
 ) -> None:

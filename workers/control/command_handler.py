@@ -180,8 +180,21 @@ class CommandHandler:
             self._lanes["record"].put_nowait(received)
         elif isinstance(command, Abort | State):
             self._lanes["quick"].put_nowait(received)
+        elif isinstance(command, CheckWeights):
+            self._end_older_checks(command)
+            self._lanes["check"].put_nowait(received)
         else:
-            self._lanes["check" if isinstance(command, CheckWeights) else "event"].put_nowait(received)
+            self._lanes["event"].put_nowait(received)
+
+    def _end_older_checks(self, newest: CheckWeights) -> None:
+        """End the checks of other sources: newer weights are there, and must not wait for the staging of older ones."""
+        stale = failure(ControlError(ControlCode.STALE, f"a later check of {newest.source} has taken its place"))
+        for received in self._log.under_way:
+            command = received.command
+            if isinstance(command, CheckWeights) and command.source != newest.source:
+                self._acks.publish_final(received, stale)
+                if received.limit is not None and not received.limit.expired():
+                    received.limit.reschedule(0.0)
 
     # Carried out
 
@@ -219,7 +232,7 @@ class CommandHandler:
         outcome = RegisterOutcome()
         try:
             with command_boundary(received.command.command):
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(timeout_s) as received.limit:
                     answer = await self._one_off.execute(received.command)
         except ControlError as exc:
             outcome = failure(exc)

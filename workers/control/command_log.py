@@ -3,6 +3,7 @@
 Invariants: a command has at most one final ack; if it is received again, its last ack is published again.
 """
 
+import asyncio
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class ReceivedCommand:
     """In which it is recorded; None: not known, or a one-off command."""
     needs_read: int = 0
     """The read of the desired state that can show its outcome, as `DesiredReader.request_read` counts them."""
+    limit: asyncio.Timeout | None = None
+    """Of a one-off command: ends what carries it out; None: that has not begun."""
     last: Ack | None = None
     """The ack that was published last."""
     progress_at: float = -math.inf
