@@ -33,7 +33,9 @@ async def build(folders: FolderStore, digest: str, size: int = 10) -> Hold:
     partial.make_room(size)
     folder = partial.reuse("folder")
     (folder / "file").write_bytes(bytes(size))
-    hold = partial.complete(folder)
+    partial.complete(folder)
+    hold = folders.hold(digest)
+    assert hold is not None
     folders.clean_up()
     return hold
 
@@ -81,8 +83,10 @@ async def test_a_folder_is_built_once(tmp_path: Path) -> None:
     assert not folders.digests()
     folder = partial.reuse("folder")
     (folder / "file").write_bytes(b"content")
-    hold = partial.complete(folder)
+    partial.complete(folder)
+    hold = folders.hold("a")
 
+    assert hold is not None
     assert folders.digests() == {"a"}
     assert (hold.folder / "file").read_bytes() == b"content"
     assert hold.folder.parent.stat().st_mode & 0o777 == 0o700
@@ -261,3 +265,47 @@ async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: 
     hold.release()
     hold.release()
     assert folders.held["a"] == 0
+
+
+async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for it ends, so that somebody sees it; the next try waits again."""
+    first = await store(tmp_path).open("a", ignore)
+    assert isinstance(first, PartialFolder)
+    monkeypatch.setattr(locks, "STALLED_S", 0.2)
+
+    with pytest.raises(ControlError, match=rf"\.a\.lock is locked by the process {os.getpid()}, which") as raised:
+        await store(tmp_path).open("a", ignore)
+
+    assert raised.value.code is ControlCode.STORAGE
+    first.leave(discard=True)
+
+
+def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+    """However long it takes."""
+    now = 0.0
+    path = tmp_path / ".a.lock"
+    path.write_bytes(b"builder 7")
+    watch = locks.LockWatch(path, lambda: now)
+    for step in range(5):
+        now = step * locks.STALLED_S * 0.9
+        os.utime(path, (step, step))
+        watch.check()
+    now += locks.STALLED_S
+    with pytest.raises(ControlError, match="the process 7, which has not got on for 60 s"):
+        watch.check()
+
+
+async def test_what_is_left_beside_a_complete_folder_goes(tmp_path: Path) -> None:
+    """While it is used too; not while another process builds or deletes it."""
+    folders = store(tmp_path)
+    held = await build(folders, "a")
+    folders.partial("a").mkdir()
+    folders.clean_up()
+    assert not folders.partial("a").exists()
+    held.release()
+    folders.partial("a").mkdir()
+    lock = locks.try_lock(folders.root / ".a.lock", is_exclusive=True)
+    assert lock is not None
+    folders.clean_up()
+    assert folders.partial("a").exists()
+    os.close(lock)

@@ -11,7 +11,7 @@ from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_f
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import Sources, folder_store, staged
-from rollbus.workers.sources.folder_store import FolderStore
+from rollbus.workers.sources.folder_store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
@@ -226,6 +226,7 @@ async def test_a_damaged_folder_that_another_worker_reads_is_fetched_later(
             roots=(),
             own=tmp_path / "own",
             cache=tmp_path / "cache",
+            model="m",
             worker="w2",
             objects=ObjectReader(nats_url, name="t"),
         )
@@ -235,3 +236,21 @@ async def test_a_damaged_folder_that_another_worker_reads_is_fetched_later(
 
         assert raised.value.code is ControlCode.STORAGE
         assert files_in(await late.checkpoint(source, ignore)) == files_in(folder)
+
+
+async def test_a_builder_shows_that_it_gets_on(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that wait for its folder see the lock file change; after the building nothing touches it."""
+    touched: list[PartialFolder] = []
+
+    def touch(partial: PartialFolder) -> None:
+        touched.append(partial)
+
+    monkeypatch.setattr(PartialFolder, "touch", touch)
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
+        await sources.checkpoint(source, ignore)
+        count = len(touched)
+        await sources.checkpoint(source, ignore)
+
+    assert count > len(["fetching", "checking"])
+    assert len(touched) == count

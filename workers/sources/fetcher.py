@@ -94,11 +94,14 @@ class Fetcher:
         while True:
             opened = await self._store.open(digest, lambda: progress.begin("waiting"))
             if isinstance(opened, PartialFolder):
-                async with _building(opened):
+                async with _building(opened, progress):
                     path = await self._build(folder, manifest, opened, progress)
                     progress.begin("checking")
                     await asyncio.to_thread(checks.folder, path)
-                    return opened.complete(path)
+                    opened.complete(path)
+                if (hold := self._store.hold(digest)) is not None:
+                    return hold
+                continue  # another process was quicker: it looks at the folder, or has deleted it
             if await self._is_sound(opened, folder, manifest, checks, progress):
                 return opened
             if not await asyncio.to_thread(self._store.delete, digest):
@@ -148,9 +151,10 @@ class Fetcher:
 
 
 @contextlib.asynccontextmanager
-async def _building(partial: PartialFolder) -> AsyncIterator[None]:
+async def _building(partial: PartialFolder, progress: Progress) -> AsyncIterator[None]:
     """Give up the lock if the building fails, and delete what there is if nobody should go on with it."""
     is_complete = is_useless = False
+    progress.on_move = partial.touch
     try:
         yield
         is_complete = True
@@ -159,6 +163,7 @@ async def _building(partial: PartialFolder) -> AsyncIterator[None]:
         is_useless = is_bad or _is_full(error)
         raise
     finally:
+        progress.on_move = None
         if is_useless:
             await asyncio.to_thread(partial.leave, discard=True)
         elif not is_complete:

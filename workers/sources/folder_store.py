@@ -7,7 +7,6 @@ killed builder leaves only a partial folder, which the next builder of that dige
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ...schemas.errors import ControlCode, ControlError
-from .locks import try_lock
+from .locks import BUILDER, LockWatch, try_lock
 
 __all__ = ["FolderStore", "Hold", "PartialFolder"]
 
@@ -94,14 +93,16 @@ class PartialFolder:
             folder.mkdir()
         return folder
 
-    def complete(self, folder: Path) -> Hold:
-        """Have `folder`, which is below `path`, become the complete folder, and hold it."""
+    def complete(self, folder: Path) -> None:
+        """Have `folder`, which is below `path`, become the complete folder; it is held by nobody then."""
         _write_boot_id(self._fd)
         folder.rename(self._store.folder(self.digest))
-        os.utime(self._fd)
-        with contextlib.suppress(OSError):  # without locks nobody else is there
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-        return Hold(self._store, self.digest, self._fd)
+        _note_use(self._fd)
+        os.close(self._fd)
+
+    def touch(self) -> None:
+        """Show the processes that wait for this one that it gets on."""
+        _note_use(self._fd)
 
     def leave(self, *, discard: bool) -> None:
         """Build no more of it.
@@ -156,7 +157,7 @@ class FolderStore:
         if not self.folder(digest).is_dir():
             os.close(fd)
             return None
-        os.utime(fd)
+        _note_use(fd)
         return Hold(self, digest, fd)
 
     async def open(self, digest: str, on_wait: Callable[[], None]) -> Hold | PartialFolder:
@@ -166,9 +167,10 @@ class FolderStore:
             on_wait: called if this has to wait.
 
         Raises:
+            ControlError: `storage`: the other process does not get on.
             OSError: the root cannot be made or written.
         """
-        is_waiting = False
+        watch: LockWatch | None = None
         while True:
             for folder in (self.root.parent, self.root):  # the mode is of the last one that is made
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -177,12 +179,13 @@ class FolderStore:
             if (fd := self._lock(digest, is_exclusive=True)) is not None:
                 if not self.folder(digest).is_dir():
                     self.partial(digest).mkdir(exist_ok=True, mode=0o700)
-                    os.utime(fd)
+                    os.truncate(fd, os.pwrite(fd, f"{BUILDER}{os.getpid()}".encode(), 0))
                     return PartialFolder(self, digest, fd)
                 os.close(fd)
-            if not is_waiting:
-                is_waiting = True
+            if watch is None:
+                watch = LockWatch(self._lock_file(digest))
                 on_wait()
+            watch.check()
             await asyncio.sleep(POLL_S)
 
     def delete(self, digest: str) -> bool:
@@ -203,7 +206,11 @@ class FolderStore:
         old = time.time() - PARTIAL_AGE_S
         for digest in self._partial():
             if self.folder(digest).is_dir():
-                shutil.rmtree(self.partial(digest), ignore_errors=True)
+                # Users of the folder may hold it, but nobody may build another under this lock.
+                if (fd := self._lock(digest, is_exclusive=False)) is not None:
+                    if self.folder(digest).is_dir():
+                        shutil.rmtree(self.partial(digest), ignore_errors=True)
+                    os.close(fd)
             elif self._last_use(digest) < old:
                 self.delete(digest)
 
@@ -303,3 +310,9 @@ def _boot_id() -> bytes:
 
 def _write_boot_id(fd: int) -> None:
     os.ftruncate(fd, os.pwrite(fd, _boot_id(), 0))
+
+
+def _note_use(fd: int) -> None:
+    """Stamp a lock file with the exact time: the system's own stamp is the same for some milliseconds."""
+    now = time.time_ns()
+    os.utime(fd, ns=(now, now))

@@ -32,6 +32,8 @@ class Progress:
         self._lock = threading.Lock()
         self.fetched_bytes = 0
         """What came over the network, in all stages."""
+        self.on_move: Callable[[], None] | None = None
+        """Called at each stage and each count of bytes, on any thread."""
 
     def __repr__(self) -> str:
         """One line with the stage."""
@@ -50,13 +52,19 @@ class Progress:
         if stage != self._stage:
             self._stage = stage
             self._report(stage)
+        self._move()
 
     def add(self, num_bytes: int) -> None:
         """Count bytes of this stage; from any thread."""
         with self._lock:
             self._done += num_bytes
+        self._move()
 
     def add_fetched(self, num_bytes: int) -> None:
         """Count bytes that came over the network."""
         self.fetched_bytes += num_bytes
         self.add(num_bytes)
+
+    def _move(self) -> None:
+        if (on_move := self.on_move) is not None:
+            on_move()
