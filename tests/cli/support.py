@@ -184,6 +184,8 @@ def on_terminal(*args: str) -> Iterator[Terminal]:
     # The echo of Ctrl-C would stand anywhere, also within a character or within what moves the cursor.
     settings = termios.tcgetattr(terminal)
     settings[3] &= ~termios.ECHO
+    # Without this, Ctrl-C also throws away what was written and not yet read.
+    settings[3] |= termios.NOFLSH
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
     process = subprocess.Popen(
         ["setsid", "--ctty", *command(*args)],
