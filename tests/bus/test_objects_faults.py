@@ -240,7 +240,7 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing(
 
     assert raised.value.code is ControlCode.STORAGE
     assert said in raised.value.message
-    assert b"".join(files_in(small_disk).values()) == b""
+    assert [name for name, data in files_in(small_disk).items() if data and not name.endswith(".lock")] == []
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EIO, True)])

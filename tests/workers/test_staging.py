@@ -237,6 +237,7 @@ async def test_where_the_time_of_an_update_goes(controlled_worker: StartControll
         source = store.add("2", 2)
         check = await boss.command("check_weights", source=source)
         await boss.until(lambda: store.calls)
+        await asyncio.sleep(0.01)  # that staging takes a time that is told
         store.gates["2"].set()
         await boss.final(check)
         applied = await boss.applied("update_weights", version=2, source=source)

@@ -187,14 +187,20 @@ class CommandHandler:
             self._lanes["event"].put_nowait(received)
 
     def _end_older_checks(self, newest: CheckWeights) -> None:
-        """End the checks of other sources: newer weights are there, and must not wait for the staging of older ones."""
+        """End the checks of other uploads: newer weights are there, and must not wait for the staging of older ones.
+
+        Those of folders go on: nothing is fetched for them, and each is answered by itself.
+        """
+        if newest.source.objects is None:
+            return
         stale = failure(ControlError(ControlCode.STALE, f"a later check of {newest.source} has taken its place"))
         for received in self._log.under_way:
             command = received.command
-            if isinstance(command, CheckWeights) and command.source != newest.source:
-                self._acks.publish_final(received, stale)
-                if received.limit is not None and not received.limit.expired():
-                    received.limit.reschedule(0.0)
+            if not isinstance(command, CheckWeights) or command.source.objects in (None, newest.source.objects):
+                continue
+            self._acks.publish_final(received, stale)
+            if received.limit is not None and not received.limit.expired():
+                received.limit.reschedule(0.0)
 
     # Carried out
 
