@@ -4,8 +4,10 @@ Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, n
 0.0, and a NaN equals itself. Three encodings:
 
 - `same`: nothing changed; no bytes.
-- `sparse`: the changed elements' positions as gaps, then their new values in byte planes. Applying it twice is as good
-  as once.
+- `sparse`: the changed elements' positions as gaps, then their steps in byte planes. A step is the new element less the
+  old one, as integers that wrap around, with the sign in the lowest bit: -1, 1, -2, 2 become 1, 2, 3, 4. An optimizer
+  moves most floats to a neighbour, so that nearly all steps are small, and zstd makes a few bits of each. Steps give
+  the new content from exactly the old one alone: whoever applies them checks the hash of what comes out.
 - `dense`: the whole content in byte planes.
 
 A byte plane holds one byte of every element: the first plane all first bytes, and so on. The exponents of floats, which
@@ -24,9 +26,9 @@ __all__ = ["DeltaError", "Encoded", "Encoding", "apply_delta", "encode_delta", "
 Encoding = Literal["same", "sparse", "dense"]
 
 BLOCK: Final = 1 << 20
-"""Elements that are positioned at a time: they stay in a core's cache, which is four times faster."""
-COMPARED: Final = 1 << 18
-"""Elements that are compared at a time, for the same reason: of those that differ, both contents are read once more."""
+"""Bytes of gaps that are followed at a time: they stay in a core's cache, which is four times faster."""
+COMPARED: Final = 1 << 19
+"""Elements that are compared and encoded at a time, for the same reason: those that differ are read once more."""
 LEVEL: Final = 1
 """Of zstd: higher ones cost several times the time for 1 to 2 % of the bytes."""
 MAX_WINDOW_BYTES: Final = 8 << 20
@@ -59,12 +61,8 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
         new: u1[num_bytes], the content now.
         item_bytes: of an element: 1, 2, 4 or 8.
     """
-    if old is not None:
-        changed = _changed(_items(old, item_bytes), _items(new, item_bytes))
-        if changed is not None:
-            positions, values = changed
-            return _sparse(positions, values, item_bytes) if len(positions) else Encoded("same", 0, 0, b"")
-    return Encoded("dense", 0, len(new), _compress(_planes(new, item_bytes)))
+    sparse = None if old is None else _sparse(_items(old, item_bytes), _items(new, item_bytes), item_bytes)
+    return sparse or Encoded("dense", 0, len(new), _compress(_planes(new, item_bytes)))
 
 
 def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int) -> None:
@@ -72,7 +70,7 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
 
     Args:
         encoded: as it came; nothing in it is believed.
-        content: u1[num_bytes], of the right size; what it holds does not count if `encoded` is `dense`.
+        content: u1[num_bytes], the content before; what it holds does not count if `encoded` is `dense`.
         item_bytes: as in `encode_delta`.
 
     Raises:
@@ -94,8 +92,8 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
         num_gap_bytes = len(body) - encoded.num_changed * item_bytes
         if num_gap_bytes < 0:
             raise DeltaError(f"{len(body)} bytes are too few for {encoded.num_changed} changes")
-        values = _items(_joined(body[num_gap_bytes:], item_bytes), item_bytes)
-        _scatter(items, body[:num_gap_bytes], values)
+        steps = _items(_joined(body[num_gap_bytes:], item_bytes), item_bytes)
+        _add(items, body[:num_gap_bytes], steps)
     elif len(body):
         raise DeltaError(f"{len(body)} bytes came for a tensor that is the same")
 
@@ -111,63 +109,90 @@ def _items(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.un
     return content.view(f"<u{item_bytes}")
 
 
-def _changed(
-    old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]] | None:
-    """Return the positions that differ, and what is new there; None: so many that the whole content is smaller."""
-    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    values: list[npt.NDArray[np.unsignedinteger]] = [np.empty(0, new.dtype)]
-    room = len(new) // 2
+def _sparse(
+    old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger], item_bytes: int
+) -> Encoded | None:
+    """Encode the elements that differ; None: so many that the whole content is smaller."""
+    gap_bytes = [np.empty(0, np.uint8)]
+    steps = [np.empty(0, new.dtype)]
+    before, num_changed = -1, 0
     for start in range(0, len(new), COMPARED):
         end = start + COMPARED
-        positions, changed = _changed_in_block(old[start:end], new[start:end])
-        room -= len(positions)
-        if room < 0:
+        positions, changes = _changed_in_block(old[start:end], new[start:end])
+        if not len(positions):
+            continue
+        num_changed += len(positions)
+        if num_changed > len(new) // 2:
             return None
+        steps.append(_with_low_sign(changes))
         positions += start
-        found.append(positions)
-        values.append(changed)
-    return np.concatenate(found), np.concatenate(values)
+        gap_bytes.append(_gap_bytes(positions, before))
+        before = int(positions[-1])
+    if not num_changed:
+        return Encoded("same", 0, 0, b"")
+    body = np.concatenate((*gap_bytes, _planes(np.concatenate(steps).view(np.uint8), item_bytes)))
+    return Encoded("sparse", num_changed, len(body), _compress(body))
 
 
 def _changed_in_block(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
-    """Compare words of 8 bytes, then the elements of words that differ: few do."""
+    """Return the positions that differ, and the new elements there less the old ones.
+
+    Words of 8 bytes are compared, then the elements of words that differ: few do.
+    """
     per_word = 8 // new.itemsize
     if len(new) % per_word:
         positions = np.flatnonzero(old != new)
-        return positions, new[positions]
+        return positions, new[positions] - old[positions]
     old_words, new_words = old.view(np.uint64), new.view(np.uint64)
     words = np.flatnonzero(old_words != new_words)
-    near = new_words[words].view(new.dtype)
-    elements = np.flatnonzero(old_words[words].view(new.dtype) != near)
-    changed = near[elements]
+    near_old, near_new = old_words[words].view(new.dtype), new_words[words].view(new.dtype)
+    elements = np.flatnonzero(near_old != near_new)
+    steps = near_new[elements] - near_old[elements]
     words *= per_word
     # Division by a power of two.
     positions = words[elements >> (per_word.bit_length() - 1)]
     positions += elements & (per_word - 1)
-    return positions, changed
+    return positions, steps
 
 
-def _sparse(positions: npt.NDArray[np.int64], values: npt.NDArray[np.unsignedinteger], item_bytes: int) -> Encoded:
-    gaps = np.diff(positions, prepend=-1)
+def _gap_bytes(positions: npt.NDArray[np.int64], before: int) -> npt.NDArray[np.uint8]:
+    """Write the gaps before these positions, the first one after `before`."""
+    gaps = np.diff(positions, prepend=before)
     gaps -= 1
     more = gaps // GO_ON
     ends = np.cumsum(more)
     ends += np.arange(len(gaps))
     stream = np.full(int(ends[-1]) + 1, GO_ON, np.uint8)
     stream[ends] = gaps - more * GO_ON
-    body = np.concatenate((stream, _planes(values.view(np.uint8), item_bytes)))
-    return Encoded("sparse", len(positions), len(body), _compress(body))
+    return stream
 
 
-def _scatter(
+def _with_low_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+    """Move the sign from the highest bit to the lowest, so that the other bits of small steps are zeros."""
+    zero, one = steps.dtype.type(0), steps.dtype.type(1)
+    signs: npt.NDArray[np.unsignedinteger] = zero - (steps >> steps.dtype.type(8 * steps.itemsize - 1))
+    steps = steps << one
+    steps ^= signs
+    return steps
+
+
+def _with_high_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+    """Undo `_with_low_sign`."""
+    zero, one = steps.dtype.type(0), steps.dtype.type(1)
+    signs: npt.NDArray[np.unsignedinteger] = zero - (steps & one)
+    steps = steps >> one
+    steps ^= signs
+    return steps
+
+
+def _add(
     items: npt.NDArray[np.unsignedinteger],
     stream: npt.NDArray[np.uint8],
-    values: npt.NDArray[np.unsignedinteger],
+    steps: npt.NDArray[np.unsignedinteger],
 ) -> None:
-    """Write `values` to the positions that the gaps of `stream` lead to."""
+    """Add `steps` to the elements that the gaps of `stream` lead to, each of which comes once."""
     num_done, position = 0, 0
     for start in range(0, len(stream), BLOCK):
         block = stream[start : start + BLOCK]
@@ -179,13 +204,13 @@ def _scatter(
             raise DeltaError(f"element {position - 1} is said to have changed; there are {len(items)}")
         positions = after[is_end]
         positions -= 1
-        taken = values[num_done : num_done + len(positions)]
+        taken = steps[num_done : num_done + len(positions)]
         if len(taken) < len(positions):
             break
-        items[positions] = taken
+        items[positions] += _with_high_sign(taken)
         num_done += len(positions)
-    if num_done != len(values) or (len(stream) and stream[-1] == GO_ON) or (len(values) and not len(stream)):
-        raise DeltaError(f"the gaps of {len(values)} changed elements end elsewhere")
+    if num_done != len(steps) or (len(stream) and stream[-1] == GO_ON) or (len(steps) and not len(stream)):
+        raise DeltaError(f"the gaps of {len(steps)} changed elements end elsewhere")
 
 
 def _planes(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
