@@ -39,6 +39,7 @@ __all__ = [
     "MAX_REQUEST_ID_CHARS",
     "MAX_SEED",
     "MAX_SEEN_COMMANDS",
+    "MAX_SIBLINGS",
     "MAX_STOP_TOKEN_IDS",
     "MAX_SUBJECT_CHARS",
     "MAX_SUBJECT_TOKEN_CHARS",
@@ -65,6 +66,8 @@ MAX_MASK_IDS: Final = 65_536
 """Ids in one token's sampling mask: 256 KiB, as much as one chunk holds. A `top_k` above that bounds nothing."""
 MAX_N: Final = 256
 """Samples per prompt; each is a request of its own to the fleet."""
+MAX_SIBLINGS: Final = MAX_N - 1
+"""Further samples in one request message: with the first, all that a request can ask for."""
 MAX_SEED: Final = 2**63 - 1
 """Seeds travel as signed 64-bit integers; children of n > 1 use seed + child."""
 MAX_LOGPROBS: Final = 128

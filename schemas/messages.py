@@ -5,22 +5,22 @@ what it should be; nothing else leaves them, whatever bytes come in.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from . import limits
-from .checks import check_request_id, check_subject_token, check_token_ids, describe
+from .checks import check_request_id, check_subject_token, describe
 from .chunk import Chunk, Index, RequestId
 from .control import Ack, AnyCommand
 from .desired import DesiredState
 from .errors import InvalidRequest, RemoteProtocolError
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest
-from .sampling import SamplingParams
+from .request_fields import build_request, decode_token_ids
 from .wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "LinkMessage",
     "RequestKey",
     "RequestMessage",
+    "Sibling",
     "command_id_of",
     "decode_ack",
     "decode_client_presence",
@@ -42,7 +43,6 @@ __all__ = [
     "decode_request_message",
     "encode",
     "encode_json",
-    "request_from_json",
     "request_id_of",
 ]
 
@@ -86,6 +86,15 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return not self.params
 
 
+class Sibling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One more sample of the request that a message carries: the same request, with a seed of its own."""
+
+    child: Index
+    """Which of n samples this is."""
+    seed: Annotated[int, Meta(ge=0, le=limits.MAX_SEED)] | None = None
+    """Its `sampling.seed`, in place of that of the message's request."""
+
+
 class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request on its way to a worker: a msgpack map, so that programs without this library can write it."""
 
@@ -110,12 +119,27 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """False: nobody reads the chunks one by one, so that the worker may gather tokens for a moment."""
     request: msgspec.Raw
     """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
+    siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
+    """More samples of the same request and attempt; direct messages to workers with `Capabilities.request_groups`
+    only. The worker admits or refuses each by itself, as if it had come alone."""
 
     def __post_init__(self) -> None:
-        """Refuse a client that cannot stand in a subject, and one that nobody could answer."""
+        """Refuse a client that cannot stand in a subject, one that nobody could answer, and unusable siblings."""
         check_subject_token("client", self.client)
         if (self.reply_to is None) != bool(self.incarnation):
             raise ValueError("a request message needs either the client's incarnation or reply_to")
+        if self.siblings:
+            self._check_siblings()
+
+    def _check_siblings(self) -> None:
+        children = [self.child, *(sibling.child for sibling in self.siblings)]
+        if len(set(children)) != len(children):
+            raise ValueError(f"child and siblings name {len(children)} samples, and one of them twice; allowed: once")
+        if self.reply_to is not None:
+            raise ValueError("a request message with reply_to has siblings; allowed: none")
+        if self.kv is not None and not self.kv.is_prefill:
+            # A prefill worker hands the KV of a prompt over once.
+            raise ValueError("the message of a decode leg has siblings; allowed: none")
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -179,13 +203,7 @@ def _dec_hook(kind: type, value: object) -> object:
     """Turn the `<i4` bytes of token ids, or a plain list of integers, into an array; checked by the struct."""
     if kind is not np.ndarray:
         raise NotImplementedError(f"no decoder for {kind}")
-    if isinstance(value, bytes):
-        if len(value) % 4:
-            raise InvalidRequest(
-                field="prompt_token_ids", problem=f"has {len(value)} bytes", allowed="<i4: a multiple of 4 bytes"
-            )
-        return np.frombuffer(value, "<i4")
-    return check_token_ids("prompt_token_ids", value, min_length=1, max_length=limits.MAX_PROMPT_TOKENS)
+    return decode_token_ids(value)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
@@ -261,53 +279,8 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         raise RemoteProtocolError(f"request: {exc}") from None
     if not isinstance(fields, dict):
         raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
-    _build_request(fields)
+    build_request(fields)
     raise InvalidRequest(field="request", problem=f"does not decode: {problem}", allowed="a map as in docs/wire.md")
-
-
-def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
-    """Build a request from JSON's types, as in a JSONL file; unknown fields are refused.
-
-    Raises:
-        InvalidRequest: a field is wrong, missing, unknown or of the wrong type.
-    """
-    if not isinstance(fields, Mapping):
-        raise InvalidRequest(field="request", problem=f"is {describe(fields)}", allowed="a map of its fields")
-    _refuse_unknown("", fields, GenerateRequest.__struct_fields__)
-    sampling = fields.get("sampling")
-    if isinstance(sampling, Mapping):
-        _refuse_unknown("sampling.", sampling, SamplingParams.__struct_fields__)
-        bias = sampling.get("logit_bias")
-        if isinstance(bias, Mapping):
-            # JSON's names are strings.
-            bias = {int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key: bias[key] for key in bias}
-            fields = {**fields, "sampling": {**sampling, "logit_bias": bias}}
-    return _build_request(fields)
-
-
-_DIGITS = re.compile("[0-9]{1,10}")
-
-
-def _refuse_unknown(where: str, given: Mapping[Any, object], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            shown = name if isinstance(name, str) and len(name) <= limits.MAX_NAME_CHARS else describe(name)
-            raise InvalidRequest(field=f"{where}{shown}", problem="is unknown", allowed=", ".join(known))
-
-
-def _build_request(fields: Mapping[str, object]) -> GenerateRequest:
-    """Construct a request from plain values, which checks them; unknown names are ignored."""
-    given: dict[str, Any] = {name: fields[name] for name in GenerateRequest.__struct_fields__ if name in fields}
-    if "prompt_token_ids" not in given:
-        raise InvalidRequest(field="prompt_token_ids", problem="is missing", allowed="a flat list of token ids")
-    sampling = given.get("sampling")
-    if isinstance(sampling, Mapping):
-        params = {name: sampling[name] for name in SamplingParams.__struct_fields__ if name in sampling}
-        given["sampling"] = SamplingParams(**params)
-    prompt = given["prompt_token_ids"]
-    if isinstance(prompt, bytes):
-        given["prompt_token_ids"] = _dec_hook(np.ndarray, prompt)
-    return GenerateRequest(**given)
 
 
 def decode_frame(data: bytes) -> Frame:

@@ -109,6 +109,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_deltas: bool = False
     """It stages versions of weights that are published as deltas. False: it is of an earlier release, or its engine
     may span several machines, and it refuses weights and adapters in the object store."""
+    request_groups: bool = False
+    """It reads `siblings` in direct messages; workers of earlier releases serve the first sample alone."""
 
 
 class WorkerState(enum.StrEnum):
@@ -230,6 +232,13 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Seconds that its stagings took, whatever came of them."""
     weights_paused_s: NotNegativeSeconds = 0.0
     """Seconds in which its engine made no step for requests because weights were replaced."""
+    placed: NotNegative = 0
+    """Requests that clients have placed at this worker past the queue, and that it has offered."""
+    placements_refused: NotNegative = 0
+    """Placed requests that it has refused for want of room; their clients put them into the queue."""
+    cached_prompt_tokens: NotNegative = 0
+    """Of the prompt tokens of requests with a first token, those that its engine had in its prefix cache and did not
+    compute."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -319,6 +328,12 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """The load of its engine; None while the engine starts, or not announced."""
     staging: Staging | None = None
     """The weights that it is staging; None: it stages none, or does not say."""
+    cache_epoch: NotNegative = 0
+    """Rises whenever its prefix cache was emptied: by a load of weights, a flush, or a sleep. What an earlier epoch
+    of this incarnation cached is gone."""
+    oldest_prefix_s: NotNegativeSeconds | None = None
+    """Seconds since the oldest prefix was used that its prefix cache still has; what was used earlier is gone. None:
+    it has none, or its engine does not say."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

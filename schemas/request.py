@@ -78,6 +78,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     return_sampling_mask: bool | None = None
     """Ids that each token was sampled from. None: if the engine makes them. True: refuse if not. False: spare the
     bytes."""
+    group_id: str | None = None
+    """A hint: requests of one group share a prompt, and are best served by the worker that has computed it."""
 
     def __post_init__(self) -> None:
         """Check every field and bring it to its canonical type."""
@@ -111,7 +113,7 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         value = getattr(request, name)
         if value is not None:
             checked[name] = check_bool(name, value)
-    for name in ("model", "session_id", "lora"):
+    for name in ("model", "session_id", "lora", "group_id"):
         value = getattr(request, name)
         if value is not None:
             checked[name] = check_name(name, value)

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from ...schemas import limits
 from ...schemas.checks import check_int, describe
 from ...schemas.errors import InvalidRequest
-from ...schemas.messages import encode, request_from_json
+from ...schemas.messages import encode
 from ...schemas.request import GenerateRequest
+from ...schemas.request_fields import request_from_json
 from ...schemas.sampling import SamplingParams
 from ..tokenization import Encoder
 from .exits import CommandFailed, ExitCode
@@ -149,7 +150,9 @@ def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
         checked = request_from_json({**fields, START: 0, "prompt_token_ids": [0]})
         digest = blake2b(f"{start} {text}".encode(), digest_size=16)
     # Neither when nor for whom it runs changes a result; whoever raises the time limit may still resume.
-    digest.update(encode(replace(checked, timeout_s=None, priority=0, session_id=None, traceparent=None)))
+    digest.update(
+        encode(replace(checked, timeout_s=None, priority=0, session_id=None, group_id=None, traceparent=None))
+    )
     return PromptLine(index, checked.request_id, digest.hexdigest(), text, fields)
 
 

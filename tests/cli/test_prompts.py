@@ -127,7 +127,7 @@ def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, 
     assert parse(line).fingerprint != parse({**line, **change}).fingerprint
 
 
-@pytest.mark.parametrize("change", [{"timeout_s": 9}, {"priority": 2}, {"session_id": "s"}])
+@pytest.mark.parametrize("change", [{"timeout_s": 9}, {"priority": 2}, {"session_id": "s"}, {"group_id": "g"}])
 def test_the_fingerprint_ignores_what_does_not(change: dict[str, object]) -> None:
     """A longer time limit or another priority does not make finished results useless."""
     line = {"prompt": "a", "max_tokens": 5}

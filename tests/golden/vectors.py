@@ -28,6 +28,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.golden.control_vectors import CONTROL_VECTORS
 from tests.golden.mask_vectors import MASK_VECTORS
+from tests.golden.placement_vectors import PLACEMENT_VECTORS
 from tests.golden.presence_vectors import PRESENCE_VECTORS
 from tests.support.arrays import little_endian
 
@@ -370,4 +371,5 @@ VECTORS: dict[str, Message] = {
     **MASK_VECTORS,
     **CONTROL_VECTORS,
     **PRESENCE_VECTORS,
+    **PLACEMENT_VECTORS,
 }

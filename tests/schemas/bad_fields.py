@@ -229,6 +229,7 @@ REQUEST = [
     *ints("priority", -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     *strings("session_id", limits.MAX_NAME_CHARS),
     *strings("lora", limits.MAX_NAME_CHARS),
+    *strings("group_id", limits.MAX_NAME_CHARS),
     *numbers("timeout_s", 0, limits.MAX_TIMEOUT_S, above=True),
     *ints("min_weight_version", 0, limits.MAX_WEIGHT_VERSION),
     *ints("max_weight_lag", 0, limits.MAX_WEIGHT_VERSION),

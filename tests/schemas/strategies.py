@@ -20,7 +20,7 @@ from rollbus.schemas.chunk import (
     TopLogprobs,
 )
 from rollbus.schemas.errors import ErrorCode
-from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode
+from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, Sibling, encode
 from rollbus.schemas.presence import (
     Capabilities,
     ClientPresence,
@@ -120,6 +120,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         min_weight_version=draw(maybe(VERSION)),
         max_weight_lag=draw(maybe(VERSION)),
         traceparent=draw(maybe(st.just("00-" + "0a" * 16 + "-" + "1b" * 8 + "-01"))),
+        group_id=draw(maybe(names)),
     )
 
 
@@ -134,17 +135,24 @@ handovers = st.builds(
 
 @st.composite
 def request_messages(draw: st.DrawFn) -> RequestMessage:
-    """Any valid `RequestMessage`, in plain mode or not."""
-    reply_to = draw(maybe(names))
+    """Any valid `RequestMessage`, in plain mode or not, with siblings where they are allowed."""
+    reply_to, kv, child = draw(maybe(names)), draw(maybe(handovers)), draw(INDEX)
+    siblings = st.builds(
+        Sibling, INDEX.filter(lambda sibling: sibling != child), maybe(st.integers(0, limits.MAX_SEED))
+    )
+    may_have_siblings = reply_to is None and (kv is None or kv.is_prefill)
     return RequestMessage(
         client=draw(subject_tokens),
         incarnation=draw(names) if reply_to is None else "",
         reply_to=reply_to,
         attempt=draw(INDEX),
-        child=draw(INDEX),
+        child=child,
         target_version=draw(maybe(VERSION)),
-        kv=draw(maybe(handovers)),
+        kv=kv,
         request=msgspec.Raw(encode(draw(requests()))),
+        siblings=tuple(draw(st.lists(siblings, max_size=3, unique_by=lambda sibling: sibling.child)))
+        if may_have_siblings
+        else (),
     )
 
 
@@ -291,6 +299,7 @@ capabilities = st.builds(
     kv_connector=maybe(names),
     sampling_mask=st.booleans(),
     weight_deltas=st.booleans(),
+    request_groups=st.booleans(),
 )
 stagings = st.builds(
     Staging,
@@ -338,6 +347,8 @@ presences = st.builds(
     counters=maybe(counters),
     engine_stats=maybe(engine_stats),
     staging=maybe(stagings),
+    cache_epoch=st.integers(0, 2**53),
+    oldest_prefix_s=maybe(st.floats(0, 1e9)),
 )
 client_presences = st.builds(
     ClientPresence,

@@ -11,8 +11,9 @@ import pytest
 
 from rollbus.schemas import limits
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
-from rollbus.schemas.messages import decode_request, request_from_json
+from rollbus.schemas.messages import decode_request
 from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.schemas.bad_fields import ALL, NULLABLE, Bad
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.schemas.messages import request_from_json
 from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.patience import SOON_S
 
@@ -123,7 +123,8 @@ def test_checks_hold_without_assertions() -> None:
 import msgspec
 from rollbus.schemas.chunk import RoutedExperts
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
-from rollbus.schemas.messages import decode_frame, decode_request, request_from_json
+from rollbus.schemas.messages import decode_frame, decode_request
+from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 if __debug__:

@@ -22,11 +22,11 @@ from rollbus.schemas.messages import (
     decode_request_message,
     encode,
     encode_json,
-    request_from_json,
     request_id_of,
 )
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import presence
 
@@ -93,6 +93,7 @@ def test_a_huge_header_takes_no_memory(header: bytes) -> None:
             (decode_request, b"\x81\xa8sampling\x81\xa5extra\x81\xa1a" + header),
             (decode_request, b"\x81\xa8sampling\x81\xaestop_token_ids" + header),
             (decode_request_message, b"\x81\xa7request" + header),
+            (decode_request_message, b"\x81\xa8siblings" + header),
             (decode_frame, b"\x95\x01\xa1i\x00\x90" + header),
             (decode_frame, b"\x95\x01\xa1i\x00" + header),
             (decode_link_message, b"\x92\x01" + header),
@@ -133,6 +134,47 @@ def test_a_request_that_says_not_how_to_answer_is_refused(reply: dict[str, objec
     """A request message names the life of the client that follows the link, or a subject to reply to: one of them."""
     with pytest.raises(RemoteProtocolError, match="either the client's incarnation or reply_to"):
         decode_request_message(pack({"client": "c", "request": {}} | reply))
+
+
+def message_with(**fields: object) -> bytes:
+    """An encoded request message, right but for these fields."""
+    return pack({"client": "c", "incarnation": "i", "request": {}} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"siblings": [[child] for child in range(1, 257)]}, "length <= 255"),
+        ({"child": 3, "siblings": [[1], [3]]}, "child and siblings name 3 samples, and one of them twice"),
+        ({"siblings": [[1], [2], [1, 5]]}, "child and siblings name 4 samples, and one of them twice"),
+        ({"siblings": [[1]], "incarnation": "", "reply_to": "plain"}, "with reply_to has siblings; allowed: none"),
+        ({"siblings": [[1]], "kv": {"params": b"kv"}}, "decode leg has siblings; allowed: none"),
+        ({"siblings": [[-1]]}, "`int` >= 0"),
+        ({"siblings": [[2**31]]}, "<= 2147483647"),
+        ({"siblings": [[1, -1]]}, "`int` >= 0"),
+        ({"siblings": [[1, 2**63]]}, "<= 9223372036854775807"),
+        ({"siblings": [[1, 0.5]]}, "Expected `int | null`"),
+        ({"siblings": [[]]}, "length 1"),
+        ({"siblings": [1]}, "Expected `array`"),
+        ({"siblings": None}, "Expected `array`"),
+        ({"siblings": {"1": 2}}, "Expected `array`"),
+    ],
+)
+def test_siblings_that_cannot_be_told_apart_or_served_are_refused(fields: dict[str, Any], text: str) -> None:
+    """A message names each sample once and no more of them than a request has; none of it is used otherwise."""
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode_request_message(message_with(**fields))
+
+    assert text in str(caught.value)
+
+
+def test_a_message_holds_all_samples_of_the_largest_request() -> None:
+    """A request for 256 samples fits into one message, a prefill leg too, and their order is kept."""
+    children = list(reversed(range(1, limits.MAX_N)))
+    legs: list[dict[str, object] | None] = [None, {}]
+    for kv in legs:
+        message = decode_request_message(message_with(siblings=[[child] for child in children], kv=kv))
+        assert [sibling.child for sibling in message.siblings] == children
 
 
 @pytest.mark.parametrize("client", ["", "a.b", "*", ">", "a b", "ü", "a\n", "c" * 65, 5, None])

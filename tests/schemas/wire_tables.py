@@ -30,7 +30,14 @@ CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
 COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
-    *(messages.RequestMessage, messages.KvTransfer, messages.Frame, messages.RequestKey, messages.LinkMessage),
+    *(
+        messages.RequestMessage,
+        messages.Sibling,
+        messages.KvTransfer,
+        messages.Frame,
+        messages.RequestKey,
+        messages.LinkMessage,
+    ),
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.SamplingMask, chunk.PromptLogprobs),
     *(chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
