@@ -33,7 +33,10 @@ PUBLISHER_COMMANDS: Final = (
     "finish_weight_update",
 )
 """New weights, by a folder or a transfer, and what `Updates` gives besides: the check before, the fence of those that
-differ after."""
+differ after.
+
+`load_lora` cannot be added. Workers of this release and of older ones let a publisher change the registers of these
+commands alone, and the register of an adapter is none of them: they would refuse the whole state, with the weights."""
 
 
 @dataclass(frozen=True, slots=True)

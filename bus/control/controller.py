@@ -6,7 +6,7 @@ and what is published is a nudge: a controller that dies leaves nothing half dec
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
@@ -125,6 +125,16 @@ class Controller:
         except (NoWorkers, InvalidRequest):
             return workers_that_must_ack(await self._watcher.ping_workers(), command)
 
+    def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
+        """Refuse a command that this user may not give to workers of these models: they would refuse it, too.
+
+        Raises:
+            ControlError: `not_allowed`.
+        """
+        if self._own is not None:
+            for model in models:
+                check_authority(self._own, command, model)
+
     async def execute(
         self,
         command: AnyCommand,
@@ -141,9 +151,7 @@ class Controller:
             lost: workers of `roster` that have ended since, and why.
             quorum: which workers are waited for; None: all.
         """
-        if self._own is not None:
-            for model in roster:
-                check_authority(self._own, command, model)
+        self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
         for worker in everyone:

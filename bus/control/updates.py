@@ -76,6 +76,7 @@ class Updates:
         """
         command = check_command(command)
         roster = await self._controller.roster(command)
+        self._controller.check_allowed(command, roster)
         [model] = roster
         await self._check_update(model, command, roster, min_staged)
         async with self._source(model, command, upload) as ready:
@@ -106,6 +107,7 @@ class Updates:
         """
         command = check_command(command)
         roster = await self._controller.roster(command)
+        self._controller.check_allowed(command, roster)
         [model] = roster
         revise: Revise | None = None
         if is_next_version:
@@ -142,19 +144,26 @@ class Updates:
             return
         await self._uploads.delete_source(model, command, keep)
 
-    async def check_version(self, command: UpdateWeights, *, min_staged: int | None = None) -> None:
-        """Raise what `update_weights` would raise before it asks a worker; without workers the desired state decides.
+    async def check_version(self, command: UpdateWeights | LoadLora, *, min_staged: int | None = None) -> None:
+        """Raise what loading this version would raise before a worker is asked; the source need not be there yet.
 
-        The source need not be there yet.
+        Without workers the user's certificate and the desired state decide.
+
+        Args:
+            command: with the model.
+            min_staged: as in `update_weights`.
         """
         command = check_command(command)
         try:
             roster = await self._controller.roster(command)
         except NoWorkers:
-            desired.record(await self._state(command.model or ""), command)
-            return
-        [model] = roster
-        await self._check_update(model, command, roster, min_staged)
+            roster = {}
+        model = command.model or ""
+        self._controller.check_allowed(command, (model,))
+        if roster and isinstance(command, UpdateWeights):
+            await self._check_update(model, command, roster, min_staged)
+        else:
+            desired.record(await self._state(model), command)
 
     async def state(self, model: str) -> DesiredState:
         """Return what is desired of the workers of `model`."""

@@ -11,6 +11,7 @@ import pytest
 import rollbus
 from rollbus.bus.auth.signatures import Signatures
 from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.objects.catalog import list_subjects
 from rollbus.bus.objects.layout import info_subject, parts_subject
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlCode, PermissionDenied
@@ -124,6 +125,12 @@ async def test_a_version_that_its_publisher_did_not_sign_is_refused(author: str 
         assert folder_content(it.second) in it.contents()
 
 
+async def stored_names(guard: Guarded) -> list[str]:
+    """The subjects of all that is stored for the model."""
+    async with guard.connected("boss") as boss:
+        return sorted(await list_subjects(boss, BUCKET, "$O.>"))
+
+
 ELSEWHERE = {"version": 0, "digest": "0" * 64, "anchor_bytes": 1}
 HOSTILE: tuple[dict[str, Any], ...] = (
     {"change": {"offset": HUGE}},
@@ -187,6 +194,11 @@ async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures
             published.append(await publisher.publish(tensors, version=version))
             heard.append({*(await carol.complete(ask())).weight_versions.tolist()})
         folder = write_adapter(tmp_path / "tuned")
+        # Refused before the first byte, not by the workers after the last one.
+        before = await stored_names(guard)
+        with pytest.raises(rollbus.ControlError, match=r"may not give load_lora.* update=False stores"):
+            await publisher.publish_adapter("tuned", [], version=7, config={})
+        assert await stored_names(guard) == before
         adapter = await publisher.publish_adapter("tuned", folder, version=7, update=False)
         with pytest.raises(rollbus.ControlError, match="publisher carol may not give load_lora"):
             await carol.fleet.load_lora("tuned", objects=adapter.objects, version=7)

@@ -5,7 +5,7 @@ import logging
 from msgspec import structs
 
 from ....schemas.control import WeightSource
-from ....schemas.errors import NoWorkers, RollbusError
+from ....schemas.errors import ControlCode, ControlError, NoWorkers, RollbusError
 from ...control.updates import Updates
 from ...control.uploads import sources_in
 from ...control.versions import VersionStore
@@ -29,6 +29,20 @@ class FleetLoader:
     def __repr__(self) -> str:
         """One line with the model."""
         return f"<FleetLoader {self._model}>"
+
+    async def check_adapter(self, options: AdapterOptions) -> None:
+        """Raise what `load` would raise before it tells a worker: nothing is stored then.
+
+        Raises:
+            ControlError: `not_allowed`: this user may not load adapters; or the desired state refuses it.
+        """
+        try:
+            await self._updates.check_version(options.command)
+        except ControlError as error:
+            if error.code is not ControlCode.NOT_ALLOWED:
+                raise
+            hint = "update=False stores the adapter, and an admin loads it with load_lora"
+            raise ControlError(error.code, f"{error.message}. {hint}") from error
 
     async def load(self, objects: str, options: AdapterOptions) -> CommandResult:
         """Have the fleet load a committed adapter."""

@@ -197,6 +197,8 @@ class VersionPublisher:
         command = options.command
         try:
             async with self._is_busy:
+                if options.updates:
+                    await self._loader.check_adapter(options)
                 plan = DraftPlan(has_delta=False, has_anchor=True, file=ADAPTER_FILE)
                 draft = Draft(plan, Snapshot(), None)
                 publication = self._versions.begin(command.version, command.name)
