@@ -1,0 +1,1 @@
+"""Which worker a request goes to directly, and which requests go to the queue."""

@@ -1,0 +1,53 @@
+"""Workers and prompts for the tests of placement."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbus.bus.protocol.placement.policy import PlacementPolicy, PlacementWanted
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, hint_hash, piece_hashes
+from rollbus.bus.protocol.placement.worker_load import WorkerLoad
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+
+SCOPE = PrefixScope()
+
+
+def presence(worker: str, *, free_slots: int = 8, **fields: Any) -> WorkerPresence:
+    """What a worker announces that serves and runs nothing."""
+    values: dict[str, Any] = {
+        "worker": worker, "incarnation": "i1", "model": "m", "state": WorkerState.SERVING, "weight_version": 1,
+        "in_flight": 0, "free_slots": free_slots, "uptime_s": 1.0, "lease_s": 5.0,
+    }  # fmt: skip
+    return WorkerPresence(**(values | fields))
+
+
+def prompt(seed: int, num_tokens: int = 8 * PIECE_TOKENS) -> npt.NDArray[np.int32]:
+    """A prompt that shares nothing with those of other seeds."""
+    return np.random.default_rng(seed).integers(0, 1000, num_tokens, np.int32)
+
+
+def wanted(
+    token_ids: npt.NDArray[np.int32], *, session: str | None = None, group: str | None = None
+) -> PlacementWanted:
+    """A request for the placement of a prompt."""
+    return PlacementWanted(
+        prompt_tokens=len(token_ids),
+        pieces=piece_hashes(token_ids, SCOPE),
+        session=None if session is None else hint_hash("session", session, SCOPE),
+        session_id=session,
+        group=None if group is None else hint_hash("group", group, SCOPE),
+    )
+
+
+def fleet(*presences: WorkerPresence, now: float = 0.0) -> PlacementPolicy:
+    """A policy that has received these announcements."""
+    policy = PlacementPolicy()
+    for each in presences:
+        policy.update(each, now)
+    return policy
+
+
+def loads(policy: PlacementPolicy, *workers: str) -> list[WorkerLoad]:
+    """The loads of these workers."""
+    return [load for worker in workers if (load := policy.loads.get(worker)) is not None]
