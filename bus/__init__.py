@@ -26,6 +26,7 @@ from ..schemas.sampling import SamplingParams
 from ..schemas.weights import Canary
 from .auth.credentials import Credentials
 from .auth.tls import Tls
+from .client.batch_times import BatchTimes
 from .client.client import Client, ClientStats, connect
 from .client.fleet import Fleet, FleetState
 from .client.generation import Generation
@@ -39,6 +40,7 @@ from .protocol.stream.token_masks import TokenMasks
 from .queue.streams import QueueDepth
 
 __all__ = [
+    "BatchTimes",
     "BusBroken",
     "BusClosed",
     "Canary",

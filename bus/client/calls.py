@@ -47,6 +47,8 @@ class CallResult:
     """What came of each child; empty where that is lost."""
     error: RequestError | None
     """Why it failed; None if every child has its terminal chunk."""
+    ended_at: float = field(default_factory=time.monotonic)
+    """On `time.monotonic()`; taken here, as the caller's loop may be blocked when the call ends."""
 
 
 class Inbox:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ...schemas.request import GenerateRequest
 from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
 from ..subjects import Subjects
+from .batch_times import BatchTimes
 from .call_registry import CallRegistry, check_ids
 from .calls import Call
 from .config import ClientConfig
@@ -208,13 +210,20 @@ class Client:
             registry.remove(call)
 
     async def complete_many(
-        self, requests: Iterable[GenerateRequest], *, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+        self,
+        requests: Iterable[GenerateRequest],
+        *,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        times: BatchTimes | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Results of many requests in the order in which they finish, `max_in_flight` at a time.
 
         `requests` is taken from as there is room, so that it may be endless. No more are taken while results of more
         than `max_unread_bytes` wait to be read. A request that fails harms no other: it comes as a `Generation` with
         `finish_reason` ERROR and `error` set. Leaving the loop aborts what is open.
+
+        Args:
+            times: is told when requests are complete: how long 50, 90, 99 and 100 % of them took.
 
         Raises:
             NoWorkers: no worker is left to take the next request; every result before it has been yielded.
@@ -223,12 +232,20 @@ class Client:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
         registry = self._registry
+        times = BatchTimes() if times is None else times
+        times.start(time.monotonic())
         source = iter(requests)
         request = next(source, None)
         in_flight: set[Call] = set()
         # Every call ends once, so that there is always room.
         ended: asyncio.Queue[Call] = asyncio.Queue(max_in_flight)
         no_workers: NoWorkers | None = None
+
+        def on_end(call: Call) -> None:
+            if call.result is not None:
+                times.add(call.result.ended_at)
+            ended.put_nowait(call)
+
         try:
             while request is not None or in_flight:
                 # With nothing in flight nothing can end: then unread results of others must not hold up this.
@@ -244,8 +261,9 @@ class Client:
                     continue
                 if isinstance(opened, Call):
                     in_flight.add(opened)
-                    opened.when_ended(ended.put_nowait)
+                    opened.when_ended(on_end)
                 else:
+                    times.add(time.monotonic())
                     yield join_samples(request, (), opened)
                 request = next(source, None)
         finally:

@@ -31,6 +31,8 @@ class Counts:
     """How many of them may succeed when sent again."""
     tokens: int = 0
     seconds: float = 0.0
+    seconds_to: dict[str, float] = field(default_factory=dict)
+    """Until 50, 90, 99 and 100 % of the requests were complete; empty if none was sent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,13 +77,15 @@ class GenerateRun:
 
     async def _generate(self, rb: bus.Client) -> None:
         started = time.monotonic()
+        times = bus.BatchTimes()
         self.bar.start_count(self.summary.num_prompts, len(self.results.finished))
         try:
-            async for generation in rb.complete_many(self._requests(), max_in_flight=self.max_in_flight):
+            async for generation in rb.complete_many(self._requests(), max_in_flight=self.max_in_flight, times=times):
                 self._add_generation(generation)
                 self.counts.seconds = round(time.monotonic() - started, 3)
         except NoWorkers as exc:
             raise CommandFailed(f"{exc.message}; {self.count_text()}", ExitCode.NO_WORKERS) from exc
+        self.counts.seconds_to = {str(percent): round(seconds, 3) for percent, seconds in times.percentiles().items()}
 
     def _requests(self) -> Iterator[GenerateRequest]:
         for prompt in read_prompts(self.input, self.defaults, skip=self.results.finished):

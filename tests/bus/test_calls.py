@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -54,6 +55,22 @@ def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
     assert told == []
     call.finish(CallResult((), None))
     assert len(told) == 1
+
+
+def test_the_end_of_a_call_is_timed_where_it_ends() -> None:
+    """A caller that hears of the end later, as its loop was blocked, does not shift the time."""
+    box, told = inbox()
+    call = new_call(box, streams=False)
+    ended: list[float] = []
+    call.when_ended(lambda call: ended.append(0.0 if call.result is None else call.result.ended_at))
+    before = time.monotonic()
+    call.finish(CallResult((), None))
+    after = time.monotonic()
+    while time.monotonic() <= after:
+        pass
+    told[0]()
+    assert len(ended) == 1
+    assert before <= ended[0] <= after
 
 
 async def test_nothing_is_lost_between_two_threads() -> None:

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ..arguments import add_tokenizer, non_negative_int, positive_float, positive_int
@@ -127,7 +128,7 @@ def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def describe(report: Mapping[str, object]) -> str:
+def describe(report: Mapping[str, Any]) -> str:
     """The report in one line for people."""
     text = f"{report['done']:,} of {report['prompts']:,} prompts done"
     if report["resumed"]:
@@ -138,5 +139,8 @@ def describe(report: Mapping[str, object]) -> str:
         text += f", run again to retry {report['retryable']:,} of them"
     if report["tokens"]:
         text += f"; {report['tokens']:,} tokens in {report['seconds']} s"
+    if report["seconds_to"]:
+        times = ", ".join(f"{percent} % after {seconds} s" for percent, seconds in report["seconds_to"].items())
+        text += f"; complete were {times}"
     places = [str(report[name]) for name in ("output", "npz") if report[name] is not None]
     return f"{text}: {', '.join(places)}"
