@@ -4,13 +4,13 @@ It is JSON in the metadata `CHAIN` of the object `CHAIN_OBJECT` of the model's b
 change it by compare-and-set alone.
 """
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from . import limits
-from .errors import RemoteProtocolError
+from .json_documents import decode_document
 from .manifest import MAX_LINKS, Link, Objects, TensorEntry, Version
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "decode_chain",
     "decode_rank_list",
 ]
-
-T = TypeVar("T")
 
 CHAIN: Final = "rollbus-chain"
 """In the metadata of the object: the record, as JSON."""
@@ -111,7 +109,7 @@ def decode_chain(text: str) -> ChainRecord:
     Raises:
         RemoteProtocolError: it is none.
     """
-    return _decode(text, ChainRecord, "a chain record")
+    return decode_document(text, ChainRecord, "a chain record")
 
 
 def decode_rank_list(data: bytes) -> RankList:
@@ -120,11 +118,4 @@ def decode_rank_list(data: bytes) -> RankList:
     Raises:
         RemoteProtocolError: it is none.
     """
-    return _decode(data, RankList, "the list of a rank")
-
-
-def _decode(data: str | bytes, kind: type[T], what: str) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
-        raise RemoteProtocolError(f"{what} does not decode: {error}") from error
+    return decode_document(data, RankList, "the list of a rank")

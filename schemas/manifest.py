@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from . import limits
 from .checks import check_name
-from .errors import RemoteProtocolError
+from .json_documents import decode_document
 
 __all__ = [
     "DELTA_PREFIX",
@@ -210,7 +210,4 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         RemoteProtocolError: it is none, or it contradicts itself.
     """
-    try:
-        return msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise RemoteProtocolError(f"a manifest does not decode: {error}") from error
+    return decode_document(data, Manifest, "a manifest")
