@@ -3,21 +3,19 @@
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 
 from ....schemas.errors import InvalidRequest
-from ....schemas.manifest import DTYPE_BITS, MANIFEST
+from ....schemas.manifest import MANIFEST
+from ...objects.safetensors_header import BadSafetensors, StoredTensor, read_header
 from .tensors import RawTensor, TensorKind
 
 __all__ = ["Checkpoint", "FolderFile", "folder_tensors", "read_checkpoint_folder"]
 
-MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file: the format's own bound."""
 MAX_FILE_BYTES: Final = 64 * 1024**2
 """Of a file beside the weights: tokenizers have up to 30 MB. They are held in memory."""
 MAX_FILES_BYTES: Final = 256 * 1024**2
@@ -44,12 +42,6 @@ class Checkpoint(NamedTuple):
     """The other files, by name."""
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a folder's safetensors files, and its other files. Blocks.
 
@@ -60,10 +52,10 @@ def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
     try:
         kinds: dict[str, TensorKind] = {}
         for file in _weight_files(path):
-            for name, entry in _read_header(file)[0].items():
+            for name, stored in _read_header(file).items():
                 if name in kinds:
                     raise _bad(path, f"has the tensor {name[:200]!r} in two files")
-                kinds[name] = TensorKind(entry.dtype, entry.shape)
+                kinds[name] = TensorKind(stored.dtype, stored.shape)
         return Checkpoint(kinds, _other_files(path))
     except OSError as error:
         raise _bad(path, f"cannot be read: {error.strerror or error}") from error
@@ -77,15 +69,14 @@ def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTen
     """
     for file in _weight_files(Path(folder)):
         try:
-            entries, start = _read_header(file)
+            tensors = _read_header(file)
             with file.open("rb") as opened:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise _bad(file, f"cannot be read: {error.strerror or error}") from error
         content = np.frombuffer(mapped, np.uint8)
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-            begin, end = entry.data_offsets
-            yield name, RawTensor(entry.dtype, entry.shape, content[start + begin : start + end])
+        for name, stored in tensors.items():
+            yield name, RawTensor(stored.dtype, stored.shape, content[stored.begin : stored.end])
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -95,27 +86,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> tuple[Mapping[str, _Entry], int]:
-    """Read the entries of a safetensors file, and where contents begin."""
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise _bad(file, f"is no safetensors file, or was truncated: {size} bytes, with a header of {length}")
-        data = opened.read(length)
-    try:
-        raws = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        raws.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in raws.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(file, f"is no safetensors file: {error}") from error
-    for name, entry in entries.items():
-        begin, end = entry.data_offsets
-        is_known = entry.dtype in DTYPE_BITS and all(length >= 0 for length in entry.shape)
-        is_within = is_known and 0 <= begin <= end <= size - 8 - length
-        if not is_within or TensorKind(entry.dtype, entry.shape).size != end - begin:
-            raise _bad(file, f"has the tensor {name[:200]!r} with an unknown dtype, or outside of the file")
-    return entries, 8 + length
+        try:
+            return read_header(opened.fileno())
+        except BadSafetensors as error:
+            raise _bad(file, str(error)) from error
 
 
 def _other_files(folder: Path) -> dict[str, FolderFile]:

@@ -1,0 +1,107 @@
+"""What a safetensors file says of its tensors, without reading them: 8 bytes of length, then that much JSON.
+
+Nothing in the file is believed: sizes are bounded before they are used, and the tensors must fill the rest of the file
+exactly, each as large as its shape and dtype say. So a truncated file is noticed.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from ...schemas.manifest import DTYPE_BITS
+from ...schemas.wire_version import MALFORMED
+
+__all__ = ["BadSafetensors", "StoredTensor", "read_header"]
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The format's own bound."""
+MAX_DIMS: Final = 16
+"""Of a tensor; models have up to 5."""
+_LENGTH_BYTES: Final = 8
+
+
+class BadSafetensors(ValueError):
+    """The file is no whole safetensors file; the message follows the file's name."""
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file."""
+
+    dtype: str
+    """As safetensors write it: BF16, F32 ..."""
+    shape: tuple[int, ...]
+    begin: int
+    """The byte of the file at which its content begins."""
+    end: int
+    """The byte behind its content."""
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_DIMS)]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+def read_header(fd: int) -> dict[str, StoredTensor]:
+    """Read the header of an open file from its begin, and check that all of its tensors are there. Blocks.
+
+    Returns:
+        The tensors by name, in the order of their contents.
+
+    Raises:
+        BadSafetensors: it is truncated, or no safetensors file.
+        OSError: it cannot be read.
+    """
+    file_bytes = os.fstat(fd).st_size
+    length = int.from_bytes(_read_exactly(fd, _LENGTH_BYTES), "little")
+    if file_bytes < _LENGTH_BYTES or length > min(MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
+        raise BadSafetensors(f"is truncated or no safetensors file: {file_bytes} bytes, with a header of {length}")
+    header = _read_exactly(fd, length)
+    if len(header) < length:
+        raise BadSafetensors("became shorter while it was read")
+    data_begin = _LENGTH_BYTES + length
+    return _located(_decode(header), data_begin, file_bytes - data_begin)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    """Read `size` bytes; fewer at the end of the file."""
+    read = bytearray()
+    while len(read) < size and (piece := os.read(fd, min(size - len(read), 1 << 20))):
+        read += piece
+    return bytes(read)
+
+
+def _decode(header: bytes) -> Mapping[str, _Entry]:
+    try:
+        raws = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raws.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in raws.items()}
+    except MALFORMED as error:
+        raise BadSafetensors(f"is no safetensors file: its header does not decode: {error}") from error
+
+
+def _located(entries: Mapping[str, _Entry], data_begin: int, data_bytes: int) -> dict[str, StoredTensor]:
+    """Find the tensors, which must lie one behind the other, from the header's end to the end of the file."""
+    located = {}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        shown = f"the tensor {name[:200]!r}"
+        if entry.dtype not in DTYPE_BITS:
+            raise BadSafetensors(f"has {shown} of the unknown dtype {entry.dtype[:40]!r}")
+        begin, previous_end, end = entry.data_offsets[0], end, entry.data_offsets[1]
+        bits = math.prod(entry.shape) * DTYPE_BITS[entry.dtype]
+        if begin != previous_end or (end - begin) * 8 != bits:
+            raise BadSafetensors(
+                f"has {shown} at bytes {begin} to {end}; expected: from {previous_end} on, and {bits / 8:g} bytes for "
+                f"{entry.dtype}{list(entry.shape)}"
+            )
+        if end > data_bytes:
+            raise BadSafetensors(f"is truncated: {shown} ends at byte {end} of the data, and there are {data_bytes}")
+        located[name] = StoredTensor(entry.dtype, entry.shape, data_begin + begin, data_begin + end)
+    if end != data_bytes:
+        raise BadSafetensors(f"has {data_bytes} bytes of data; its tensors are {end}")
+    return located

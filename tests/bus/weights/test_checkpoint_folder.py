@@ -1,0 +1,51 @@
+"""What a publisher reads of a checkpoint's folder: the same reader and the same checks as a worker's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbus.bus.client.weights.checkpoint import folder_tensors, read_checkpoint_folder
+from rollbus.schemas.errors import InvalidRequest
+
+
+def write(file: Path, offsets: dict[str, tuple[int, int]], data: bytes) -> None:
+    """Write a file with tensors of bytes at these offsets."""
+    header = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in offsets.items()
+    }
+    encoded = json.dumps(header).encode()
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
+    """Contents come in their order in the file, whatever the header's order is."""
+    write(tmp_path / "model.safetensors", {"b": (2, 5), "a": (0, 2)}, bytes([1, 2, 3, 4, 5]))
+
+    read = [(name, bytes(np.asarray(tensor.data))) for name, tensor in folder_tensors(tmp_path)]
+
+    assert read == [("a", bytes([1, 2])), ("b", bytes([3, 4, 5]))]
+    assert {name: kind.shape for name, kind in read_checkpoint_folder(tmp_path).kinds.items()} == {"a": (2,), "b": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "data", "said"),
+    [
+        ({"a": (0, 4)}, bytes(3), "is truncated: the tensor 'a' ends at byte 4 of the data, and there are 3"),
+        ({"a": (0, 2), "b": (3, 4)}, bytes(4), "expected: from 2 on"),
+        ({"a": (0, 2)}, bytes(4), "has 4 bytes of data; its tensors are 2"),
+    ],
+)
+def test_a_file_that_a_worker_would_refuse_is_not_published(
+    tmp_path: Path, offsets: dict[str, tuple[int, int]], data: bytes, said: str
+) -> None:
+    """A truncated file, and one with a hole or a rest; the error names file and field."""
+    write(tmp_path / "model.safetensors", offsets, data)
+
+    for read in (read_checkpoint_folder, lambda folder: list(folder_tensors(folder))):
+        with pytest.raises(InvalidRequest, match=r"model\.safetensors") as raised:
+            read(tmp_path)
+        assert raised.value.field == "checkpoint"
+        assert said in str(raised.value)
