@@ -2,9 +2,12 @@
 
 import asyncio
 
+import numpy as np
+
 import rollbus
 from rollbus.schemas.presence import EngineStats
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.kv import PrefixCache
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_worker
 
@@ -81,3 +84,32 @@ async def test_the_pace_of_the_engine_is_its_rate() -> None:
     assert 0 < stats.prefill_tokens_per_s <= 4 * len(PROMPT) / step_s
     assert 0 < stats.decode_tokens_per_s <= 4 / step_s
     await engine.close()
+
+
+async def test_a_prompt_costs_what_the_prefix_cache_does_not_have() -> None:
+    """The rate of prefills is that of the configured cost, and tokens that were found cost nothing."""
+    cost_s = 0.0001
+    engine = SyntheticEngine(SyntheticConfig(prefix_cache=True, prefill_token_s=cost_s))
+    await engine.start()
+    steps = engine.steps()
+    rates = []
+    for number in range(2):
+        await engine.add(str(number), request(PROMPT, 1))
+        [step] = await anext(steps)
+        assert step.cached_tokens == 96 * number  # type: ignore[union-attr]
+        rates.append(engine.stats.prefill_tokens_per_s)
+    assert None not in rates
+    assert rates[0] <= 1 / cost_s  # type: ignore[operator]
+    # The second prefill had four tokens to compute, and measurements weigh by their tokens.
+    assert rates[1] <= 1 / cost_s  # type: ignore[operator]
+    await engine.close()
+
+
+def test_least_use_leaves_the_prefix_cache_first() -> None:
+    """And of one prompt its end, as a beginning is of use without it."""
+    cache = PrefixCache(max_tokens=4 * 16)
+    first, second = np.arange(49, dtype=np.uint64), np.arange(100, 149, dtype=np.uint64)
+    assert [cache.add_prompt("", prompt) for prompt in (first, first, second)] == [0, 48, 0]
+    assert len(cache) == 4
+    assert cache.add_prompt("", first) == 16
+    assert cache.add_prompt("", second) == 16

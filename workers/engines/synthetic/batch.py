@@ -63,6 +63,8 @@ class Batch:
         self.preempt_every = 0
         self._num_preemptions = 0
         self.rates = TokenRates()
+        self.prefill_s = 0.0
+        """What the last step takes besides, for the prompt tokens that it computed."""
 
     def __len__(self) -> int:
         """Requests."""
@@ -124,6 +126,7 @@ class Batch:
     def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
         """Take the last tokens through the model, beside the prompts of `joining`; then sample a token of each."""
         self._append_last()
+        self.prefill_s = 0.0
         num_old = len(self._running)
         is_recomputed = self._pop_preempted()
         prefilled = [self._model.prefill(running) for running in joining]
@@ -152,9 +155,12 @@ class Batch:
 
     def _measure(self, joining: Sequence[Running], prefilled: Sequence[Prefilled], num_old: int) -> None:
         """Measure the step that ends now: prompts of `joining`, and a token of each that was here before."""
+        num_computed = 0
         for running, extra in zip(joining, prefilled, strict=True):
+            num_computed += running.length - extra.cached_tokens
             self.rates.add_prefill(running.length - extra.cached_tokens, running.scheduled_at)
-        self.rates.end_step(time.monotonic(), num_old)
+        self.prefill_s = num_computed * self._config.prefill_token_s
+        self.rates.end_step(time.monotonic() + self.prefill_s, num_old)
 
     def _pop_preempted(self) -> npt.NDArray[np.bool_]:
         """Which rows have their KV computed anew in this step."""

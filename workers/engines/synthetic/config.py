@@ -56,6 +56,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Requests in one step."""
     prefill_step_tokens: int = 0
     """Prompt tokens of one request that one step computes; 0: all of them."""
+    prefill_token_s: float = 0.0
+    """Seconds that a step takes besides for each prompt token that it computed and did not find in the prefix cache."""
     max_model_len: int = 65_536
     vocab_size: int = 32_000
     eos_token_id: int = 2
@@ -85,6 +87,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """It makes sampling masks, and as vLLM then refuses requests with a temperature of 0 or without `top_k`."""
     prefix_cache: bool = False
     """Remember prompts, which shows in `cached_tokens`."""
+    prefix_cache_tokens: int = 1_048_576
+    """Room in the prefix cache; what was not used for longest goes first, and of one prompt its end."""
     role: Role = "both"
     """Other than `both` it has the connector `synthetic`."""
     kv_load_s: float = 0.0

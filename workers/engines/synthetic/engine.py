@@ -6,7 +6,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,9 @@ from .batch import Batch
 from .config import SyntheticConfig
 from .kv import PrefixCache, SyntheticKv
 from .model import Running, SyntheticModel
-from .weights import DROPPED, ReceivedWeights, SyntheticWeights, checksum_of
+from .weights import DROPPED, ReceivedWeights, SyntheticAdapter, SyntheticWeights, checksum_of
 
 __all__ = ["SyntheticEngine"]
-
-
-@dataclass(frozen=True, slots=True)
-class SyntheticAdapter:
-    """A LoRA adapter that is loaded."""
-
-    version: int
-    checksum: int
-    salt: int
-    """Another one for each load, so that what was cached before is not found."""
 
 
 class SyntheticEngine:
@@ -56,7 +45,7 @@ class SyntheticEngine:
         self.capabilities: Capabilities = self._config.capabilities
         self.reports_recomputed_kv: bool = self._config.reports_recomputed_kv
         self.faults = self._config.faults
-        self._cache = PrefixCache() if self._config.prefix_cache else None
+        self._cache = PrefixCache(self._config.prefix_cache_tokens) if self._config.prefix_cache else None
         self._model = SyntheticModel(self._config, self._cache)
         self._weights = SyntheticWeights.of(self._config.seed)
         self._received: ReceivedWeights | None = None
@@ -216,7 +205,11 @@ class SyntheticEngine:
                 self.kill(f"died after {self._num_steps} steps, as configured")
             self._check_alive()
             self._num_steps += 1
-            yield self._step()
+            output = self._step()
+            if self._running.prefill_s:
+                await asyncio.sleep(self._running.prefill_s)
+                self._check_alive()
+            yield output
 
     @property
     def _is_stopped(self) -> bool:

@@ -4,6 +4,8 @@ Nothing is kept that was computed. The connector's parameters hold all that a re
 engines may be in one process or in two.
 """
 
+import itertools
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +14,6 @@ __all__ = ["PrefixCache", "SyntheticKv"]
 
 BLOCK_TOKENS = 16
 """A prefix is found in whole blocks of so many tokens."""
-MAX_BLOCKS = 65_536
-"""What is remembered: a million tokens; the oldest are forgotten first."""
 
 
 class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +45,14 @@ class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixCache:
-    """The beginnings of prompts, by salt."""
+    """The beginnings of prompts, by salt; least use is forgotten first, and of one prompt its end.
 
-    def __init__(self) -> None:
+    Args:
+        max_tokens: that are remembered.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max_tokens // BLOCK_TOKENS
         self._blocks: dict[tuple[str, int], None] = {}
         self.num_queried = self.num_hits = 0
         """Tokens of prompts that were looked up, and of those the tokens that were found."""
@@ -62,17 +67,14 @@ class PrefixCache:
         Args:
             contexts: u8[Lp], a hash of the prompt up to each position.
         """
-        num_cached, is_known = 0, True
-        for end in range(BLOCK_TOKENS, len(contexts), BLOCK_TOKENS):
-            block = (salt, int(contexts[end - 1]))
-            is_known = is_known and block in self._blocks
-            if is_known:
-                num_cached = end
+        blocks = [(salt, int(context)) for context in contexts[BLOCK_TOKENS - 1 : -1 : BLOCK_TOKENS]]
+        num_known = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+        for block in reversed(blocks):
             self._blocks.pop(block, None)
             self._blocks[block] = None
-        for block in list(self._blocks)[: max(len(self._blocks) - MAX_BLOCKS, 0)]:
+        for block in list(itertools.islice(self._blocks, max(len(self._blocks) - self._max_blocks, 0))):
             del self._blocks[block]
-        return num_cached
+        return num_known * BLOCK_TOKENS
 
     def counts(self) -> dict[str, int]:
         """What was counted, by the names of `EngineStats`."""

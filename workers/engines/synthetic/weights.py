@@ -4,13 +4,14 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....schemas.errors import ControlCode, ControlError
 from .hashing import MASK, mix_one
 
-__all__ = ["DROPPED", "ReceivedWeights", "SyntheticWeights", "checksum_of"]
+__all__ = ["DROPPED", "ReceivedWeights", "SyntheticAdapter", "SyntheticWeights", "checksum_of"]
 
 READ_BYTES = 1024**2
 
@@ -36,6 +37,16 @@ class SyntheticWeights(NamedTuple):
         """As a LoRA adapter changes them."""
         delta = mix_one(checksum)
         return SyntheticWeights((self.tokens + delta) & MASK, (self.experts + delta) & MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticAdapter:
+    """A LoRA adapter that is loaded."""
+
+    version: int
+    checksum: int
+    salt: int
+    """Another one for each load, so that what was cached before is not found."""
 
 
 DROPPED = SyntheticWeights.of(-1)
