@@ -50,11 +50,11 @@ async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
         objects = await put(nats, bucket, "p", source)
         folder = await fetch_folder(nats_url, objects, tmp_path / "cache")
         for boot, spoil in (
-            (b"2", (folder / "a").unlink),
-            (b"3", lambda: (folder / "b").write_bytes(bytes(100))),
-            (b"4", lambda: (folder / "c").write_bytes(b"")),
+            ("2", (folder / "a").unlink),
+            ("3", lambda: (folder / "b").write_bytes(bytes(100))),
+            ("4", lambda: (folder / "c").write_bytes(b"")),
         ):
-            monkeypatch.setattr(folder_store, "_boot_id", lambda boot=boot: boot)
+            monkeypatch.setattr(folder_store, "boot_id", lambda boot=boot: boot)
             spoil()
             stages: list[str] = []
 

@@ -17,7 +17,7 @@ __all__ = ["complete", "fetch_folder", "open_files", "partial"]
 
 async def fetch_folder(server: str | Server, objects: str, cache: Path, report: Callable[[str], None] = ignore) -> Path:
     """Have the folder of an upload below `cache`, whatever is in it; nobody holds it."""
-    store = FolderStore(cache, max_bytes=None, kept=2)
+    store = FolderStore(cache, model="m", max_bytes=None, kept=2)
     progress = Progress(WeightSource(objects=objects), report)
     fetched = await Fetcher(ObjectReader(server, name="test"), store).fetch(objects, Checks(_any, _any), progress)
     fetched.hold.release()

@@ -16,14 +16,20 @@ import pytest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import folder_store, locks
 from rollbus.workers.sources.folder_store import FolderStore, Hold, PartialFolder
+from rollbus.workers.sources.stamps import files_stamp
 from tests.support.patience import SOON_S
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def store(tmp_path: Path, *, kept: int = 2, max_bytes: int | None = None) -> FolderStore:
+def store(tmp_path: Path, *, model: str = "m", kept: int = 2, max_bytes: int | None = None) -> FolderStore:
     """The store of a process of the machine `tmp_path`."""
-    return FolderStore(tmp_path / "shared.weights" / "checkpoints", max_bytes=max_bytes, kept=kept)
+    return FolderStore(tmp_path / "shared.weights" / "checkpoints", model=model, max_bytes=max_bytes, kept=kept)
+
+
+def complete(partial: PartialFolder, folder: Path) -> None:
+    """Have a folder become the complete one."""
+    partial.complete(folder, files_stamp(folder))
 
 
 async def build(folders: FolderStore, digest: str, size: int = 10) -> Hold:
@@ -33,7 +39,7 @@ async def build(folders: FolderStore, digest: str, size: int = 10) -> Hold:
     partial.make_room(size)
     folder = partial.reuse("folder")
     (folder / "file").write_bytes(bytes(size))
-    partial.complete(folder)
+    complete(partial, folder)
     hold = folders.hold(digest)
     assert hold is not None
     folders.clean_up()
@@ -83,7 +89,7 @@ async def test_a_folder_is_built_once(tmp_path: Path) -> None:
     assert not folders.digests()
     folder = partial.reuse("folder")
     (folder / "file").write_bytes(b"content")
-    partial.complete(folder)
+    complete(partial, folder)
     hold = folders.hold("a")
 
     assert hold is not None
@@ -94,6 +100,7 @@ async def test_a_folder_is_built_once(tmp_path: Path) -> None:
     found = await store(tmp_path).open("a", ignore)
     assert isinstance(found, Hold)
     assert found.is_of_this_boot
+    assert found.is_unchanged()
 
 
 async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
@@ -105,7 +112,7 @@ async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
         second = tasks.create_task(store(tmp_path).open("a", waits.set))
         await asyncio.wait_for(waits.wait(), SOON_S)
         assert not second.done()
-        first.complete(first.reuse("folder"))
+        complete(first, first.reuse("folder"))
         assert isinstance(await asyncio.wait_for(second, SOON_S), Hold)
 
 
@@ -195,20 +202,20 @@ async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
 
 async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Path) -> None:
     """Before the first byte, naming what is used, needed and allowed."""
-    folders = store(tmp_path, max_bytes=1000)
-    held = await build(folders, "a", 400)
-    (await build(folders, "b", 500)).release()
+    folders = store(tmp_path, max_bytes=10_000)
+    held = await build(folders, "a", 4000)
+    (await build(folders, "b", 5000)).release()
     partial = await folders.open("c", ignore)
     assert isinstance(partial, PartialFolder)
 
     with pytest.raises(ControlError) as raised:
-        partial.make_room(700)
+        partial.make_room(7000)
     assert raised.value.code is ControlCode.STORAGE
-    assert "700 bytes do not fit below" in raised.value.message
-    assert re.search(r": 4\d\d bytes are in use there", raised.value.message)
-    assert "the limit is 1000 (--stage-bytes)" in raised.value.message
+    assert "7000 bytes do not fit below" in raised.value.message
+    assert re.search(r": 4\d\d\d bytes are in use there", raised.value.message)
+    assert "the limit is 10000 (--stage-bytes)" in raised.value.message
     assert folders.digests() == {"a"}
-    partial.make_room(500)
+    partial.make_room(5000)
     held.release()
 
 
@@ -241,7 +248,7 @@ async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> 
         assert isinstance(partial, PartialFolder)
         if digest == "young" or not is_held:
             partial.leave(discard=False)
-    day_ago = time.time() - folder_store.PARTIAL_AGE_S - 1
+    day_ago = time.time() - folder_store.LEFT_S - 1
     os.utime(folders.root / ".old.lock", (day_ago, day_ago))
 
     folders.clean_up()
@@ -254,17 +261,76 @@ async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: 
     """Until its content is confirmed: a crash of the machine may have lost some of it."""
     folders = store(tmp_path)
     (await build(folders, "a")).release()
-    monkeypatch.setattr(folder_store, "_boot_id", lambda: b"another boot")
+    monkeypatch.setattr(folder_store, "boot_id", lambda: "another boot")
     hold = folders.hold("a")
     assert hold is not None
     before = hold.is_of_this_boot
 
-    hold.confirm()
+    hold.confirm(files_stamp(hold.folder))
 
     assert (before, hold.is_of_this_boot) == (False, True)
     hold.release()
     hold.release()
     assert folders.held["a"] == 0
+
+
+@pytest.mark.parametrize("is_held_elsewhere", [True, False])
+async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewhere: bool) -> None:
+    """Also while another process holds it; who finds the damage later leaves what was built since."""
+    folders = store(tmp_path)
+    hold, late = await build(folders, "a"), store(tmp_path).hold("a")
+    assert late is not None
+    other = Other(tmp_path, "a") if is_held_elsewhere else None
+    (hold.folder / "file").write_bytes(b"changed")
+    assert not hold.is_unchanged()
+
+    hold.retire()
+
+    assert folders.digests() == set()
+    (await build(folders, "a")).release()
+    late.retire()
+    found = folders.hold("a")
+    assert found is not None
+    assert found.is_unchanged()
+    found.release()
+    assert folders.held["a"] == 0
+    assert [path.name for path in folders.root.iterdir() if path.name.endswith(".partial")] == []
+    if other is not None:
+        other.kill()
+
+
+async def test_a_folder_of_which_a_file_was_changed_says_so(tmp_path: Path) -> None:
+    """Lost, new, or of another content and the same size: the time of change tells."""
+    folders = store(tmp_path)
+    hold = await build(folders, "a")
+    content = (hold.folder / "file").read_bytes()
+    states = [hold.is_unchanged()]
+    (hold.folder / "file").write_bytes(bytes(reversed(content)))
+    states.append(hold.is_unchanged())
+    hold.confirm(files_stamp(hold.folder))
+    (hold.folder / "more").touch()
+    states.append(hold.is_unchanged())
+    hold.confirm(files_stamp(hold.folder))
+    (hold.folder / "file").unlink()
+    states.append(hold.is_unchanged())
+
+    assert states == [True, False, False, False]
+    hold.release()
+
+
+async def test_generations_are_counted_by_model(tmp_path: Path) -> None:
+    """Those of another model stay, until nobody has used them for a day."""
+    mine, theirs = store(tmp_path), store(tmp_path, model="other")
+    for folders, digests in ((theirs, "ab"), (mine, "cde")):
+        for digest in digests:
+            (await build(folders, digest)).release()
+    assert mine.digests() == {"a", "b", "d", "e"}
+    day_ago = time.time() - folder_store.LEFT_S - 1
+    os.utime(mine.root / ".b.lock", (day_ago, day_ago))
+
+    (await build(mine, "f")).release()
+
+    assert mine.digests() == {"a", "e", "f"}
 
 
 async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,14 +67,12 @@ async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: P
         weights = random_weights(0)
         for seed in range(1, 6):
             source = await versions.publish(weights)
-            assert not sources.is_at_hand(source)
             folder = await sources.checkpoint(source, stages.append)
             with sources.using(folder):
                 assert files_in(folder) == folder_content(weights)
             link = versions.links[-1]
             assert folder.name == link.digest
             assert fetched(sources) == (link.anchor_bytes if seed == 1 else link.delta_bytes)
-            assert sources.is_at_hand(source)
             weights = stepped(weights, seed)
 
     assert stages[:3] == ["fetching", "checking", "fetching"]
@@ -93,7 +91,27 @@ async def test_a_staged_version_needs_no_store(nats_url: str, tmp_path: Path) ->
             await delete_prefix(versions.nats, link.objects)
 
         assert await sources.checkpoint(versions.source(), ignore) == folder
-        assert sources.is_at_hand(versions.source())
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_version_that_was_damaged_on_the_machine_is_built_again(
+    nats_url: str, tmp_path: Path, is_lost: bool
+) -> None:
+    """By whoever asks for it next, out of what is left of the machine's folders or of the anchor."""
+    sources, other = worker(nats_url, tmp_path), worker(nats_url, tmp_path, "w2")
+    async with chain(nats_url, tmp_path) as versions:
+        [*_, newest] = await publish_steps(versions, 2)
+        folder = await sources.checkpoint(versions.source(), ignore)
+        with other.using(await other.checkpoint(versions.source(), ignore)):
+            pass
+        path = folder / "model.safetensors"
+        if is_lost:
+            path.unlink()
+        else:
+            path.write_bytes(bytes(path.stat().st_size))
+
+        for one in (other, sources):
+            assert files_in(await one.checkpoint(versions.source(), ignore)) == folder_content(newest)
 
 
 async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,18 @@ from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 
 
+def worker(nats_url: str, tmp_path: Path, name: str) -> Sources:
+    """The sources of a worker that allows no path."""
+    own = write_checkpoint(tmp_path / "own")
+    objects = ObjectReader(nats_url, name="test")
+    return Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
+
+
 @contextlib.asynccontextmanager
 async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads", Sources]]:
     """A bucket, and the sources of a worker that allows no path."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
-        own = write_checkpoint(tmp_path / "own")
-        objects = ObjectReader(nats_url, name="test")
-        yield (
-            Uploads(nats, bucket),
-            Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects),
-        )
+        yield Uploads(nats, bucket), worker(nats_url, tmp_path, "w1")
 
 
 def kept(tmp_path: Path, kind: str = "checkpoints") -> set[Path]:
@@ -126,12 +129,11 @@ async def test_new_content_under_an_old_name_is_fetched(
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
         with sources.using(await sources.checkpoint(source, ignore)):
-            assert sources.is_at_hand(source) is is_loaded
+            pass
         await delete_prefix(uploads.nats, f"{uploads.bucket}/step-1")
         folder = write_checkpoint(tmp_path / "step-1", fill=2)
         await uploads.put(folder)
 
-        assert not sources.is_at_hand(source)
         assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
 
 
@@ -209,33 +211,74 @@ async def test_a_disk_that_cannot_be_cleaned_fails_no_staging(
     assert files_in(fetched) == files_in(folder)
 
 
-async def test_a_damaged_folder_that_another_worker_reads_is_fetched_later(
-    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "lost": lambda folder: (folder / "config.json").unlink(),
+    "cut": lambda folder: os.truncate(folder / "model.safetensors", 100),
+    "changed": lambda folder: _flip_last_byte(folder / "model.safetensors"),
+    "more": lambda folder: (folder / "more.safetensors").write_bytes(b""),
+}
+
+
+def _flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("boot", ["this", "another"])
+async def test_a_damaged_folder_is_fetched_anew(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, boot: str
 ) -> None:
-    """After a crash of the machine: the failure passes, and the last worker that looks fetches it anew."""
+    """By hand or by a crash of the machine, though both workers hold it: whoever asks for it next has it rebuilt."""
     folder = write_checkpoint(tmp_path / "step-1", fill=1)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(folder)
         fetched = await sources.checkpoint(source, ignore)
-        sources.close()
-        monkeypatch.setattr(folder_store, "_boot_id", lambda: b"another boot")
-        (fetched / "config.json").write_bytes(b"\0")
-        other = FolderStore(fetched.parent, max_bytes=None, kept=2).hold(fetched.name)
-        assert other is not None
-        late = Sources(
-            roots=(),
-            own=tmp_path / "own",
-            cache=tmp_path / "cache",
-            model="m",
-            worker="w2",
-            objects=ObjectReader(nats_url, name="t"),
-        )
-        with pytest.raises(ControlError, match="is damaged, and in use by another worker") as raised:
-            await late.checkpoint(source, ignore)
-        other.release()
+        late = worker(nats_url, tmp_path, "w2")
+        for one in (sources, late):
+            with one.using(await one.checkpoint(source, ignore)):
+                pass
+        if boot == "another":
+            monkeypatch.setattr(folder_store, "boot_id", lambda: "another boot")
+        DAMAGES[damage](fetched)
 
-        assert raised.value.code is ControlCode.STORAGE
-        assert files_in(await late.checkpoint(source, ignore)) == files_in(folder)
+        for one in (late, sources):
+            assert files_in(await one.checkpoint(source, ignore)) == files_in(folder)
+
+        assert late.last_staged is not None
+        assert late.last_staged.fetched_bytes == sum(map(len, files_in(folder).values()))
+        assert sources.last_staged is not None
+        assert sources.last_staged.fetched_bytes == 0
+        late.close()
+    assert kept(tmp_path) == {fetched}
+
+
+async def test_a_folder_that_was_touched_and_not_changed_stays(nats_url: str, tmp_path: Path) -> None:
+    """Its content is compared with the store, once."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
+        fetched = await sources.checkpoint(source, ignore)
+        (fetched / "config.json").touch()
+        assert await sources.checkpoint(source, ignore) == fetched
+        assert sources.last_staged is not None
+        assert sources.last_staged.fetched_bytes == 0
+        await delete_prefix(uploads.nats, f"{uploads.bucket}/step-1")
+
+        assert await sources.checkpoint(source, ignore) == fetched
+
+
+async def test_an_adapter_is_loaded_again_without_the_store(nats_url: str, tmp_path: Path) -> None:
+    """While requests wait nothing is fetched: the upload that the engine had is at hand, however old it is."""
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(write_adapter(tmp_path / "lora"))
+        folder = await sources.adapter(source, ignore)
+        await delete_prefix(uploads.nats, f"{uploads.bucket}/lora")
+
+        for _ in range(2):
+            assert await sources.adapter(source, ignore, is_reload=True) == folder
+        with pytest.raises(ControlError, match="has no objects"):
+            await sources.adapter(source, ignore)
 
 
 async def test_a_builder_shows_that_it_gets_on(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ class Loras:
             report("loading")
             try:
                 async with deadline.bound(f"checking the adapter {name}"):
-                    path = await self._sources.adapter(loaded.source, report)
+                    path = await self._sources.adapter(loaded.source, report, is_reload=True)
                 await self._replace(name, loaded, path, deadline)
             except ControlError as exc:
                 logger.error("lora.gone name=%s version=%s error=%s", name, loaded.version, exc)

@@ -17,7 +17,8 @@ from .folder_store import FolderStore, Hold, PartialFolder
 from .progress import Progress
 from .published import read_manifest
 from .quiet_threads import run_quietly
-from .tensor_files import verify_file
+from .stamps import files_stamp
+from .tensor_files import check_no_others, verify_file
 
 __all__ = ["Checks", "Fetched", "Fetcher"]
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _UPLOAD: Final = "upload"
 """Of a partial folder: what a plain upload becomes."""
+MAX_LOOKS: Final = 4
+"""At a folder that was found: it is damaged once at most, unless its disk is, and other processes delete it seldom."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -91,36 +94,36 @@ class Fetcher:
         self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
     ) -> Hold:
         digest = folder.digest if manifest is None else manifest.digest
-        while True:
+        for _ in range(MAX_LOOKS):
             opened = await self._store.open(digest, lambda: progress.begin("waiting"))
             if isinstance(opened, PartialFolder):
                 async with _building(opened, progress):
                     path = await self._build(folder, manifest, opened, progress)
                     progress.begin("checking")
                     await asyncio.to_thread(checks.folder, path)
-                    opened.complete(path)
+                    opened.complete(path, await asyncio.to_thread(files_stamp, path))
+                # None: another process was quicker, which looks at the folder or has deleted it.
                 if (hold := self._store.hold(digest)) is not None:
                     return hold
-                continue  # another process was quicker: it looks at the folder, or has deleted it
-            if await self._is_sound(opened, folder, manifest, checks, progress):
+            elif await self._is_sound(opened, folder, manifest, checks, progress):
                 return opened
-            if not await asyncio.to_thread(self._store.delete, digest):
-                # After a crash of the machine several workers find the damage; the last one to look can delete it.
-                raise ControlError(ControlCode.STORAGE, f"{opened.folder} is damaged, and in use by another worker")
+        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} is damaged or deleted again and again")
 
     async def _is_sound(
         self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
     ) -> bool:
-        """Check a folder that was found; False: it is damaged, and held no more."""
+        """Check a folder that was found; False: it was damaged, and is gone."""
         with contextlib.ExitStack() as stack:
             stack.callback(hold.release)
-            if not hold.is_of_this_boot:
+            if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
+                files = await asyncio.to_thread(files_stamp, hold.folder)
                 try:
                     await self._verify(folder, manifest, hold.folder, progress)
-                except ControlError as error:
+                except (ControlError, OSError) as error:
                     logger.warning("folders.damaged folder=%s error=%s", hold.folder, error)
+                    await asyncio.to_thread(hold.retire)
                     return False
-                hold.confirm()
+                hold.confirm(files)
             progress.begin("checking")
             await asyncio.to_thread(checks.folder, hold.folder)
             stack.pop_all()
@@ -138,16 +141,20 @@ class Fetcher:
         return partial.path / _UPLOAD
 
     async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
-        """Compare a folder with the store: a crash of the machine may have lost some of it.
+        """Compare a folder with the store: a crash of the machine may have lost some of it, or people changed it.
 
         Raises:
             ControlError: `bad_source`.
+            OSError: a file was deleted meanwhile.
         """
         if manifest is not None:
             await verify_version(manifest, path, progress)
-            return
-        for name, info in folder.names.items():
-            await asyncio.to_thread(verify_file, path / name, decode_digest(info).hex())
+            names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
+        else:
+            for name, info in folder.names.items():
+                await asyncio.to_thread(verify_file, path / name, decode_digest(info).hex())
+            names = {*folder.names}
+        await asyncio.to_thread(check_no_others, path, names)
 
 
 @contextlib.asynccontextmanager

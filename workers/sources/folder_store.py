@@ -2,7 +2,8 @@
 
 Beside the folder `<digest>` lie `.<digest>.lock`, exclusive while a process builds or deletes the folder and shared
 while one uses it, and `.<digest>.partial`, in which it is built. A folder gets its name when it is complete. So a
-killed builder leaves only a partial folder, which the next builder of that digest goes on with.
+killed builder leaves only a partial folder, which the next builder of that digest goes on with. The lock file of a
+complete folder says when its content was verified last, what its files were then, and of which model it is.
 """
 
 import asyncio
@@ -11,22 +12,47 @@ import logging
 import os
 import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 from ...schemas.errors import ControlCode, ControlError
 from .locks import BUILDER, LockWatch, try_lock
+from .stamps import boot_id, files_stamp
 
 __all__ = ["FolderStore", "Hold", "PartialFolder"]
 
 logger = logging.getLogger(__name__)
 
-PARTIAL_AGE_S: Final = 24 * 3600.0
-"""A partial folder that nobody has held for so long is deleted: nobody will go on with it."""
+LEFT_S: Final = 24 * 3600.0
+"""What no process has held for so long is deleted: partial folders, and folders of models that are served elsewhere."""
+MAX_MARK_BYTES: Final = 4096
+"""Read of a lock file: ids have about 100, and a model's name is shorter than the rest."""
+RETIRING: Final = ".retiring.lock"
+"""Locked, for an instant, by the process that takes away a damaged folder."""
 POLL_S: Final = 0.1
 """Between two looks at a lock that another process holds. Waiting for it in a thread could not be cancelled."""
+
+
+class _Mark(NamedTuple):
+    """What the lock file of a complete folder says."""
+
+    boot: str
+    """In which the content was built, or verified last."""
+    files: str
+    """Their stamp then."""
+    model: str
+    """Of the workers that did."""
+
+    @classmethod
+    def read(cls, fd: int) -> Self:
+        lines = os.pread(fd, MAX_MARK_BYTES, 0).decode(errors="replace").split("\n")
+        return cls(*lines) if len(lines) == len(cls._fields) else cls("", "", "")
+
+    def write(self, fd: int) -> None:
+        os.ftruncate(fd, os.pwrite(fd, "\n".join(self).encode(), 0))
 
 
 class Hold:
@@ -45,13 +71,30 @@ class Hold:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if it was built since the machine has started: a crash may have lost what was not on the disk yet."""
-        return self._fd is not None and os.pread(self._fd, 64, 0) == _boot_id()
+        """True if it was verified since the machine has started: a crash may have lost what was not on the disk yet."""
+        return self._fd is not None and _Mark.read(self._fd).boot == boot_id()
 
-    def confirm(self) -> None:
-        """Note that its content was verified, for the others on this machine."""
+    def is_unchanged(self) -> bool:
+        """Return True if its files are those that were verified last, by their sizes and times. Blocks."""
+        return self._fd is not None and _Mark.read(self._fd).files == files_stamp(self.folder)
+
+    def confirm(self, files: str) -> None:
+        """Note for the others on this machine that its content was verified.
+
+        Args:
+            files: the stamp of its files, taken before that.
+        """
         if self._fd is not None:
-            _write_boot_id(self._fd)
+            _Mark(boot_id(), files, self._store.model).write(self._fd)
+
+    def retire(self) -> None:
+        """Take a damaged folder away, although others may hold it, and release it; another can be built then. Blocks.
+
+        Nothing happens if another process did so before, or does so now.
+        """
+        if self._fd is not None:
+            self._store.retire(self.digest, self._fd)
+        self.release()
 
     def release(self) -> None:
         """Let it be deleted; a second time does nothing."""
@@ -93,9 +136,13 @@ class PartialFolder:
             folder.mkdir()
         return folder
 
-    def complete(self, folder: Path) -> None:
-        """Have `folder`, which is below `path`, become the complete folder; it is held by nobody then."""
-        _write_boot_id(self._fd)
+    def complete(self, folder: Path, files: str) -> None:
+        """Have `folder`, which is below `path`, become the complete folder; it is held by nobody then.
+
+        Args:
+            files: the stamp of its files.
+        """
+        _Mark(boot_id(), files, self._store.model).write(self._fd)
         folder.rename(self._store.folder(self.digest))
         _note_use(self._fd)
         os.close(self._fd)
@@ -120,12 +167,14 @@ class FolderStore:
 
     Args:
         root: made when needed, readable for this user alone.
+        model: of the workers that use it; those of other models may have folders there, too.
         max_bytes: of all below the parent of `root`; None: as much as the disk has.
-        kept: complete folders that stay; older ones go when nobody holds them.
+        kept: complete folders of the model that stay; older ones go when nobody holds them.
     """
 
-    def __init__(self, root: Path, *, max_bytes: int | None, kept: int) -> None:
+    def __init__(self, root: Path, *, model: str, max_bytes: int | None, kept: int) -> None:
         self.root = root
+        self.model = model
         self.held: Counter[str] = Counter()
         """How often this process holds each digest, for file systems without locks."""
         self._max_bytes = max_bytes
@@ -199,11 +248,34 @@ class FolderStore:
         logger.info("folders.deleted folder=%s", self.folder(digest))
         return True
 
+    def retire(self, digest: str, fd: int) -> None:
+        """As `Hold.retire`, of a hold whose lock is `fd`."""
+        # Other processes hold the lock, too, and find the damage: one at a time looks whose lock it is, and deletes.
+        if (mutex := try_lock(self.root / RETIRING, is_exclusive=True)) is None:
+            return
+        damaged = self.root / f".{uuid.uuid4().hex}.partial"
+        try:
+            if not os.path.samestat(os.fstat(fd), self._lock_file(digest).stat()):
+                return
+            # Without its lock file it is a folder that nobody has verified, should this process be killed here.
+            self._lock_file(digest).unlink()
+            self.folder(digest).rename(damaged)
+        except FileNotFoundError:  # another process was quicker
+            return
+        finally:
+            os.close(mutex)
+        shutil.rmtree(damaged, ignore_errors=True)
+        logger.info("folders.retired folder=%s", self.folder(digest))
+
     def clean_up(self) -> None:
-        """Delete complete folders beyond those that are kept, and partial ones that were left. Blocks."""
-        for digest in self._by_last_use()[self._kept :]:
+        """Delete complete folders beyond those that are kept, and what builders and other models left. Blocks."""
+        own = self._own_by_last_use()
+        for digest in own[self._kept :]:
             self.delete(digest)
-        old = time.time() - PARTIAL_AGE_S
+        old = time.time() - LEFT_S
+        for digest in self.digests().difference(own):
+            if self._last_use(digest) < old:
+                self.delete(digest)
         for digest in self._partial():
             if self.folder(digest).is_dir():
                 # Users of the folder may hold it, but nobody may build another under this lock.
@@ -226,7 +298,7 @@ class FolderStore:
 
     def move_old(self, digest: str, to: Path) -> bool:
         """Move the oldest folder that need not be kept and nobody uses; return False if there is none. Blocks."""
-        for old in reversed(self._by_last_use()[self._kept - 1 :]):
+        for old in reversed(self._own_by_last_use()[self._kept - 1 :]):
             if old == digest or self.held[old] or (fd := self._lock(old, is_exclusive=True)) is None:
                 continue
             try:
@@ -285,6 +357,17 @@ class FolderStore:
         """Return the complete folders, the last used one first."""
         return sorted(self._complete(), key=self._last_use, reverse=True)
 
+    def _own_by_last_use(self) -> list[str]:
+        """Return those of this store's model, and those of which nothing is known."""
+        return [digest for digest in self._by_last_use() if self._model_of(digest) in {"", self.model}]
+
+    def _model_of(self, digest: str) -> str:
+        try:
+            with self._lock_file(digest).open("rb") as file:
+                return _Mark.read(file.fileno()).model
+        except FileNotFoundError:
+            return ""
+
     def _last_use(self, digest: str) -> float:
         try:
             return self._lock_file(digest).stat().st_mtime
@@ -299,17 +382,6 @@ def _bytes_below(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # others delete meanwhile
                 total += (Path(parent) / name).lstat().st_size
     return total
-
-
-def _boot_id() -> bytes:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
-        return b"unknown"
-
-
-def _write_boot_id(fd: int) -> None:
-    os.ftruncate(fd, os.pwrite(fd, _boot_id(), 0))
 
 
 def _note_use(fd: int) -> None:

@@ -38,10 +38,6 @@ class WatchedFolders:
         """One line with the count."""
         return f"<WatchedFolders {len(self._folders)}>"
 
-    def __contains__(self, path: str) -> bool:
-        """Return True if the folder was read ahead, and has not left this table since."""
-        return path in self._folders
-
     def is_noted(self, folder: Path, notes: FileNotes) -> bool:
         """Return True if the files are as they were before."""
         return self._notes.get(folder) == notes

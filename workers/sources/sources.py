@@ -6,6 +6,7 @@ root or in the folder store; after an error nothing has changed but perhaps that
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,9 +86,9 @@ class Sources:
         self._objects = objects
         self._own: _Own | None = None
         root = store_root(cache, worker)
-        checkpoints = FolderStore(root / "checkpoints", max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
+        checkpoints = FolderStore(root / "checkpoints", model=model, max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
         self._checkpoints = StagedFolders(checkpoints, max_held=1)
-        adapters = FolderStore(root / "adapters", max_bytes=stage_bytes, kept=MAX_LORAS)
+        adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
         self._adapters = StagedFolders(adapters, max_held=MAX_LORAS)
         self._watched = WatchedFolders()
         self._present: Hold | None = None
@@ -107,13 +108,6 @@ class Sources:
         """How far the present staging is; None: nothing is being staged."""
         return None if self._progress is None else self._progress.staging
 
-    def is_at_hand(self, source: WeightSource) -> bool:
-        """Return True if the source was staged and is on this machine: getting it touches no network."""
-        if source.objects is not None:
-            objects = source.objects
-            return self._checkpoints.is_at_hand(objects) or self._adapters.is_at_hand(objects)
-        return source.path is not None and source.path in self._watched
-
     async def checkpoint(self, source: WeightSource, report: Report) -> Path:
         """Return the real path of a complete checkpoint with the tensors, shapes and dtypes of the worker's own.
 
@@ -131,7 +125,9 @@ class Sources:
         checks = Checks(self._check_checkpoint, self._check_manifest)
         return await self._get(source, report, self._checkpoints, checks)
 
-    async def adapter(self, source: WeightSource, report: Report, *, max_rank: int | None = None) -> Path:
+    async def adapter(
+        self, source: WeightSource, report: Report, *, max_rank: int | None = None, is_reload: bool = False
+    ) -> Path:
         """Return the real path of a LoRA adapter whose modules and shapes fit the worker's own checkpoint.
 
         The rest is as in `checkpoint`; of fetched adapters as many stay as a desired state may have.
@@ -139,9 +135,10 @@ class Sources:
         Args:
             report: as in `checkpoint`.
             max_rank: the largest that the engine takes; None: it says nothing of ranks.
+            is_reload: the engine had it, and requests wait: an upload that is at hand is not compared with the store.
         """
         checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
-        return await self._get(source, report, self._adapters, checks)
+        return await self._get(source, report, self._adapters, checks, is_any_age=is_reload)
 
     @contextlib.contextmanager
     def using(self, folder: Path) -> Iterator[None]:
@@ -160,7 +157,7 @@ class Sources:
                 stack.callback(hold.release)
             yield
             stack.pop_all()
-        self._checkpoints.forget_upload(folder)
+        self._checkpoints.expire_upload(folder)
         if self._present is not None:
             self._present.release()
         self._present = hold
@@ -187,7 +184,15 @@ class Sources:
             self._present.release()
             self._present = None
 
-    async def _get(self, source: WeightSource, report: Report, staged: StagedFolders, checks: Checks) -> Path:
+    async def _get(
+        self,
+        source: WeightSource,
+        report: Report,
+        staged: StagedFolders,
+        checks: Checks,
+        *,
+        is_any_age: bool = False,
+    ) -> Path:
         if source.path is not None:
             report("checking")
             folder = await asyncio.to_thread(_allowed, source.path, self._roots, checks)
@@ -196,11 +201,12 @@ class Sources:
             return folder
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
-        if (found := await self._find(source.objects, report, staged, checks)) is not None:
+        find = functools.partial(self._find, source.objects, report, staged, checks, is_any_age=is_any_age)
+        if (found := await find()) is not None:
             return found
         async with self._lock:
             # Another call may have staged it meanwhile.
-            if (found := await self._find(source.objects, report, staged, checks)) is not None:
+            if (found := await find()) is not None:
                 return found
             with self._counting(Progress(source, report)) as progress:
                 fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
@@ -208,15 +214,18 @@ class Sources:
             await _try_to_clean(staged.store.clean_up)
         return folder
 
-    async def _find(self, objects: str, report: Report, staged: StagedFolders, checks: Checks) -> Path | None:
-        """Return the folder of a source that is at hand."""
-        folder = staged.find(objects)
-        if folder is not None:
-            if staged is self._adapters:
-                staged.forget_upload(folder)
-            report("checking")
-            await asyncio.to_thread(checks.folder, folder)
-        return folder
+    async def _find(
+        self, objects: str, report: Report, staged: StagedFolders, checks: Checks, *, is_any_age: bool
+    ) -> Path | None:
+        """Return the folder of a source that is at hand, and whose files nobody has changed."""
+        hold = staged.find(objects, is_any_age=is_any_age)
+        if hold is None or not await asyncio.to_thread(hold.is_unchanged):
+            return None
+        if staged is self._adapters:
+            staged.expire_upload(hold.folder)
+        report("checking")
+        await asyncio.to_thread(checks.folder, hold.folder)
+        return hold.folder
 
     async def _read_ahead(self, path: str, folder: Path, progress: Progress) -> None:
         """Read a checkpoint that `path` names once, unless that was done before and nothing has changed since."""

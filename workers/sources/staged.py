@@ -53,33 +53,30 @@ class StagedFolders:
         self._hold(hold)
         return hold.folder
 
-    def is_at_hand(self, objects: str) -> bool:
-        """Return True if the folder of a source is on this machine."""
-        known = self._current(objects)
-        return known is not None and self.store.folder(known.digest).is_dir()
+    def find(self, objects: str, *, is_any_age: bool = False) -> Hold | None:
+        """Return the folder of a source, which is held from now on; None: it is not at hand.
 
-    def find(self, objects: str) -> Path | None:
-        """Return the folder of a source, which is held now; None: it is not at hand."""
-        known = self._current(objects)
-        if known is None or (hold := self.store.hold(known.digest)) is None:
+        Args:
+            is_any_age: also an upload that was compared with the store long ago, or used since.
+        """
+        known = self._known.get(objects)
+        if known is None or not (is_any_age or self._clock() < known.expires_at):
             return None
-        self._hold(hold)
-        return hold.folder
+        if (hold := self.store.hold(known.digest)) is not None:
+            self._hold(hold)
+        return hold
 
-    def forget_upload(self, folder: Path) -> None:
+    def expire_upload(self, folder: Path) -> None:
         """Have an upload compared with the store before it is used again: a folder was got for this use of it."""
-        known = self._known.items()
-        self._known = {name: it for name, it in known if it.digest != folder.name or it.expires_at == math.inf}
+        for name, known in self._known.items():
+            if known.digest == folder.name and known.expires_at != math.inf:
+                self._known[name] = known._replace(expires_at=-math.inf)
 
     def release(self) -> None:
         """Hold nothing."""
         for hold in self._holds.values():
             hold.release()
         self._holds.clear()
-
-    def _current(self, objects: str) -> _Known | None:
-        known = self._known.get(objects)
-        return known if known is not None and self._clock() < known.expires_at else None
 
     def _hold(self, hold: Hold) -> None:
         if (before := self._holds.pop(hold.digest, None)) is not None:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,7 +21,16 @@ from .headers import Tensor
 from .quiet_threads import Job, Scratch
 from .roots import bad_source, open_regular
 
-__all__ = ["Change", "OnBytes", "build_jobs", "copy_others", "prepare_files", "verify_file", "verify_jobs"]
+__all__ = [
+    "Change",
+    "OnBytes",
+    "build_jobs",
+    "check_no_others",
+    "copy_others",
+    "prepare_files",
+    "verify_file",
+    "verify_jobs",
+]
 
 PIECE_BYTES: Final = 4 * 1024**2
 """Of a file that is hashed and not changed."""
@@ -92,6 +101,18 @@ def verify_file(path: Path, sha256: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise bad_source(path, f"is damaged: its SHA-256 is {found}, expected: {sha256}")
+
+
+def check_no_others(folder: Path, names: Collection[str]) -> None:
+    """Check that a folder has no files but those: an engine would read them.
+
+    Raises:
+        ControlError: `bad_source`, naming the first.
+    """
+    for parent, _, files in os.walk(folder):
+        for file in sorted(files):
+            if (path := Path(parent, file)).relative_to(folder).as_posix() not in names:
+                raise bad_source(path, "is no file of this source")
 
 
 def copy_others(manifest: Manifest, base: Path, folder: Path) -> None:
