@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-from ..schemas.presence import WorkerPresence
+from ..schemas.presence import EngineStats, WorkerPresence
 
-__all__ = ["Family", "Sample", "exposition", "worker_families"]
+__all__ = ["Family", "Sample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
 
 Labels = Mapping[str, str]
 
@@ -62,6 +62,8 @@ WORKER_COUNTERS: Final = {
     "returned": "Requests that it has given back to the queue",
     "given_up": "Requests that it has given up because its lease had run out",
     "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
+    "cached_prompt_tokens": "Prompt tokens of requests with a first token that its engine had cached or fetched; the"
+    " other prompt tokens it computed, whether or not another worker had them",
     "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
     "routing_bytes": "Routed experts that its engine has made, raw",
     "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",
@@ -72,6 +74,8 @@ WORKER_COUNTERS: Final = {
     "clients_lost": "Lives of clients that ended: closed, silent for too long, or followed by another",
     "requests_of_lost_clients": "Requests that nobody waited for any more",
     "fences": "How often it has fenced itself: its lease had run out unconfirmed",
+    "placed": "Requests that clients placed at it, past the queue, and that it has offered",
+    "placements_refused": "Placed requests that it has refused for want of room; they went to the queue",
     "dropped_msgs": "Messages that its connection has dropped unread",
 }
 """Fields of `WorkerCounters`, and what they are."""
@@ -120,6 +124,13 @@ def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield Family("rollbus_worker_state", "gauge", "1 for the state that it is in", names, states)
 
 
+def prefix_cache_hit_ratio(stats: EngineStats) -> float | None:
+    """Share of the tokens that an engine has looked up in its prefix cache and found; None: it says none of it."""
+    if not stats.prefix_cache_queries or stats.prefix_cache_hits is None:
+        return None
+    return stats.prefix_cache_hits / stats.prefix_cache_queries
+
+
 def _labels(worker: WorkerPresence) -> Labels:
     return {"worker": worker.worker, "model": worker.model}
 
@@ -134,6 +145,9 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     for field, (name, text) in ENGINE_GAUGES.items():
         values = [(labels, getattr(stats, field)) for labels, stats in engines]
         yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
+    ratios = [(labels, prefix_cache_hit_ratio(stats)) for labels, stats in engines]
+    text = "Share of the tokens looked up in its engine's prefix cache that were there, since the engine was warm"
+    yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _known("", ratios))
     for name, (field, text) in WORKER_TIMES.items():
         times = [
             Sample(suffix, labels, getattr(counters, f"{field}{of}"))

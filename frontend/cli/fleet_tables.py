@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ...bus import FleetState, QueueDepth
+from ...bus.worker_metrics import prefix_cache_hit_ratio
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from ...schemas.desired import DesiredState, Recorded
 from ...schemas.presence import Capabilities, WorkerPresence
@@ -16,6 +17,7 @@ __all__ = [
     "DESIRED_COLUMNS",
     "ENGINE_COLUMNS",
     "ERROR_COLUMNS",
+    "PREFIX_COLUMNS",
     "PROBLEM_COLUMNS",
     "QUEUE_COLUMNS",
     "STAGING_COLUMNS",
@@ -23,6 +25,7 @@ __all__ = [
     "desired_rows",
     "engine_rows",
     "error_rows",
+    "prefix_rows",
     "problem_rows",
     "queue_rows",
     "staging_rows",
@@ -43,6 +46,7 @@ ENGINE_COLUMNS = (
     *("can", "workers"),
 )
 STAGING_COLUMNS = ("worker", "stages", "progress")
+PREFIX_COLUMNS = ("worker", "cache hits", "prompt tokens", "recomputed", "placed", "refused")
 ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
 """Workers of one kind that are named; of the others only the number."""
@@ -126,6 +130,30 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     """Which weights are on their way to which worker: the cells of `STAGING_COLUMNS` for each worker that stages."""
     return [[one.worker, one.staging.source, staging_text(one.staging)] for one in workers if one.staging is not None]
+
+
+def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """What prefix caches saved, and what was placed: the cells of `PREFIX_COLUMNS` for workers that had a request.
+
+    A request whose first token has not come counts as recomputed so far.
+    """
+    rows = []
+    for worker in workers:
+        counters, stats = worker.counters, worker.engine_stats
+        if counters is None or not (counters.prompt_tokens or counters.placements_refused):
+            continue
+        ratio = None if stats is None else prefix_cache_hit_ratio(stats)
+        rows.append(
+            [
+                worker.worker,
+                NONE if ratio is None else f"{100 * ratio:.1f} %",
+                f"{counters.prompt_tokens:,}",
+                f"{counters.prompt_tokens - counters.cached_prompt_tokens:,}",
+                f"{counters.placed:,}",
+                f"{counters.placements_refused:,}",
+            ]
+        )
+    return rows
 
 
 def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:

@@ -7,12 +7,14 @@ from rollbus import FleetState, QueueDepth
 from rollbus.frontend.cli.fleet_tables import (
     DESIRED_COLUMNS,
     ENGINE_COLUMNS,
+    PREFIX_COLUMNS,
     QUEUE_COLUMNS,
     STAGING_COLUMNS,
     WORKER_COLUMNS,
     desired_rows,
     engine_rows,
     error_rows,
+    prefix_rows,
     queue_rows,
     staging_rows,
     state_as_json,
@@ -31,7 +33,7 @@ from rollbus.schemas.control import (
     WeightSource,
 )
 from rollbus.schemas.desired import DesiredState, Recorded
-from rollbus.schemas.presence import LoraInfo, RoutedExpertsInfo, WorkerState
+from rollbus.schemas.presence import EngineStats, LoraInfo, RoutedExpertsInfo, WorkerCounters, WorkerState
 from rollbus.schemas.weights import Staging
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
@@ -108,6 +110,24 @@ def test_what_is_staged_has_a_row() -> None:
     assert dict(zip(STAGING_COLUMNS, row, strict=True)) == {
         "worker": PAUSED.worker, "stages": "objects:b/8", "progress": "fetching 50 % of 1.0 GiB",
     }  # fmt: skip
+
+
+def test_prefixes_and_placement_have_a_row() -> None:
+    """Of each worker that had a request, or refused one; without a prefix cache there is no share of hits."""
+    counters = WorkerCounters(prompt_tokens=12_000, cached_prompt_tokens=9000, placed=7, placements_refused=1)
+    busy = replace(PAUSED, counters=counters, engine_stats=EngineStats(prefix_cache_queries=800, prefix_cache_hits=600))
+    full = replace(PAUSED, worker="full", counters=WorkerCounters(placements_refused=2))
+    idle = replace(PAUSED, counters=WorkerCounters())
+
+    rows = prefix_rows([STARTING, busy, full, idle])
+
+    assert [dict(zip(PREFIX_COLUMNS, row, strict=True)) for row in rows] == [
+        {
+            "worker": PAUSED.worker, "cache hits": "75.0 %", "prompt tokens": "12,000", "recomputed": "3,000",
+            "placed": "7", "refused": "1",
+        },
+        {"worker": "full", "cache hits": "-", "prompt tokens": "0", "recomputed": "0", "placed": "0", "refused": "2"},
+    ]  # fmt: skip
 
 
 def test_engines_that_are_alike_share_a_row() -> None:

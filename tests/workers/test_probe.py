@@ -96,6 +96,26 @@ def test_metrics_are_prometheus_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stats", "ratio"),
+    [
+        ({"prefix_cache_queries": 200, "prefix_cache_hits": 50}, 0.25),
+        ({"prefix_cache_queries": 200, "prefix_cache_hits": 0}, 0),
+        ({"prefix_cache_queries": 0, "prefix_cache_hits": 0}, None),
+        ({"prefix_cache_hits": 50}, None),
+        ({}, None),
+    ],
+)
+def test_the_hit_ratio_is_there_once_an_engine_looked_anything_up(stats: dict[str, int], ratio: float | None) -> None:
+    """Before that, and where an engine does not say, it has no series."""
+    described = presence(engine_stats=EngineStats(**stats))
+    families = {family.name: family for family in text_string_to_metric_families(exposition([described]))}
+
+    found = [sample.value for sample in families["rollbus_worker_prefix_cache_hit_ratio"].samples]
+
+    assert found == ([] if ratio is None else [ratio])
+
+
+@pytest.mark.parametrize(
     ("data", "status"),
     [
         (b"POST /health HTTP/1.1\r\n\r\n", b"405"),
