@@ -5,7 +5,7 @@ from typing import Final
 
 __all__ = ["weights_rows"]
 
-DELTA_SHARE: Final = 0.04
+DELTA_SHARE: Final = 0.025
 """Of a checkpoint in bfloat16, for a step at a learning rate of 3e-6: docs/performance.md has it by step."""
 WORKERS_PER_MACHINE: Final = 4
 FLEETS: Final = (64, 1000)
