@@ -1,13 +1,13 @@
 """Decides for the first attempt of a request: this worker, or the queue. Time is passed in; nothing here waits.
 
-All work is counted in prompt tokens at the speed of the typical worker: what a worker has to compute before the prompt,
-what of the prompt it has to compute, and what its running requests cost. The queue gives a request to any worker with
-room, for which the median stands. A worker gets the request directly if it is better than that because of its prefix
-cache.
+All work is counted in prompt tokens at the speed of the typical worker: what a worker has to compute before a prompt,
+what of the prompt it has to compute, and what its running requests cost. The queue may give a request to any worker, so
+the median of the workers stands for the queue. A worker gets a request directly if its prefix cache makes it better
+than that.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -21,29 +21,33 @@ __all__ = ["Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
 RUNNING_TOKENS: Final = 64
 """What a running request costs another one at the same worker: a token in each engine step that both are in."""
 STEP_TOKENS: Final = 6_400
-"""What the engine steps of one request cost by themselves: a step takes as long as about a hundred prompt tokens."""
+"""What the engine steps of a request cost without any others: each takes about as long as 100 prompt tokens."""
+BACKLOG_SHARE: Final = 0.5
+"""Weight of tokens that a worker has to compute before: they are a wait, where the prompt's own are work as well."""
 GROUP_ROOM: Final = 8
-"""Room that is looked for where the first request of a group of unknown size goes."""
+"""Free slots of the worker that gets the first request of a group of unknown size."""
+SIBLINGS_PER_PIECE: Final = PIECE_TOKENS // RUNNING_TOKENS
+"""Siblings that one worker gets for each piece of their prompt: with more, they cost each other more than it saves."""
 
 
 class PlacementReason(enum.StrEnum):
-    """Why a request goes where it goes."""
+    """Why a request goes where it goes. Append-only."""
 
     PLACED_PREFIX = "placed_prefix"
     """The worker holds a beginning of the prompt."""
     PLACED_GROUP = "placed_group"
-    """The worker computes the prompt for the whole group."""
+    """The worker computes the prompt once for several requests of a group."""
     PLACED_SESSION = "placed_session"
-    """The worker served the session last, or is the one that all clients choose for a session that they do not know."""
+    """The worker served the session last. For a session that a client does not know, all clients choose the same."""
     PLACED_ABLE = "placed_able"
-    """A worker that cannot serve the request could get it from the queue."""
+    """From the queue, a worker that is not able to serve the request could get it."""
     QUEUED = "queued"
-    """No worker is better than the queue."""
+    """No worker with room is better than the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementWanted:
-    """What a placement depends on."""
+    """What the placement of a request depends on."""
 
     prompt_tokens: int
     pieces: tuple[int, ...]
@@ -51,34 +55,41 @@ class PlacementWanted:
     session: int | None = None
     """`hint_hash` of its session."""
     session_id: str | None = None
-    """The session itself: clients that do not know it agree on a worker by it."""
+    """The session itself: clients that do not know it choose the same worker by it."""
     group: int | None = None
-    """`hint_hash` of its group, of which each request is placed by itself."""
+    """`hint_hash` of the group of requests that share its prompt, and that may be separate calls."""
     is_for_able_only: bool = False
-    """Some worker that serves the model cannot serve this request, so the queue is the second best way."""
+    """Some worker that serves the model is not able to serve this request."""
 
 
 class Placement(NamedTuple):
     """Where a request goes."""
 
     worker: str | None
-    """None: the queue."""
+    """None: into the queue."""
     reason: PlacementReason
     cached_tokens: int = 0
-    """Prompt tokens that the worker should find in its cache."""
+    """Prompt tokens that the worker should find in its prefix cache."""
 
 
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 
 
 class PlacementPolicy:
-    """Places the requests for one model."""
+    """Places the requests for one model.
 
-    def __init__(self, index: PrefixIndex | None = None, loads: LoadTable | None = None) -> None:
+    A client calls `place` or `place_group`, which change nothing, and then reports what it did and what became of it.
+    """
+
+    def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = PrefixIndex() if index is None else index
-        self.loads = LoadTable() if loads is None else loads
+        self.loads = LoadTable()
 
-    # What the client sees.
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<PlacementPolicy {self.index} {self.loads}>"
+
+    # What a client reports.
 
     def update(self, presence: WorkerPresence, now: float) -> None:
         """Handle the announcement of a worker of the model."""
@@ -87,16 +98,17 @@ class PlacementPolicy:
         self.loads.update(presence, now)
 
     def remove(self, worker: str) -> None:
-        """A worker is gone, or serves the model no more."""
+        """Forget a worker that is gone."""
         self.index.remove(worker)
         self.loads.remove(worker)
 
     def placed(self, wanted: PlacementWanted, placement: Placement, now: float) -> None:
-        """Count a request that was sent to the worker of its placement; its siblings follow it."""
-        if placement.worker is None:
+        """Count a request that was sent to the worker of its placement; the others of its group follow it."""
+        worker = placement.worker
+        if worker is None:
             return
-        self.loads.placed(placement.worker, wanted.prompt_tokens - placement.cached_tokens, now)
-        cache = self.index.cache_of(placement.worker)
+        self.loads.placed(worker, max(wanted.prompt_tokens - placement.cached_tokens, 0), now)
+        cache = self.index.cache_of(worker)
         if wanted.group is not None and cache is not None:
             self.index.record(cache, (wanted.group,), now)
 
@@ -104,14 +116,16 @@ class PlacementPolicy:
         """Record that a worker has admitted a request.
 
         Args:
-            was_placed: it was sent there, and counted by `placed`; else the worker got it from the queue.
+            was_placed: it was counted by `placed`; False: the worker got it from the queue.
 
         Returns:
-            The cache that holds its prompt now, for `ended`.
+            The cache that has its prompt, for `ended`; None: the worker is not known.
         """
-        if not was_placed:
-            cached = self.index.longest(wanted.pieces, now).get(worker, 0)
-            self.loads.placed(worker, wanted.prompt_tokens - cached, now)
+        if was_placed:
+            self.loads.admitted(worker)
+        else:
+            cached_tokens = self.index.longest(wanted.pieces, now).get(worker, 0)
+            self.loads.placed(worker, wanted.prompt_tokens - cached_tokens, now)
         cache = self.index.cache_of(worker)
         if cache is not None:
             self.index.record(cache, wanted.pieces, now)
@@ -121,7 +135,9 @@ class PlacementPolicy:
         return cache
 
     def ended(self, cache: CacheId, pieces: Sequence[int], now: float) -> None:
-        """Record that a request ended at a worker, whose cache holds all its tokens.
+        """Record that a request has ended at a worker, whose cache has all its tokens.
+
+        For a request that failed or was lost, `loads.ended` counts the free slot.
 
         Args:
             cache: what `admitted` returned.
@@ -131,97 +147,164 @@ class PlacementPolicy:
         self.loads.ended(cache.worker)
 
     def refused(self, wanted: PlacementWanted, worker: str, now: float) -> None:
-        """A worker has refused a request that was placed there."""
+        """Count a request that was placed at a worker, and that the worker has refused for want of room."""
         self.loads.refused(worker, now)
-        if wanted.group is not None:
-            self.index.discard(worker, wanted.group)
+        self._scatter(wanted, worker)
 
     def silent(self, wanted: PlacementWanted, worker: str, now: float) -> None:
-        """A worker has not answered to a request that was placed there."""
+        """Count a request that was placed at a worker, and that the worker did not answer in time."""
         self.loads.silent(worker, now)
+        self._scatter(wanted, worker)
+
+    def _scatter(self, wanted: PlacementWanted, worker: str) -> None:
+        """Let the others of a group not follow a request that its worker did not admit."""
         if wanted.group is not None:
             self.index.discard(worker, wanted.group)
 
-    # Decisions. They change nothing.
+    # Decisions.
 
     def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
         """Decide where a request goes.
 
         Args:
-            able: the workers that serve the model and can serve this request.
+            able: the workers that serve the model and are able to serve this request.
         """
         cached = self.index.longest(wanted.pieces, now)
         is_group = wanted.group is not None and bool(wanted.pieces)
-        if not (cached or wanted.session_id or is_group or wanted.is_for_able_only):
+        if not able or not (cached or is_group or wanted.session_id or wanted.is_for_able_only):
             return QUEUED
-        free = [load for load in able if load.room(now) > 0]
-        if not free:
-            return QUEUED
-        hinted = dict(cached)
-        session_worker = self._session_worker(wanted, free)
-        if session_worker is not None:
-            weight = max(wanted.prompt_tokens - PIECE_TOKENS, PIECE_TOKENS)
-            hinted[session_worker] = max(hinted.get(session_worker, 0), weight)
-        group_worker = None if wanted.group is None else self.index.last_holder(wanted.group)
-        if group_worker is not None and is_group:
-            hinted[group_worker] = len(wanted.pieces) * PIECE_TOKENS
-        order = self._order(wanted, hinted, free, now)
-        typical = hinted.get(order[len(order) // 2].worker, 0)
-        for load in order[: len(order) // 2]:
+        weights, reasons = self._weigh(wanted, cached, able, now)
+        order = _by_work(wanted, weights, able, now)
+        half = len(order) // 2
+        typical = weights.get(order[half].worker, 0)
+        for load in order[:half]:
             worker = load.worker
-            if hinted.get(worker, 0) > typical:
-                reason = PlacementReason.PLACED_PREFIX
-                if worker == group_worker:
-                    reason = PlacementReason.PLACED_GROUP
-                elif worker == session_worker:
-                    reason = PlacementReason.PLACED_SESSION
-                return Placement(worker, reason, cached.get(worker, 0))
-        if is_group and not typical:
-            return Placement(_roomiest(order, GROUP_ROOM, now).worker, PlacementReason.PLACED_GROUP)
+            if weights.get(worker, 0) > typical and load.room(now):
+                reason = reasons.get(worker, PlacementReason.PLACED_PREFIX)
+                is_sibling = reason is PlacementReason.PLACED_GROUP
+                return Placement(worker, reason, _whole(wanted) if is_sibling else cached.get(worker, 0))
+        if is_group and typical < _whole(wanted):
+            chosen = _roomiest({load: load.room(now) for load in order}, GROUP_ROOM)
+            # With one free slot, no other request of the group could follow.
+            if chosen.room(now) > 1:
+                return Placement(chosen.worker, PlacementReason.PLACED_GROUP, cached.get(chosen.worker, 0))
         if wanted.is_for_able_only:
-            return Placement(order[0].worker, PlacementReason.PLACED_ABLE, cached.get(order[0].worker, 0))
+            for load in order:
+                if load.room(now):
+                    return Placement(load.worker, PlacementReason.PLACED_ABLE, cached.get(load.worker, 0))
         return QUEUED
 
     def place_group(
         self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
-        """Decide where `count` samples of one request go: those of one worker side by side, the queued ones last."""
+        """Decide where `count` samples of one request go: those of one worker side by side, the queued ones last.
+
+        Args:
+            able: the workers that serve the model and are able to serve this request.
+        """
+        if count == 1 or not able or not wanted.pieces:
+            return self._place_apart(wanted, count, able, now)
         cached = self.index.longest(wanted.pieces, now)
-        free = [load for load in able if load.room(now) > 0]
-        if not free or not wanted.pieces:
-            return [self.place(wanted, able, now)] * count
-        order = self._order(wanted, cached, free, now)
-        chosen = _roomiest(order, count, now)
-        num_placed = min(chosen.room(now), count)
-        first = cached.get(chosen.worker, 0)
-        reason = PlacementReason.PLACED_PREFIX if first else PlacementReason.PLACED_GROUP
-        whole = len(wanted.pieces) * PIECE_TOKENS
-        return [
-            Placement(chosen.worker, reason, whole if i else first) if i < num_placed else QUEUED for i in range(count)
-        ]
+        weights, reasons = self._weigh(wanted, cached, able, now)
+        order = _by_work(wanted, weights, able, now)
+        whole = _whole(wanted)
+        if weights.get(order[len(order) // 2].worker, 0) >= whole:
+            return self._place_apart(wanted, count, able, now)
+        rooms = {load: load.room(now) for load in order}
+        limit = SIBLINGS_PER_PIECE * len(wanted.pieces)
+        limited = {load: min(room, limit) for load, room in rooms.items()}
+        rooms = limited if sum(limited.values()) >= count else rooms
+        # Where the prompt has to be computed, a sample alone saves nothing.
+        useful = {load: room for load, room in rooms.items() if room > (load.worker not in cached)}
+        placements: list[Placement] = []
+        for load, share in _shares(_fewest(useful, count), count).items():
+            held = cached.get(load.worker, 0)
+            usual = PlacementReason.PLACED_PREFIX if held else PlacementReason.PLACED_GROUP
+            reason = reasons.get(load.worker, usual)
+            placements += [Placement(load.worker, reason, whole if i else held) for i in range(share)]
+        return placements + [QUEUED] * (count - len(placements))
 
-    def _session_worker(self, wanted: PlacementWanted, free: Sequence[WorkerLoad]) -> str | None:
-        if wanted.session is None or wanted.session_id is None:
-            return None
-        known = self.index.last_holder(wanted.session)
-        return known or rendezvous(wanted.session_id, (load.worker for load in free))
+    def _place_apart(
+        self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
+    ) -> list[Placement]:
+        """Decide where samples go that save nothing together: as each would go alone, as far as there is room."""
+        one = self.place(wanted, able, now)
+        chosen = [load for load in able if one.worker == load.worker or (one.worker and wanted.is_for_able_only)]
+        shares = _shares({load: load.room(now) for load in chosen}, count)
+        placements = [one._replace(worker=load.worker) for load, share in shares.items() for _ in range(share)]
+        return placements + [QUEUED] * (count - len(placements))
 
-    def _order(
-        self, wanted: PlacementWanted, cached: dict[str, int], free: Sequence[WorkerLoad], now: float
-    ) -> list[WorkerLoad]:
-        """Return the workers by how much there is to do until the request has ended there, the least first."""
-        tokens = wanted.prompt_tokens + STEP_TOKENS
+    def _weigh(
+        self, wanted: PlacementWanted, cached: Mapping[str, int], able: Sequence[WorkerLoad], now: float
+    ) -> tuple[dict[str, int], dict[str, PlacementReason]]:
+        """Return what counts as cached at each worker, and why where that is more than the index knows of."""
+        weights = dict(cached)
+        reasons: dict[str, PlacementReason] = {}
 
-        def work(load: WorkerLoad) -> float:
-            ahead = load.backlog(now) + RUNNING_TOKENS * load.running
-            return load.slowness * (ahead + tokens - cached.get(load.worker, 0))
+        def raise_weight(worker: str, weight: int, reason: PlacementReason) -> None:
+            if weight > weights.get(worker, 0):
+                weights[worker], reasons[worker] = weight, reason
 
-        return sorted(free, key=work)
+        if wanted.session is not None and wanted.session_id is not None:
+            last = self.index.last_holder(wanted.session, now)
+            workers = [load.worker for load in able]
+            worker = last if last in workers else rendezvous(wanted.session_id, workers)
+            # Short turns save little: one piece is enough to keep their worker while the load is even.
+            raise_weight(worker, max(wanted.prompt_tokens - PIECE_TOKENS, PIECE_TOKENS), PlacementReason.PLACED_SESSION)
+        if wanted.group is not None:
+            last = self.index.last_holder(wanted.group, now)
+            if last is not None:
+                # The first one's prompt is ahead there until it is computed, and that makes up for it.
+                raise_weight(last, 2 * _whole(wanted), PlacementReason.PLACED_GROUP)
+        return weights, reasons
 
 
-def _roomiest(order: Sequence[WorkerLoad], count: int, now: float) -> WorkerLoad:
-    """Return the first worker with room for `count` requests, else the one with the most room."""
-    for load in order:
-        if load.room(now) >= count:
-            return load
-    return max(order, key=lambda load: load.room(now))
+def _whole(wanted: PlacementWanted) -> int:
+    """Return the tokens of the prompt that a sibling finds cached."""
+    return len(wanted.pieces) * PIECE_TOKENS
+
+
+def _by_work(
+    wanted: PlacementWanted, weights: Mapping[str, int], able: Sequence[WorkerLoad], now: float
+) -> list[WorkerLoad]:
+    """Return the workers by how much each has to do until the request has ended there, the least first."""
+    tokens = wanted.prompt_tokens + STEP_TOKENS
+    works = [
+        load.slowness
+        * (
+            tokens
+            - weights.get(load.worker, 0)
+            + RUNNING_TOKENS * load.running
+            + (BACKLOG_SHARE * load.backlog(now) if load.has_backlog else 0)
+        )
+        for load in able
+    ]
+    # Of workers that are equal, each prompt has another first one, so that clients do not all choose the same.
+    start = wanted.pieces[-1] % len(able) if wanted.pieces else 0
+    return [able[i] for i in sorted(range(start - len(able), start), key=works.__getitem__)]
+
+
+def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
+    """Return the first worker with room for `count` requests, else the first of those with the most room."""
+    return max(rooms, key=lambda load: min(rooms[load], count))
+
+
+def _fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
+    """Return the rooms of as few workers as have room for `count` requests together, or of all."""
+    left = dict(rooms)
+    chosen: dict[WorkerLoad, int] = {}
+    while count > 0 and left:
+        load = _roomiest(left, count)
+        chosen[load] = left.pop(load)
+        count -= chosen[load]
+    return chosen
+
+
+def _shares(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
+    """Return how many requests each worker gets: as even as rooms allow, and together `count` if there is room."""
+    left = min(count, sum(rooms.values()))
+    result = dict(rooms)
+    for i, load in enumerate(sorted(rooms, key=lambda load: rooms[load])):
+        result[load] = min(rooms[load], left // (len(rooms) - i))
+        left -= result[load]
+    return result

@@ -1,14 +1,16 @@
-"""Which worker's prefix cache holds the beginning of a prompt, as far as this client has sent it there.
+"""Which worker's prefix cache holds the beginning of a prompt, as far as this client knows from its own requests.
 
-Prompts are cut into pieces of 256 tokens. Each piece has a hash that covers all pieces before it. The hashes are
-Python's own: they mean nothing outside the process, and a collision only makes a placement worse.
+Prompts are cut into pieces of 256 tokens. The hash of a piece covers all pieces before it. The hashes are Python's own:
+they mean nothing outside the process, and a collision only makes a placement worse.
 
-Invariant: a worker that holds a piece used each earlier piece of that prompt at the same time or later. So the deepest
-piece that a worker holds tells how much of a prompt it has.
+Invariant: a worker that holds a piece has used each earlier piece of that prompt at the same time or later. So the
+deepest piece that a worker holds tells how much of the prompt its cache has.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,15 +21,19 @@ from ..fleet.presence_table import MAX_WORKERS
 __all__ = ["PIECE_TOKENS", "CacheId", "PrefixIndex", "PrefixScope", "hint_hash", "piece_hashes"]
 
 PIECE_TOKENS: Final = 256
-"""Tokens of a piece: engines cache blocks of 16 to 128 tokens, and shorter pieces take too long to hash."""
+"""Tokens of a piece: engines cache blocks of 16 to 128 tokens, but pieces of 16 take six times as long to hash."""
+PIECE_BYTES: Final = PIECE_TOKENS * 4
 MAX_PIECES: Final = 131_072
-"""Pieces that are remembered: prompts of 33 million tokens, more than a fleet of ordinary size caches. About 60 MB."""
+"""Pieces that are remembered: prompts of 33 million tokens, more than the caches of many fleets hold. About 60 MB."""
 MAX_HOLDERS: Final = 4 * MAX_PIECES
-"""Pairs of piece and worker that are remembered, as a prefix that all requests share is held by all workers."""
+"""Pairs of piece and worker that are remembered, as pieces that many prompts share are held by many workers."""
+
+MAX_AGE_S: Final = 3_600.0
+"""How long a piece counts as cached where its worker does not say what is gone: a busy engine turns over faster."""
 
 
 class PrefixScope(NamedTuple):
-    """What an engine's prefix cache keeps apart besides the tokens."""
+    """What a prefix cache keeps apart besides the tokens."""
 
     lora: str | None = None
     """Name of the adapter; None: the base model."""
@@ -38,7 +44,7 @@ class PrefixScope(NamedTuple):
 
 
 class CacheId(NamedTuple):
-    """One prefix cache, from when it was empty until it is emptied."""
+    """One prefix cache, from when it is empty until it is emptied."""
 
     worker: str
     incarnation: str
@@ -46,24 +52,46 @@ class CacheId(NamedTuple):
 
 
 def piece_hashes(token_ids: npt.NDArray[np.int32], scope: PrefixScope) -> tuple[int, ...]:
-    """Return the hash of each whole piece of a prompt; each covers the scope and all tokens up to its end."""
+    """Return the hash of each whole piece of a prompt; it covers the scope and all tokens up to the piece's end."""
     data = np.asarray(token_ids, np.int32).tobytes()
     chained = hash(scope)
     pieces = []
-    num_bytes = PIECE_TOKENS * 4
-    for start in range(0, len(data) - num_bytes + 1, num_bytes):
-        chained = hash((chained, data[start : start + num_bytes]))
+    for start in range(0, len(data) - PIECE_BYTES + 1, PIECE_BYTES):
+        chained = hash((chained, data[start : start + PIECE_BYTES]))
         pieces.append(chained)
     return tuple(pieces)
 
 
 def hint_hash(kind: str, name: str, scope: PrefixScope) -> int:
-    """Return what stands for a session or a group in the index: a piece of its own."""
+    """Return the piece that stands for a session or a group: a worker that serves it holds that piece."""
     return hash((scope, kind, name))
 
 
+@dataclass(slots=True)
+class _Cache:
+    """The present cache of a worker."""
+
+    id: CacheId
+    number: int
+    """Stands for the worker in the index. A worker that is gone leaves its number to a new one."""
+    since: float
+    """When what it holds was used at the earliest."""
+
+
+class _Holders:
+    """Which workers hold a piece."""
+
+    __slots__ = ("mask", "used_at")
+
+    def __init__(self) -> None:
+        self.mask = 0
+        """The bits of their numbers: with these, a look at a piece costs little, however many workers hold it."""
+        self.used_at: dict[int, float] = {}
+        """By number: when the worker last used the piece."""
+
+
 class PrefixIndex:
-    """The pieces that each worker's present cache should hold, bounded; those that were used least recently go first.
+    """The pieces that each worker's cache should hold, bounded: those that were used least recently go first.
 
     Args:
         max_pieces: pieces that are remembered at most.
@@ -73,11 +101,13 @@ class PrefixIndex:
     def __init__(self, max_pieces: int = MAX_PIECES, max_holders: int = MAX_HOLDERS) -> None:
         self._max_pieces = max_pieces
         self._max_holders = max_holders
-        # By piece, least recently used first: when each worker last used it.
-        self._pieces: OrderedDict[int, dict[str, float]] = OrderedDict()
+        # Least recently used first.
+        self._pieces: OrderedDict[int, _Holders] = OrderedDict()
         self._num_holders = 0
-        # By worker: its present cache, and since when it holds what was used.
-        self._caches: dict[str, tuple[CacheId, float]] = {}
+        self._caches: dict[str, _Cache] = {}
+        # By number: those of workers that are gone, too, which hold nothing any more.
+        self._numbered: list[_Cache] = []
+        self._free_numbers: list[int] = []
 
     def __len__(self) -> int:
         """Number of pieces that are remembered."""
@@ -88,76 +118,112 @@ class PrefixIndex:
         return f"<PrefixIndex pieces={len(self)} holders={self._num_holders} caches={len(self._caches)}>"
 
     def cache_of(self, worker: str) -> CacheId | None:
-        """Return the present cache of a worker; None if it has announced none."""
+        """Return the present cache of a worker; None if the worker is not known."""
         cache = self._caches.get(worker)
-        return None if cache is None else cache[0]
+        return None if cache is None else cache.id
 
-    def update(self, cache: CacheId, oldest_prefix_s: float | None, now: float) -> None:
+    def update(self, cache_id: CacheId, oldest_prefix_s: float | None, now: float) -> None:
         """Handle an announcement: a new cache is empty, and a cache holds nothing used before its oldest prefix.
 
         Args:
             oldest_prefix_s: age of the oldest prefix that the cache still holds; None: not known.
         """
-        known = self._caches.get(cache.worker)
-        if known is None and len(self._caches) >= MAX_WORKERS:
-            return
-        since = now if known is None or known[0] != cache else known[1]
+        cache = self._caches.get(cache_id.worker)
+        if cache is None:
+            if len(self._caches) >= MAX_WORKERS:
+                return
+            cache = self._caches[cache_id.worker] = self._add_cache(cache_id, now)
+        elif cache.id != cache_id:
+            cache.id, cache.since = cache_id, now
         if oldest_prefix_s is not None:
-            since = max(since, now - oldest_prefix_s)
-        self._caches[cache.worker] = cache, since
+            cache.since = max(cache.since, now - oldest_prefix_s)
+
+    def _add_cache(self, cache_id: CacheId, now: float) -> _Cache:
+        if self._free_numbers:
+            cache = _Cache(cache_id, self._free_numbers.pop(), now)
+            self._numbered[cache.number] = cache
+        else:
+            cache = _Cache(cache_id, len(self._numbered), now)
+            self._numbered.append(cache)
+        return cache
 
     def remove(self, worker: str) -> None:
-        """The worker is gone, and its cache with it."""
-        self._caches.pop(worker, None)
+        """Forget the cache of a worker that is gone."""
+        cache = self._caches.pop(worker, None)
+        if cache is not None:
+            cache.since = math.inf
+            self._free_numbers.append(cache.number)
 
-    def record(self, cache: CacheId, pieces: Sequence[int], now: float) -> None:
-        """Remember that a worker uses a prompt now; without effect if it has another cache meanwhile."""
-        if self.cache_of(cache.worker) != cache:
+    def record(self, cache_id: CacheId, pieces: Sequence[int], now: float) -> None:
+        """Record that a worker uses a prompt now; without effect if it has another cache meanwhile."""
+        cache = self._caches.get(cache_id.worker)
+        if cache is None or cache.id != cache_id:
             return
-        worker = cache.worker
-        # The deepest piece first: when the bound is met, the end of a prompt goes before its beginning.
+        number, bit = cache.number, 1 << cache.number
+        # The deepest piece first: at the bound, the end of a prompt goes before its beginning.
         for piece in reversed(pieces):
             holders = self._pieces.get(piece)
             if holders is None:
-                self._pieces[piece] = {worker: now}
-                self._num_holders += 1
-                continue
-            self._num_holders += worker not in holders
-            holders[worker] = now
-            self._pieces.move_to_end(piece)
+                holders = self._pieces[piece] = _Holders()
+            else:
+                self._pieces.move_to_end(piece)
+            self._num_holders += number not in holders.used_at
+            holders.mask |= bit
+            holders.used_at[number] = now
         while len(self._pieces) > self._max_pieces or self._num_holders > self._max_holders:
-            self._num_holders -= len(self._pieces.popitem(last=False)[1])
+            self._num_holders -= len(self._pieces.popitem(last=False)[1].used_at)
 
     def discard(self, worker: str, piece: int) -> None:
-        """Forget that a worker holds a piece."""
-        holders = self._pieces.get(piece)
-        if holders is not None and holders.pop(worker, None) is not None:
-            self._num_holders -= 1
-            if not holders:
-                del self._pieces[piece]
+        """Forget that a worker holds one piece."""
+        cache = self._caches.get(worker)
+        if cache is not None and piece in self._pieces:
+            self._discard(cache.number, piece)
+
+    def _discard(self, number: int, piece: int) -> None:
+        holders = self._pieces[piece]
+        if holders.used_at.pop(number, None) is None:
+            return
+        holders.mask &= ~(1 << number)
+        self._num_holders -= 1
+        if not holders.used_at:
+            del self._pieces[piece]
 
     def longest(self, pieces: Sequence[int], now: float) -> dict[str, int]:
-        """Return how many tokens of a prompt each worker's cache should hold, for the workers that hold any."""
-        num_known = 0
+        """Return how many tokens of a prompt each worker's cache should hold; workers that hold none are left out."""
+        known = []
         for piece in pieces:
-            if piece not in self._pieces:
+            holders = self._pieces.get(piece)
+            if holders is None:
                 break
-            num_known += 1
+            known.append(holders)
         found: dict[str, int] = {}
-        for i in range(num_known, 0, -1):
-            holders = self._pieces[pieces[i - 1]]
-            for worker in holders.keys() - found.keys():
-                cache = self._caches.get(worker)
-                if cache is not None and cache[1] <= holders[worker] <= now:
-                    found[worker] = i * PIECE_TOKENS
+        seen, oldest = 0, now - MAX_AGE_S
+        for depth in range(len(known), 0, -1):
+            holders = known[depth - 1]
+            # The workers that hold deeper pieces were found there.
+            new = holders.mask & ~seen
+            while new:
+                bit = new & -new
+                new ^= bit
+                number = bit.bit_length() - 1
+                cache, used_at = self._numbered[number], holders.used_at[number]
+                if cache.since <= used_at >= oldest:
+                    found[cache.id.worker] = depth * PIECE_TOKENS
+                    seen |= bit
+                else:
+                    self._discard(number, pieces[depth - 1])
         return found
 
-    def last_holder(self, piece: int) -> str | None:
-        """Return the worker that used a piece last, and should still hold it."""
-        holders = self._pieces.get(piece, {})
+    def last_holder(self, piece: int, now: float) -> str | None:
+        """Return the worker that used a piece last, of those that should still hold it; None: no worker holds it."""
+        holders = self._pieces.get(piece)
+        if holders is None:
+            return None
+        oldest = now - MAX_AGE_S
         valid = [
-            (used, worker)
-            for worker, used in holders.items()
-            if worker in self._caches and used >= self._caches[worker][1]
+            number for number, used_at in holders.used_at.items() if self._numbered[number].since <= used_at >= oldest
         ]
-        return max(valid)[1] if valid else None
+        if not valid:
+            return None
+        # Of equal times, the worker that came last.
+        return self._numbered[max(reversed(valid), key=holders.used_at.__getitem__)].id.worker

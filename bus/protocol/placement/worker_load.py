@@ -1,151 +1,170 @@
-"""What is known of each worker's load: its last announcement, and what this client has sent and seen since then."""
+"""What is known of each worker's load: its last announcement, and what this client has counted since then."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from ....schemas.presence import EngineStats, WorkerPresence
 from ..fleet.presence_table import MAX_WORKERS
 
-__all__ = ["LoadTable", "WorkerLoad"]
+__all__ = ["SILENT_S", "LoadTable", "WorkerLoad"]
 
 SILENT_S: Final = 10.0
-"""How long nothing is placed at a worker that let a direct request wait in vain."""
+"""How long nothing is placed at a worker that did not answer a direct request in time."""
+FULL_S: Final = 0.05
+"""How long nothing is placed at a worker that refused a request: an announcement may have crossed its answer. Twice as
+long each time that it refuses again, up to `SILENT_S`, until it admits what is placed there."""
+MAX_REFUSALS: Final = 8
+"""Refusals that are counted: by then a worker is closed for `SILENT_S`."""
+FULL_KV: Final = 0.95
+"""Share of a KV cache in use from which a worker counts as full: another request may take that of a running one."""
 DEFAULT_PREFILL_RATE: Final = 8_000.0
 """Prompt tokens a second of a worker that has announced no rate yet."""
+MIN_RATE: Final = 1.0
+MAX_RATE: Final = 1e9
+"""Announced rates, in tokens a second, count as at least and at most this: no quotient of them overflows."""
 RATE_KEPT: Final = 0.995
-"""What one announcement leaves of the best prefill rate: an engine that finds most of each prompt cached seems slow."""
+"""Share of the best prefill rate that an announcement leaves, half in two minutes: an engine announces a low rate while
+it computes only the short ends of cached prompts."""
 MEAN_OVER: Final = 10
-"""Announcements after which the mean of running requests has followed: as many seconds as the rates remember."""
+"""Announcements that the mean of running requests covers: as many seconds as the announced decode rate."""
 RUNNING_SLOWDOWN: Final = 0.01
-"""How much longer an engine step takes for each running request, as a share of a step with none."""
+"""Time that each running request adds to an engine step, as a share of a step without any."""
 SLOW: Final = 1.5
-"""A worker that takes less than this times what the typical worker takes counts as equal: rates are noisy."""
+"""A worker that takes less than this times as long as the typical worker counts as equal, as rates are noisy."""
 SLOWEST: Final = 16.0
-"""No worker counts as slower than this times the typical one, whatever it announces."""
+"""A worker counts as at most this many times slower than the typical one, whatever it announces."""
 TYPICAL_S: Final = 1.0
-"""How long the typical rates are used before they are computed again from all workers."""
+"""How long the typical rates are used before they are computed again from those of all workers."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerLoad:
-    """The load of one worker. Read it; only `LoadTable` changes it."""
+    """The load of one worker, for reading; only its `LoadTable` changes it."""
 
     worker: str
     incarnation: str
     free_slots: int = 0
-    """Requests that it would start at once: as announced, less what was sent there since."""
+    """Requests that it would start at once: as announced, less those that it got since."""
     running: int = 0
-    """Requests that it has: as announced, and what was sent there since."""
+    """Requests that it has: as announced, and those that it got since."""
     weight_version: int = 0
-    loras: dict[str, int] = field(default_factory=dict)
-    """Version of each adapter that it has, by name."""
+    loras: Mapping[str, int] = field(default_factory=dict)
+    """Versions of its adapters, by name."""
     slowness: float = 1.0
-    """How many times longer than the typical worker it takes for the same work; 1: not noticeably."""
-    prefill_rate: float = DEFAULT_PREFILL_RATE
-    """Prompt tokens that it computes a second."""
-    silent_until: float = 0.0
-    """Nothing is placed there before."""
-    _token_s: float | None = None
+    """How many times as long as the typical worker it takes for the same work; 1: about as long, or less."""
+    prefill_rate: float | None = None
+    """Prompt tokens that it computes a second; None: not announced yet."""
+    token_s: float | None = None
+    """Seconds for one token of a request that runs alone, computed from announced rates; None: not known yet."""
+    closed_until: float = 0.0
+    """Until then nothing is placed there."""
+    refusals: int = 0
+    """Times that it was closed since it last admitted what was placed there."""
+    has_backlog: bool = False
+    """False: `backlog` is 0."""
     _mean_running: float = 0.0
+    # Prompt tokens that it had to compute, and when that was counted; from then on they go down by its rate.
     _backlog: float = 0.0
     _backlog_at: float = 0.0
 
     def room(self, now: float) -> int:
-        """Return how many more requests may be placed there now."""
-        return 0 if now < self.silent_until else max(self.free_slots, 0)
+        """Return how many more requests may be placed there."""
+        return 0 if now < self.closed_until else max(self.free_slots, 0)
 
     def backlog(self, now: float) -> float:
-        """Return how many prompt tokens that this client sent there it has not computed yet, by its rate."""
-        return max(self._backlog - self.prefill_rate * (now - self._backlog_at), 0.0)
+        """Return how many prompt tokens of this client's requests it has yet to compute, estimated by its rate."""
+        rate = DEFAULT_PREFILL_RATE if self.prefill_rate is None else self.prefill_rate
+        return max(self._backlog - rate * (now - self._backlog_at), 0.0)
 
     def add_backlog(self, tokens: int, now: float) -> None:
         """Count prompt tokens that it has to compute."""
         self._backlog, self._backlog_at = self.backlog(now) + tokens, now
+        self.has_backlog = self._backlog > 0
 
-    def update_rates(self, stats: EngineStats | None, now: float) -> None:
-        """Handle the announced rates; those that are not announced stay."""
-        if stats is None:
-            return
+    def update_rates(self, stats: EngineStats, now: float) -> None:
+        """Handle announced rates; a rate that is not announced stays as it was."""
+        self.add_backlog(0, now)
         if stats.prefill_tokens_per_s:
-            self.add_backlog(0, now)
-            is_first = self.prefill_rate == DEFAULT_PREFILL_RATE
-            kept = 0.0 if is_first else self.prefill_rate * RATE_KEPT
-            self.prefill_rate = max(stats.prefill_tokens_per_s, kept)
+            self.prefill_rate = max(_limit(stats.prefill_tokens_per_s), RATE_KEPT * (self.prefill_rate or 0.0))
         if stats.decode_tokens_per_s and stats.running:
-            if not self._mean_running:
-                self._mean_running = stats.running
-            self._mean_running += (stats.running - self._mean_running) / MEAN_OVER
+            running = min(stats.running, MAX_RATE)
+            self._mean_running += (running - self._mean_running) / (MEAN_OVER if self._mean_running else 1)
             slowdown = 1 + RUNNING_SLOWDOWN * self._mean_running
-            self._token_s = self._mean_running / stats.decode_tokens_per_s / slowdown
+            self.token_s = self._mean_running / _limit(stats.decode_tokens_per_s) / slowdown
 
-    @property
-    def token_s(self) -> float | None:
-        """Seconds in which it would make a token of a request that runs alone; None: not known."""
-        return self._token_s
+
+def _limit(rate: float) -> float:
+    return min(max(rate, MIN_RATE), MAX_RATE)
 
 
 class LoadTable:
-    """The load of each worker of one model."""
+    """The loads of the workers of one model."""
 
     def __init__(self) -> None:
         self._loads: dict[str, WorkerLoad] = {}
-        self._typical_prefill_rate = DEFAULT_PREFILL_RATE
+        self._typical_prefill_rate: float | None = None
         self._typical_token_s: float | None = None
-        self._typical_at = -TYPICAL_S
+        self._typical_until = 0.0
 
     def __len__(self) -> int:
         """Number of workers."""
         return len(self._loads)
 
+    def __repr__(self) -> str:
+        """One line with the free slots of each worker."""
+        return f"<LoadTable {' '.join(f'{load.worker}:{load.free_slots}' for load in self._loads.values()) or 'empty'}>"
+
     def get(self, worker: str) -> WorkerLoad | None:
-        """Return the load of a worker; None if it is not known."""
+        """Return the load of a worker; None if the worker is not known."""
         return self._loads.get(worker)
 
     def update(self, presence: WorkerPresence, now: float) -> None:
-        """Handle an announcement: it says how many slots are free, whatever was counted since the one before."""
+        """Handle an announcement: its counts replace what was counted since the one before."""
         load = self._loads.get(presence.worker)
+        if load is None and len(self._loads) >= MAX_WORKERS:
+            return
         if load is None or load.incarnation != presence.incarnation:
-            if load is None and len(self._loads) >= MAX_WORKERS:
-                return
-            silent_until = 0.0 if load is None else load.silent_until
-            load = WorkerLoad(presence.worker, presence.incarnation, silent_until=silent_until)
+            # A new incarnation is no better than the one before until it has admitted a request.
+            closed_until, refusals = (0.0, 0) if load is None else (load.closed_until, load.refusals)
+            load = WorkerLoad(presence.worker, presence.incarnation, closed_until=closed_until, refusals=refusals)
             self._loads[presence.worker] = load
         load.free_slots, load.running = presence.free_slots, presence.in_flight
         load.weight_version = presence.weight_version
         load.loras = {lora.name: lora.version for lora in presence.loras}
-        load.update_rates(presence.engine_stats, now)
-        self._update_typical(now)
+        if presence.engine_stats is not None:
+            load.update_rates(presence.engine_stats, now)
+            if (presence.engine_stats.kv_cache_use or 0) >= FULL_KV:
+                load.free_slots = 0
+        if now >= self._typical_until:
+            self._typical_until = now + TYPICAL_S
+            self._typical_prefill_rate = _median([load.prefill_rate for load in self._loads.values()])
+            self._typical_token_s = _median([load.token_s for load in self._loads.values()])
         load.slowness = self._slowness(load)
 
-    def _update_typical(self, now: float) -> None:
-        if now - self._typical_at < TYPICAL_S:
-            return
-        self._typical_at = now
-        self._typical_prefill_rate = statistics.median(load.prefill_rate for load in self._loads.values())
-        known = [load.token_s for load in self._loads.values() if load.token_s is not None]
-        self._typical_token_s = statistics.median(known) if known else None
-
     def _slowness(self, load: WorkerLoad) -> float:
-        slowness = self._typical_prefill_rate / load.prefill_rate
+        slowness = 1.0
+        if load.prefill_rate is not None and self._typical_prefill_rate is not None:
+            slowness = self._typical_prefill_rate / load.prefill_rate
         if load.token_s is not None and self._typical_token_s is not None:
             slowness = max(slowness, load.token_s / self._typical_token_s)
         return 1.0 if slowness < SLOW else min(slowness, SLOWEST)
 
     def remove(self, worker: str) -> None:
-        """The worker is gone."""
+        """Forget a worker that is gone."""
         self._loads.pop(worker, None)
 
     def free_slots(self, worker: str, now: float) -> int:
-        """Return how many more requests may be placed at a worker; 0 if it is not known."""
+        """Return how many more requests may be placed at a worker; 0 if the worker is not known."""
         load = self._loads.get(worker)
         return 0 if load is None else load.room(now)
 
     def placed(self, worker: str, prompt_tokens: int, now: float) -> None:
-        """Count a request that a worker gets: it was sent there, or the worker has admitted it from the queue.
+        """Count a request that was sent to a worker directly, or that a worker has admitted from the queue.
 
         Args:
-            prompt_tokens: those that it has to compute, as far as is known.
+            prompt_tokens: those that the worker has to compute, as far as is known.
         """
         load = self._loads.get(worker)
         if load is not None:
@@ -154,21 +173,38 @@ class LoadTable:
             load.add_backlog(prompt_tokens, now)
 
     def ended(self, worker: str) -> None:
-        """Count a request of this client that a worker had, and has no more: there is a free slot."""
+        """Count a request that a worker had and has no more."""
         load = self._loads.get(worker)
         if load is not None:
-            load.running = max(load.running - 1, 0)
             load.free_slots += 1
+            load.running = max(load.running - 1, 0)
+
+    def admitted(self, worker: str) -> None:
+        """Count a request that was placed at a worker, and that the worker has admitted."""
+        load = self._loads.get(worker)
+        if load is not None:
+            load.refusals = 0
 
     def refused(self, worker: str, now: float) -> None:
-        """A worker has refused what was placed there: it has no room before it announces some again."""
+        """Count a request that a worker has refused: it has no room until it announces some, and for a while."""
         load = self._loads.get(worker)
-        if load is not None:
-            load.free_slots = 0
-            load.add_backlog(0, now)
+        if load is None:
+            return
+        load.free_slots = min(load.free_slots, 0)
+        load.running = max(load.running - 1, 0)
+        # Requests that were on their way together are refused together, which counts once.
+        if now >= load.closed_until:
+            load.closed_until = now + min(FULL_S * 2**load.refusals, SILENT_S)
+            load.refusals = min(load.refusals + 1, MAX_REFUSALS)
 
     def silent(self, worker: str, now: float) -> None:
-        """A worker has not answered to what was placed there: it gets nothing for ten seconds."""
+        """Count a request that a worker has not answered in time: nothing is placed there for `SILENT_S`."""
         load = self._loads.get(worker)
         if load is not None:
-            load.silent_until = now + SILENT_S
+            load.closed_until = now + SILENT_S
+            load.running = max(load.running - 1, 0)
+
+
+def _median(rates: list[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else None

@@ -1,20 +1,310 @@
-"""Which requests are placed, where, and which are queued."""
+"""Which single requests are placed, where, and which are queued."""
 
-from rollbus.bus.protocol.placement.policy import PlacementReason
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.placement.policy import (
+    RUNNING_TOKENS,
+    Placement,
+    PlacementPolicy,
+    PlacementReason,
+    PlacementWanted,
+)
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
+from rollbus.bus.protocol.placement.worker_load import WorkerLoad
+from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import fleet, loads, presence, prompt, wanted
+
+QUEUED = Placement(None, PlacementReason.QUEUED)
+WORKERS = ("a", "b", "c", "d")
+
+
+def idle_fleet(*workers: str, free_slots: int = 8) -> tuple[PlacementPolicy, list[WorkerLoad]]:
+    """A policy and the loads of workers that run nothing."""
+    policy = fleet(*(presence(worker, free_slots=free_slots) for worker in workers))
+    return policy, loads(policy, *workers)
 
 
 def test_an_unknown_prompt_is_queued() -> None:
-    """Where no worker holds a beginning of a prompt, the queue decides."""
-    policy = fleet(presence("a"), presence("b"))
+    """Where no worker holds a beginning of the prompt, the queue decides."""
+    policy, able = idle_fleet(*WORKERS)
+    policy.admitted(wanted(prompt(1)), "a", 1, was_placed=False)
 
-    assert policy.place(wanted(prompt(1)), loads(policy, "a", "b"), 1).worker is None
+    assert policy.place(wanted(prompt(2)), able, 1) == QUEUED
 
 
-def test_a_known_prompt_goes_where_it_is_cached() -> None:
-    """The worker that admitted a prompt gets the next request that begins with it."""
-    policy = fleet(presence("a"), presence("b"))
+def test_a_prompt_that_goes_on_goes_where_it_is_cached() -> None:
+    """The next turn goes to the worker of the last one, with all that this computed."""
+    policy, able = idle_fleet("a", "b")
+    first = prompt(1, 1000)
+    cache = policy.admitted(wanted(first), "b", 1, was_placed=False)
+    assert cache is not None
+    turn = np.concatenate([first, prompt(2, 600)])
+    policy.ended(cache, piece_hashes(turn, PrefixScope()), 2)
+
+    placement = policy.place(wanted(np.concatenate([turn, prompt(3, 100)])), able, 60)
+    assert placement == ("b", PlacementReason.PLACED_PREFIX, 1600 // PIECE_TOKENS * PIECE_TOKENS)
+
+
+def test_a_hint_is_gone_with_its_cache() -> None:
+    """A new epoch of a cache, a lost worker and the adapter's next version void what was known (H56)."""
+    policy, able = idle_fleet("a", "b")
+    lora = wanted(prompt(1), scope=PrefixScope("x", 1))
+    for each in (wanted(prompt(1)), lora):
+        policy.admitted(each, "b", 1, was_placed=False)
+    assert policy.place(lora, able, 2).worker == "b"
+    assert policy.place(wanted(prompt(1), scope=PrefixScope("x", 2)), able, 2) == QUEUED
+    policy.update(presence("b", cache_epoch=1), 3)
+    assert policy.place(lora, able, 3) == QUEUED
+    policy.admitted(lora, "b", 4, was_placed=False)
+    policy.remove("b")
+
+    assert policy.place(lora, loads(policy, "a"), 5) == QUEUED
+
+
+def test_what_an_earlier_epoch_began_is_not_recorded_for_the_next() -> None:
+    """A request that was admitted before an update of weights leaves nothing in the cache after it (H56)."""
+    policy, able = idle_fleet("a", "b")
+    cache = policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
+    assert cache is not None
+    policy.update(presence("b", cache_epoch=1), 2)
+    policy.ended(cache, wanted(prompt(1)).pieces, 3)
+
+    assert policy.place(wanted(prompt(1)), able, 4) == QUEUED
+
+
+def test_a_full_worker_gets_nothing() -> None:
+    """The queue takes what the worker with the prefix has no room for: there is no wait (H53)."""
+    policy, able = idle_fleet("a", "b", free_slots=1)
     policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
-    placement = policy.place(wanted(prompt(1)), loads(policy, "a", "b"), 2)
+    assert policy.place(wanted(prompt(1)), able, 2) == QUEUED
+    policy.update(presence("b", free_slots=1), 3)
+    placement = policy.place(wanted(prompt(1)), able, 3)
+    assert placement.worker == "b"
+    policy.placed(wanted(prompt(1)), placement, 3)
 
-    assert placement == ("b", PlacementReason.PLACED_PREFIX, 2048)
+    assert policy.place(wanted(prompt(1)), able, 3) == QUEUED
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 64])
+def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
+    """Of endless requests with one prefix, the worker that has it first gets little more than its saving is worth."""
+    names = [f"w{i}" for i in range(num_workers)]
+    policy, able = idle_fleet(*names, free_slots=10_000)
+    hot, running = prompt(1, 4096), Counter[str]()
+    policy.admitted(wanted(hot), "w0", 0, was_placed=False)
+    for i in range(100 * num_workers):
+        now = 1 + i / 10
+        placement = policy.place(wanted(hot), able, now)
+        # The queue gives them to any worker, one after another.
+        worker = placement.worker or names[i % num_workers]
+        if placement.worker is not None:
+            policy.placed(wanted(hot), placement, now)
+        policy.admitted(wanted(hot), worker, now, was_placed=placement.worker is not None)
+        running[worker] += 1
+
+    assert max(running.values()) - min(running.values()) <= 4096 / RUNNING_TOKENS + 10
+    assert len(running) == num_workers
+
+
+def test_a_prefix_that_most_workers_hold_is_left_to_the_queue() -> None:
+    """Where any worker has it, a placement would save nothing; a longer one still decides."""
+    policy, able = idle_fleet(*WORKERS)
+    shared = prompt(1, 4096)
+    for worker in WORKERS:
+        policy.admitted(wanted(shared), worker, 1, was_placed=False)
+    turn = wanted(np.concatenate([shared, prompt(2, 1024)]))
+    policy.admitted(turn, "c", 1, was_placed=False)
+
+    assert policy.place(wanted(shared), able, 60) == QUEUED
+    assert policy.place(turn, able, 60) == ("c", PlacementReason.PLACED_PREFIX, 5120)
+
+
+def test_work_ahead_is_weighed_against_what_is_saved() -> None:
+    """Prompts that wait at the worker with the prefix cost half of their tokens, until they are computed."""
+    policy, able = idle_fleet("a", "b", free_slots=100)
+    policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
+    assert policy.place(wanted(prompt(1, 2048)), able, 1).worker == "a"
+    policy.admitted(wanted(prompt(2, 5000)), "a", 1, was_placed=False)
+    assert policy.place(wanted(prompt(1, 2048)), able, 1) == QUEUED
+
+    assert policy.place(wanted(prompt(1, 2048)), able, 2).worker == "a"
+
+
+def test_running_requests_are_weighed_against_what_is_saved() -> None:
+    """Each request that runs more at the worker with the prefix costs as much as some tokens of the prompt."""
+    policy, able = idle_fleet("a", "b", free_slots=100)
+    policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
+    worth = 2048 // RUNNING_TOKENS
+    policy.update(presence("a", free_slots=100, in_flight=worth - 1), 9)
+    assert policy.place(wanted(prompt(1, 2048)), able, 9).worker == "a"
+    policy.update(presence("a", free_slots=100, in_flight=worth + 1), 9)
+
+    assert policy.place(wanted(prompt(1, 2048)), able, 9) == QUEUED
+
+
+def test_a_slow_worker_does_not_keep_its_prefixes() -> None:
+    """What a worker at half speed holds is computed again by another one, by the rates that they announce."""
+    stats = {w: EngineStats(prefill_tokens_per_s=2e4 if w != "d" else 1e4) for w in WORKERS}
+    policy = fleet(*(presence(worker, engine_stats=each) for worker, each in stats.items()))
+    policy.update(presence("d", engine_stats=stats["d"]), 1)
+    for i, worker in enumerate(WORKERS):
+        policy.admitted(wanted(prompt(i, 4096)), worker, 1, was_placed=False)
+    placed = [policy.place(wanted(prompt(i, 4096)), loads(policy, *WORKERS), 60).worker for i in range(4)]
+
+    assert placed == ["a", "b", "c", None]
+
+
+def test_a_session_stays_with_its_worker() -> None:
+    """Its turns go to the worker that had the last one, also where their prompts are short or have changed."""
+    policy, able = idle_fleet(*WORKERS)
+    for turn, tokens in enumerate((40, 300, 3000)):
+        for session in "xyz":
+            policy.admitted(wanted(prompt(turn, tokens), session=session), "c", turn, was_placed=False)
+        for load in able:
+            policy.update(presence(load.worker), 60 * (turn + 1))
+        request = wanted(prompt(100 + turn, tokens), session="y")
+        placement = policy.place(request, able, 60 * (turn + 1))
+        assert placement == ("c", PlacementReason.PLACED_SESSION, 0)
+
+
+def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
+    """It is a strong hint: as if all of the prompt but a piece were cached, and not more (H61)."""
+    policy, able = idle_fleet("a", "b", free_slots=1000)
+    request = wanted(prompt(1, 2048), session="x")
+    policy.admitted(request, "a", 0, was_placed=False)
+    policy.update(presence("a", free_slots=1000, in_flight=100), 60)
+
+    assert policy.place(request, able, 60) == QUEUED
+
+
+def test_clients_agree_on_a_session_that_they_do_not_know() -> None:
+    """A session goes to the same worker from each client, and the sessions of a fleet go to all of its workers."""
+    policies = [idle_fleet(*WORKERS), idle_fleet(*reversed(WORKERS))]
+    chosen = [
+        {policy.place(wanted(prompt(i), session=f"s{i}"), able, 1) for policy, able in policies} for i in range(50)
+    ]
+
+    assert all(len(each) == 1 for each in chosen)
+    assert {placement.worker for each in chosen for placement in each} == set(WORKERS)
+
+
+def test_a_session_whose_worker_is_not_able_goes_to_another_one() -> None:
+    """The workers that are able are those that placement chooses among (H61)."""
+    policy, _ = idle_fleet(*WORKERS)
+    policy.admitted(wanted(prompt(1), session="x"), "c", 1, was_placed=False)
+    placement = policy.place(wanted(prompt(1), session="x"), loads(policy, "a", "b"), 60)
+
+    assert placement.worker in {"a", "b"}
+
+
+def test_a_request_that_not_all_workers_can_serve_passes_the_queue() -> None:
+    """While some workers have older weights, the least loaded one that has them gets it, if it has room."""
+    policy = fleet(presence("a", in_flight=5), presence("b", in_flight=3), presence("old"))
+    request = wanted(prompt(1, 40), is_for_able_only=True)
+    able = loads(policy, "a", "b")
+    assert policy.place(request, able, 1) == ("b", PlacementReason.PLACED_ABLE, 0)
+    policy.update(presence("b", in_flight=3, free_slots=0), 2)
+    assert policy.place(request, able, 2).worker == "a"
+    policy.silent(request, "a", 2)
+
+    assert policy.place(request, able, 2) == QUEUED
+    assert policy.place(request, [], 2) == QUEUED
+
+
+def test_collisions_only_make_placements_worse() -> None:
+    """Where all pieces have one hash, requests are placed or queued as ever."""
+    policy, able = idle_fleet(*WORKERS)
+    policy.admitted(PlacementWanted(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
+    placement = policy.place(PlacementWanted(512, (7, 7)), able, 60)
+
+    assert placement == ("a", PlacementReason.PLACED_PREFIX, 512)
+
+
+def test_two_clients_do_not_choose_the_same_workers_for_all() -> None:
+    """Of workers that are equal, the groups of different prompts begin at different ones."""
+    policy, able = idle_fleet(*WORKERS)
+    first = {policy.place(wanted(prompt(i), group=f"g{i}"), able, 1).worker for i in range(40)}
+
+    assert first == set(WORKERS)
+
+
+loads_of_worker = st.tuples(st.integers(0, 3), st.integers(0, 40), st.sampled_from([None, 1e3, 2e4]))
+requests = st.tuples(st.integers(0, 3), st.integers(0, 8), st.none() | st.just("x"), st.none() | st.just("g"))
+
+
+@given(
+    st.lists(loads_of_worker, min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 8)), max_size=6),
+    st.lists(requests, min_size=1, max_size=6),
+    st.booleans(),
+    st.sets(st.integers(0, 5)),
+)
+def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
+    announced: list[tuple[int, int, float | None]],
+    admitted: list[tuple[int, int, int]],
+    wanted_ones: list[tuple[int, int, str | None, str | None]],
+    is_for_able_only: bool,
+    left_out: set[int],
+) -> None:
+    """Whatever is known: a worker that is chosen is able and has room, and for its prefix alone only if it is ahead."""
+    policy = PlacementPolicy()
+    for i, (free_slots, in_flight, prefill) in enumerate(announced):
+        stats = EngineStats(prefill_tokens_per_s=prefill)
+        policy.update(presence(f"w{i}", free_slots=free_slots, in_flight=in_flight, engine_stats=stats), 0)
+    for worker, seed, pieces in admitted:
+        policy.admitted(wanted(prompt(seed, pieces * PIECE_TOKENS)), f"w{worker}", 0, was_placed=True)
+    able = loads(policy, *(f"w{i}" for i in range(len(announced)) if i not in left_out))
+    for seed, pieces, session, group in wanted_ones:
+        request = wanted(
+            prompt(seed, pieces * PIECE_TOKENS + 9), session=session, group=group, is_for_able_only=is_for_able_only
+        )
+        placement = policy.place(request, able, 1)
+        chosen = [load for load in able if load.worker == placement.worker]
+        assert (placement.worker is None) == (placement.reason is PlacementReason.QUEUED)
+        if placement.reason is not PlacementReason.PLACED_GROUP:
+            assert placement.cached_tokens == policy.index.longest(request.pieces, 1).get(placement.worker or "", 0)
+        if placement.worker is None:
+            assert not (is_for_able_only and any(load.room(1) for load in able))
+            continue
+        assert [load.room(1) > 0 for load in chosen] == [True]
+        policy.placed(request, placement, 1)
+        if placement.reason is PlacementReason.PLACED_PREFIX:
+            assert placement.cached_tokens > 0
+            # With what it saves there, it has less to do than at half of the others without any saving.
+            work = chosen[0].slowness * (chosen[0].running - 1) * RUNNING_TOKENS - placement.cached_tokens
+            others = [load.slowness * load.running * RUNNING_TOKENS for load in able if load not in chosen]
+            if {load.slowness for load in able} == {1.0}:
+                assert sum(work <= other + 8 * PIECE_TOKENS for other in others) >= len(others) // 2
+
+
+def test_refusals_and_silence_end_what_a_group_follows() -> None:
+    """The next request of a group goes elsewhere, and nothing goes to a silent worker for ten seconds (H53, H62)."""
+    policy, able = idle_fleet(*WORKERS)
+    request = wanted(prompt(1), group="g")
+    seen = set()
+    for fail in (policy.refused, policy.silent, policy.refused):
+        placement = policy.place(request, able, 1)
+        assert placement.worker is not None
+        policy.placed(request, placement, 1)
+        fail(request, placement.worker, 1)
+        seen.add(placement.worker)
+
+    assert len(seen) == 3
+
+
+def test_a_cache_that_is_not_known_is_no_error() -> None:
+    """A worker may admit a request before its first announcement, or after it was taken for lost."""
+    policy, able = idle_fleet("a")
+    policy.placed(wanted(prompt(1), group="g"), Placement("new", PlacementReason.PLACED_GROUP), 1)
+    assert policy.admitted(wanted(prompt(1), session="s"), "new", 1, was_placed=False) is None
+    policy.ended(CacheId("new", "i1", 0), wanted(prompt(1)).pieces, 2)
+    policy.refused(wanted(prompt(1), group="g"), "new", 2)
+    policy.silent(wanted(prompt(1)), "new", 2)
+    policy.remove("new")
+
+    assert policy.place(wanted(prompt(1)), able, 3) == QUEUED

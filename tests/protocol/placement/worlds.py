@@ -28,15 +28,21 @@ def prompt(seed: int, num_tokens: int = 8 * PIECE_TOKENS) -> npt.NDArray[np.int3
 
 
 def wanted(
-    token_ids: npt.NDArray[np.int32], *, session: str | None = None, group: str | None = None
+    token_ids: npt.NDArray[np.int32],
+    *,
+    scope: PrefixScope = SCOPE,
+    session: str | None = None,
+    group: str | None = None,
+    is_for_able_only: bool = False,
 ) -> PlacementWanted:
     """A request for the placement of a prompt."""
     return PlacementWanted(
         prompt_tokens=len(token_ids),
-        pieces=piece_hashes(token_ids, SCOPE),
-        session=None if session is None else hint_hash("session", session, SCOPE),
+        pieces=piece_hashes(token_ids, scope),
+        session=None if session is None else hint_hash("session", session, scope),
         session_id=session,
-        group=None if group is None else hint_hash("group", group, SCOPE),
+        group=None if group is None else hint_hash("group", group, scope),
+        is_for_able_only=is_for_able_only,
     )
 
 

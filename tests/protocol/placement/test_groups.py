@@ -1,0 +1,198 @@
+"""Where the samples of one request go, and the requests of one group."""
+
+from collections import Counter
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementPolicy, PlacementReason
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
+from tests.protocol.placement.worlds import fleet, loads, presence, prompt, wanted
+
+QUEUED = Placement(None, PlacementReason.QUEUED)
+
+
+def place(rooms: list[int], count: int, *, num_tokens: int = 2048, held_by: tuple[int, ...] = ()) -> list[Placement]:
+    """Place a group among workers that have this room, and of which some hold its prompt."""
+    workers = [f"w{i}" for i in range(len(rooms))]
+    policy = fleet(*(presence(worker, free_slots=room) for worker, room in zip(workers, rooms, strict=True)))
+    request = wanted(prompt(1, num_tokens))
+    for i in held_by:
+        policy.admitted(request, workers[i], 0, was_placed=True)
+    return policy.place_group(request, count, loads(policy, *workers), 1)
+
+
+def shares(placements: list[Placement]) -> list[int]:
+    """How many go to each worker, the most first."""
+    return sorted(Counter(each.worker for each in placements if each.worker is not None).values(), reverse=True)
+
+
+def test_a_group_goes_together_where_there_is_room_for_all() -> None:
+    """The first sample computes the prompt, and the others find it."""
+    placements = place([4, 8, 7], 8)
+
+    assert placements[0] == ("w1", PlacementReason.PLACED_GROUP, 0)
+    assert placements[1:] == [Placement("w1", PlacementReason.PLACED_GROUP, 2048)] * 7
+
+
+@pytest.mark.parametrize(
+    ("rooms", "expected"),
+    [
+        ([5, 5, 5], [4, 4]),
+        ([3, 5, 1], [5, 3]),
+        ([3, 3, 3], [3, 3, 2]),
+        ([6, 2, 2], [6, 2]),
+        ([3, 1, 0], [3]),
+        ([1, 1, 1, 1], []),
+        ([0, 0], []),
+    ],
+)
+def test_a_group_is_split_among_as_few_workers_as_possible(rooms: list[int], expected: list[int]) -> None:
+    """Evenly, as far as rooms allow; a sample that would compute the prompt for itself alone is queued."""
+    placements = place(rooms, 8)
+
+    assert shares(placements) == expected
+    assert placements[sum(expected) :] == [QUEUED] * (8 - sum(expected))
+
+
+def test_a_single_free_slot_is_used_where_the_prompt_is_cached() -> None:
+    """There it saves the prompt."""
+    placements = place([1, 1, 1, 1], 4, held_by=(2,))
+
+    assert placements == [("w2", PlacementReason.PLACED_PREFIX, 2048), QUEUED, QUEUED, QUEUED]
+
+
+def test_a_group_goes_to_the_worker_that_has_its_prompt() -> None:
+    """Of those that have room for all."""
+    assert place([9, 9, 9], 8, held_by=(2,)) == [Placement("w2", PlacementReason.PLACED_PREFIX, 2048)] * 8
+    assert {each.worker for each in place([9, 9, 7], 8, held_by=(2,))} <= {"w0", "w1"}
+
+
+def test_a_group_whose_prompt_most_workers_have_is_queued() -> None:
+    """Any worker serves each of its samples as well."""
+    assert place([9, 9, 9], 8, held_by=(0, 1, 2)) == [QUEUED] * 8
+
+
+@pytest.mark.parametrize("num_tokens", [1, PIECE_TOKENS - 1])
+def test_short_prompts_are_not_forced_together(num_tokens: int) -> None:
+    """Less than a piece saves nothing: the samples are queued, or spread where not all workers are able."""
+    assert place([8, 8, 8], 8, num_tokens=num_tokens) == [QUEUED] * 8
+    policy = fleet(*(presence(worker, free_slots=4) for worker in "abc"))
+    request = wanted(prompt(1, num_tokens), is_for_able_only=True)
+    placements = policy.place_group(request, 9, loads(policy, "a", "b", "c"), 1)
+    assert shares(placements) == [3, 3, 3]
+    placements = policy.place_group(request, 14, loads(policy, "a", "b", "c"), 1)
+    assert shares(placements) == [4, 4, 4]
+    assert placements[12:] == [QUEUED] * 2
+
+
+def test_short_prompts_of_a_session_stay_with_its_worker() -> None:
+    """As far as that has room."""
+    policy = fleet(presence("a", free_slots=4), presence("b", free_slots=9))
+    request = wanted(prompt(1, 40), session="s")
+    policy.admitted(request, "a", 0, was_placed=True)
+    placements = policy.place_group(request, 6, loads(policy, "a", "b"), 1)
+
+    assert placements == [Placement("a", PlacementReason.PLACED_SESSION, 0)] * 4 + [QUEUED] * 2
+
+
+def test_a_large_group_is_spread_by_load() -> None:
+    """More siblings than their prompt is worth go to further workers, unless those have no room."""
+    limit = SIBLINGS_PER_PIECE * 8
+    assert shares(place([256] * 8, 64)) == [limit, limit]
+    assert shares(place([256] * 8, 250)) == [32] * 2 + [31] * 6
+    assert shares(place([256, 0, 0], 64)) == [64]
+
+
+def test_a_group_does_not_fit_anywhere() -> None:
+    """As many as there is room for are placed, and the others queued, the largest group included."""
+    placements = place([64, 64], 256)
+
+    assert shares(placements) == [64, 64]
+    assert placements[128:] == [QUEUED] * 128
+
+
+def test_a_group_of_one_is_a_request() -> None:
+    """Of an unknown prompt it is queued."""
+    assert place([8, 8], 1) == [QUEUED]
+    assert place([8, 8], 1, held_by=(1,)) == [Placement("w1", PlacementReason.PLACED_PREFIX, 2048)]
+    assert PlacementPolicy().place_group(wanted(prompt(1)), 3, [], 1) == [QUEUED] * 3
+
+
+rooms_of_workers = st.lists(st.integers(0, 12), min_size=1, max_size=6)
+
+
+@given(rooms_of_workers, st.integers(1, 30), st.integers(1, 8), st.sets(st.integers(0, 5), max_size=3))
+def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces: int, holders: set[int]) -> None:
+    """Whatever the rooms: no worker gets more than it has, and an unknown prompt is computed no more than needed."""
+    held_by = tuple(sorted(i for i in holders if i < len(rooms)))
+    num_tokens = pieces * PIECE_TOKENS + 3
+    placements = place(rooms, count, num_tokens=num_tokens, held_by=held_by)
+    share_of = Counter(each.worker for each in placements)
+    num_queued = share_of.pop(None, 0)
+
+    assert len(placements) == count
+    assert placements[count - num_queued :] == [QUEUED] * num_queued
+    assert len([worker for worker, _ in groupby(each.worker for each in placements)]) == len(share_of) + bool(
+        num_queued
+    )
+    assert all(share <= rooms[int((worker or "")[1:])] for worker, share in share_of.items())
+    # All that is placed after the first of a worker finds the prompt there.
+    for worker in share_of:
+        cached = [each.cached_tokens for each in placements if each.worker == worker]
+        assert cached[1:] == [pieces * PIECE_TOKENS] * (len(cached) - 1)
+    if held_by or count == 1:
+        return
+    limit = SIBLINGS_PER_PIECE * pieces
+    usable = sorted((min(room, limit) for room in rooms), reverse=True)
+    if sum(usable) < count:
+        usable = sorted(rooms, reverse=True)
+    usable = [room for room in usable if room > 1]
+    fewest = next((n for n in range(len(usable) + 1) if sum(usable[:n]) >= count), len(usable))
+    assert len(share_of) == fewest
+    assert num_queued == max(count - sum(usable), 0)
+    full = [share for worker, share in share_of.items() if share == rooms[int((worker or "")[1:])]]
+    others = [share for share in share_of.values() if share not in full]
+    assert not others or max(others) - min(others) <= 1
+
+
+@pytest.mark.parametrize(("size", "num_tokens"), [(4, 256), (8, 512), (8, 2048), (16, 1024), (32, 2048)])
+def test_separate_requests_of_a_group_go_together(size: int, num_tokens: int) -> None:
+    """Each of many groups computes its prompt once, though its requests are placed one by one, before any answer."""
+    workers = [f"w{i}" for i in range(4)]
+    policy = fleet(*(presence(worker, free_slots=64) for worker in workers))
+    able = loads(policy, *workers)
+    homes: dict[int, set[str | None]] = {}
+    for group in range(64 * 4 // size):
+        for _ in range(size):
+            request = wanted(prompt(group, num_tokens), group=f"g{group}")
+            placement = policy.place(request, able, group)
+            policy.placed(request, placement, group)
+            homes.setdefault(group, set()).add(placement.worker)
+
+    assert all(len(each) == 1 for each in homes.values())
+    assert set().union(*homes.values()) == set(workers)
+    assert [policy.loads.free_slots(worker, 99) for worker in workers] == [0] * 4
+
+
+def test_separate_requests_of_a_group_overflow() -> None:
+    """Where the first worker is full, the rest finds another one; where only single slots are free, the queue."""
+    policy = fleet(presence("a", free_slots=5), presence("b", free_slots=3), presence("c", free_slots=1))
+    able = loads(policy, "a", "b", "c")
+    request = wanted(prompt(1), group="g")
+    chosen = []
+    for _ in range(10):
+        placement = policy.place(request, able, 1)
+        policy.placed(request, placement, 1)
+        chosen.append(placement.worker)
+
+    assert chosen == ["a"] * 5 + ["b"] * 3 + [None] * 2
+
+
+def test_separate_short_requests_of_a_group_are_queued() -> None:
+    """They save nothing together."""
+    policy = fleet(presence("a"), presence("b"))
+
+    assert policy.place(wanted(prompt(1, 200), group="g"), loads(policy, "a", "b"), 1) == QUEUED
