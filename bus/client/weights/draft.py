@@ -151,7 +151,9 @@ class Draft:
         before = self._snapshot.tensors[name]
         encoded = encode_delta(before.content, content, kind.item_bytes)
         is_same = encoded.encoding == "same"
-        sha256 = before.sha256 if is_same else hashlib.sha256(content.data).hexdigest()
+        # An anchor alone does not build on hashes of before: workers may have refused the version because of one.
+        is_known = is_same and self._plan.has_delta
+        sha256 = before.sha256 if is_known else hashlib.sha256(content.data).hexdigest()
         drafted = self._drafted[name] = _Drafted(kind, sha256, encoded, None)
         if not is_same:
             self.num_changed += 1

@@ -102,6 +102,19 @@ def test_tensors_that_did_not_change_are_not_stored() -> None:
     assert draft.delta_bytes < 20
 
 
+def test_an_anchor_alone_believes_no_hash_of_before() -> None:
+    """A snapshot with a wrong one would make each version after it one that no worker can build."""
+    snapshot = Snapshot()
+    tensors = arrays()
+    draft, _ = publish(ANCHOR, snapshot, tensors)
+    right = {entry.name: entry.sha256 for entry in draft.entries()}
+    draft.commit("d" * 64)
+    for tensor in snapshot.tensors.values():
+        tensor.sha256 = "0" * 64
+    draft, _ = publish(ANCHOR, snapshot, tensors)
+    assert {entry.name: entry.sha256 for entry in draft.entries()} == right
+
+
 def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
     """A publication that is not committed leaves the snapshot."""
     snapshot = Snapshot()
