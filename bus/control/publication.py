@@ -13,20 +13,21 @@ from typing import Final
 import msgspec
 from nats.nuid import NUID
 
-from ...schemas.chain import ChainRecord, OpenedVersion, RankList, RankObject, decode_rank_list
+from ...schemas.chain import ChainRecord, OpenedVersion, RankList, decode_rank_list
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError
 from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, TensorEntry
 from ..nats.connection import Connection
 from ..nats.jetstream import ApiError
 from ..objects.catalog import delete_prefix, find_object
 from ..objects.folder_reader import open_reader
-from ..objects.layout import MAX_FILES, ObjectInfo, ObjectOptions, check_path, split_objects
+from ..objects.layout import MAX_FILES, ObjectInfo, check_path, split_objects
 from ..objects.sender import Sender, open_sender
 from ..objects.signed import describe_folder, store_descriptions
 from ..objects.upload import Pieces, each_piece, put_pieces
 from ..objects.writer import delete_stored
 from ..protocol.weights import chain
 from .chain_key import ChainKey
+from .rank_objects import as_info, as_rank_object
 
 __all__ = ["Publication", "PublicationHome", "part_tag"]
 
@@ -61,6 +62,8 @@ class PublicationHome:
     """The chain record, as it was last read."""
     ended: Callable[["Publication"], None]
     """Called when the publication was committed or taken back."""
+    make_room: Callable[[], Awaitable[None]]
+    """Deletes what may go, when the bucket has no room."""
 
 
 class Publication:
@@ -212,7 +215,7 @@ class Publication:
             version=self.version,
             epoch=self.epoch,
             rank=rank,
-            objects=tuple(_as_rank_object(info) for info in self._infos),
+            objects=tuple(as_rank_object(info) for info in self._infos),
             tensors=tuple(tensors),
         )
         folder = f"{self._list_prefix}/{rank}"
@@ -276,7 +279,11 @@ class Publication:
                 raise _bad_list(rank, f"its object {given_object.name[:200]!r} is of another publication or rank")
         if (given.version, given.epoch, given.rank) != (self.version, self.epoch, rank):
             raise _bad_list(rank, f"it is of version {given.version}, epoch {given.epoch}, rank {given.rank}")
-        self._infos += [_as_info(self._bucket, given_object) for given_object in given.objects]
+        self._infos += [as_info(self._bucket, given_object) for given_object in given.objects]
+        if len(self._infos) >= MAX_FILES:
+            raise _bad_list(
+                rank, f"with its {len(given.objects)} objects there would be more than {MAX_FILES} with the manifest"
+            )
         found[rank] = given
 
     @property
@@ -295,25 +302,32 @@ class Publication:
         return info
 
     async def _within_room(self, pieces: Pieces) -> AsyncGenerator[bytes | bytearray | memoryview, None]:
-        """Stop before the bucket is full: the chain record must always find room."""
-        state = await self._home.key.bucket_state()
-        room = state.limit - state.used - chain.SPARE_BYTES
-        num_bytes = 0
-
-        def count(piece: bytes | bytearray | memoryview) -> None:
-            nonlocal num_bytes
-            num_bytes += memoryview(piece).nbytes
-            if num_bytes > room:
-                raise ControlError(
-                    ControlCode.STORAGE,
-                    f"the bucket {self._bucket!r} takes no more: of {state.limit} bytes {state.used} were used, and an "
-                    f"object needs at least {num_bytes + chain.SPARE_BYTES}",
-                )
-
+        """Stop before the bucket is full, if cleaning does not help: the chain record must always find room."""
+        num_bytes, room = 0, await self._room()
         async with contextlib.aclosing(each_piece(pieces)) as given:
             async for piece in given:
-                count(piece)
+                num_bytes += memoryview(piece).nbytes
+                if num_bytes > room:
+                    room += await self._free_room()
+                if num_bytes > room:
+                    state = await self._home.key.bucket_state()
+                    raise ControlError(
+                        ControlCode.STORAGE,
+                        f"the bucket {self._bucket!r} takes no more: of {state.limit} bytes {state.used} are used, and "
+                        f"an object needs at least {num_bytes + chain.SPARE_BYTES}",
+                    )
                 yield piece
+
+    async def _room(self) -> int:
+        state = await self._home.key.bucket_state()
+        return state.limit - state.used - chain.SPARE_BYTES
+
+    async def _free_room(self) -> int:
+        """Clean the bucket; return how many bytes that has freed."""
+        await (await self._open_sender()).finish()  # what arrives meanwhile would seem to be in the way
+        before = await self._room()
+        await self._home.make_room()
+        return await self._room() - before
 
     async def _open_sender(self) -> Sender:
         if self._sender is None:
@@ -371,28 +385,3 @@ def _withdrawn(record: ChainRecord, objects: str) -> ChainRecord:
 
 def _bad_list(rank: int, problem: str) -> ControlError:
     return ControlError(ControlCode.BAD_SOURCE, f"the list of rank {rank} is refused: {problem}")
-
-
-def _as_rank_object(info: ObjectInfo) -> RankObject:
-    return RankObject(
-        name=info.name,
-        nuid=info.nuid,
-        size=info.size,
-        chunks=info.chunks,
-        digest=info.digest,
-        mtime=info.mtime,
-        part_bytes=0 if info.options is None else info.options.max_chunk_size,
-    )
-
-
-def _as_info(bucket: str, given: RankObject) -> ObjectInfo:
-    return ObjectInfo(
-        name=given.name,
-        bucket=bucket,
-        nuid=given.nuid,
-        size=given.size,
-        chunks=given.chunks,
-        digest=given.digest,
-        mtime=given.mtime,
-        options=ObjectOptions(max_chunk_size=given.part_bytes),
-    )

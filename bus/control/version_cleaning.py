@@ -47,6 +47,7 @@ class Cleaning:
         self._young_s = young_s
         self._ages: dict[str, float] = {}
         """Seconds, by folder."""
+        self._open_tags = open_tags
         self._tags = set(open_tags)
         """Of the folders that are there, or will be."""
         self._others: list[str] = []
@@ -69,7 +70,8 @@ class Cleaning:
             else:
                 folder, tag = found
                 self._tags.add(tag)
-                one_of[folder] = name
+                if tag not in self._open_tags:  # ranks have given lists, whose age says nothing
+                    one_of[folder] = name
         for folder, name in one_of.items():
             described = await find_object(self._nats, self._bucket, name, is_signed=False)
             if described is not None:

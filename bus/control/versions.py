@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from typing import Final
@@ -49,6 +49,7 @@ class VersionStore:
 
     Attributes:
         record: the chain record, as it was last read or written.
+        make_room: called when an object finds no room in the bucket, to `clean` it; set it before `open`.
     """
 
     def __init__(self, server: str | Server, subjects: Subjects, model: str, *, publisher: str) -> None:
@@ -58,6 +59,7 @@ class VersionStore:
         self._publisher = publisher
         self._holder: Final = Holder(publisher=publisher, incarnation=uuid.uuid4().hex)
         self.record = ChainRecord(model=model)
+        self.make_room: Callable[[], Awaitable[None]] = _make_no_room
         self._stack = AsyncExitStack()
         self._home: PublicationHome | None = None
         self._stored: StoredChain | None = None
@@ -100,6 +102,7 @@ class VersionStore:
                 change=self._change,
                 ended=self._open.discard,
                 record=lambda: self.record,
+                make_room=self.make_room,
             )
             await _make_bucket(nats, key)
             if with_lease:
@@ -207,7 +210,7 @@ class VersionStore:
         """Wait until rank 0 has committed a publication that this rank joined; return its link.
 
         Raises:
-            ControlError: `timeout`: it did not.
+            ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither.
             BusBroken: JetStream or the connection failed.
         """
         home = self._opened()
@@ -217,6 +220,10 @@ class VersionStore:
             for link in self.record.links:
                 if link.objects == objects:
                     return link
+            if self.record.opened is None or self.record.opened.objects != objects:
+                raise ControlError(
+                    ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: it failed, or another publisher took over"
+                )
             if time.monotonic() >= ends_at:
                 raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
             await asyncio.sleep(POLL_S)
@@ -367,6 +374,10 @@ class VersionStore:
             f"({self._publisher}, epoch {epoch}) did not renew its lease",
         )
         raise self._lost
+
+
+async def _make_no_room() -> None:
+    """Of a store whose user does not say what is recorded: nothing may go."""
 
 
 def _is_open(opened: OpenedVersion, record: ChainRecord, version: int, adapter: str | None) -> bool:

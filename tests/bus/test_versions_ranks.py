@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 
 import msgspec
 import pytest
 
 from rollbus.bus.control import publication as module
+from rollbus.bus.control import rank_objects
 from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.control.publication import Publication
 from rollbus.bus.control.versions import VersionStore
@@ -95,6 +96,55 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
         await publish(stores[0], 7)
 
 
+async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> None:
+    """It does not wait for a commit that will never come."""
+    async with ranks(nats_url, 2) as (_, _, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(refusal(stores[1].until_committed(publication.objects, SOON_S)))
+            await publication.discard()
+        assert waiting.result().code is ControlCode.NOT_FOUND
+        assert "it failed, or another publisher took over" in waiting.result().message
+
+
+async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:
+    """However long ago they gave it: rank 0 may still compare its own tensors."""
+    async with ranks(nats_url, 2) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        await stores[0].clean(set(), young_s=0.0)
+        lists = await publication.collect(2, SOON_S)
+        await publication.commit(manifest_of(publication, [tensor(1)]))
+        assert len(lists) == 1
+        assert await parts_in(nats, bucket) == 2
+
+
+async def test_ranks_have_no_more_objects_together_than_a_folder(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers refuse a folder with more; what the ranks stored is taken back."""
+    async with ranks(nats_url, 2) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await publication.put("0.safetensors", [b"0"])
+        await take_part(stores[1], 1, 7)
+        monkeypatch.setattr(module, "MAX_FILES", 2)
+        with pytest.raises(ControlError, match="there would be more than 2 with the manifest") as raised:
+            await publication.collect(2, SOON_S)
+        assert raised.value.code is ControlCode.BAD_SOURCE
+        assert await parts_in(nats, bucket) == 0
+
+
+async def refusal(waiting: Awaitable[object]) -> ControlError:
+    """What it is refused with."""
+    with pytest.raises(ControlError) as raised:
+        await waiting
+    return raised.value
+
+
 async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
     """Neither another version, nor one of a publisher that has closed; and it commits nothing."""
     async with ranks(nats_url, 2) as (_, _, stores):
@@ -144,8 +194,8 @@ async def test_a_list_of_something_else_is_refused(
 @pytest.mark.parametrize("name", ["versions/chain", "../x", "m/weights/1-abc/a"])
 async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A list with an object outside of the folder is refused."""
-    real = module._as_rank_object
-    monkeypatch.setattr(module, "_as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
+    real = rank_objects.as_rank_object
+    monkeypatch.setattr(module, "as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)
         await publication.announce()
