@@ -239,7 +239,7 @@ async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: st
         async with opened_store(nats_url, fleet) as store:
             publication = store.begin(1)
             await publication.put("a.safetensors", [bytes(4 * MEGABYTE)])
-            with pytest.raises(ControlError, match=rf"takes no more: of {12 * MEGABYTE} bytes \d+ were used") as raised:
+            with pytest.raises(ControlError, match=rf"takes no more: of {12 * MEGABYTE} bytes \d+ are used") as raised:
                 await publication.put("b", (bytes(MEGABYTE) for _ in range(9)))
             assert raised.value.code is ControlCode.STORAGE
             assert await parts_in(nats, bucket) == 0

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client.weights import version_publisher
 from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.nats.connection import connected
-from rollbus.bus.objects.catalog import ensure_bucket, list_prefix
+from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint
@@ -185,26 +184,6 @@ async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
         assert await folders(nats_url, fleet) == []
 
 
-async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of versions that nobody needs two fit; publishing goes on for as many as one likes."""
-    monkeypatch.setattr(version_publisher, "PRESSED_S", 0.0)
-    bucket = published_bucket(fleet, MODEL)
-    async with connected(nats_url, name="test") as nats:
-        await ensure_bucket(nats, bucket, max_bytes=7 * 1024**2)
-        async with rollbus.connect(nats_url, fleet=fleet) as rb:
-            for version in range(1, 6):
-                # A new publisher each time, so that each version is an anchor.
-                async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
-                    tensors = {"a": np.full(1024**2, version, np.uint8)}
-                    # What it will take is known from the second time on.
-                    await publisher.publish(tensors, version=2 * version, update=False)
-                    again = await publisher.publish(tensors, version=2 * version + 1, update=False)
-                    assert not again.is_anchor
-        assert len(await folders(nats_url, fleet)) < 10
-
-
 async def test_a_stored_version_notes_what_the_desired_state_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Not only what this publisher had loaded: here an admin did."""
     one = write_checkpoint(tmp_path / "one", seed=1)
@@ -371,7 +350,7 @@ async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url:
                     own = error
             return [own, giving.result()]
 
-        refused, waited = await both(1, [(name, tensors[name])], 3.0)
+        refused, waited = await both(1, [(name, tensors[name])], SOON_S)
         assert "came from the ranks 0 and 1" in str(refused)
         assert "did not commit" in str(waited)
         with pytest.raises(ControlError, match="these gave no list within 0 s: 1"):

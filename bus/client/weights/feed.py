@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ class TensorFeed:
         named_tensors: (name, tensor), drawn once.
 
     Attributes:
+        given_bytes: of tensors of torch or numpy that are given all at once; 0 for an iterator.
         compare_s: seconds that the thread took to read, compare, encode and hash.
     """
 
@@ -39,6 +40,7 @@ class TensorFeed:
             allowed = "an iterable of (name, tensor)"
             raise InvalidRequest(field="named_tensors", problem=f"is {describe(named_tensors)}", allowed=allowed)
         self._items: Iterable[object] = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        self.given_bytes = _bytes_of(self._items)
         self._room = threading.Semaphore(MAX_WAITING)
         self._has_begun = threading.Event()
         self._is_stopped = False
@@ -121,6 +123,15 @@ class TensorFeed:
     def _on_drawn(self) -> None:
         self._objects.put_nowait(None)
         self._ended.set()
+
+
+def _bytes_of(items: Iterable[object]) -> int:
+    """Sum up what lies in memory; what is no pair of a name and a tensor is refused when it is drawn."""
+    if not isinstance(items, Collection):
+        return 0
+    tensors = (item[1] for item in items if isinstance(item, tuple | list) and len(item) == 2)
+    sizes = (getattr(tensor, "nbytes", 0) for tensor in tensors)
+    return sum(size for size in sizes if isinstance(size, int))
 
 
 class _Drawing:

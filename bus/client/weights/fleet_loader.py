@@ -10,7 +10,7 @@ from ...control.updates import Updates
 from ...control.uploads import sources_in
 from ...control.versions import VersionStore
 from ...protocol.fleet.command_result import CommandResult
-from ...protocol.weights.chain import YOUNG_S
+from ...protocol.weights.chain import PRESSED_S, YOUNG_S
 from .options import AdapterOptions, PublishOptions
 
 __all__ = ["FleetLoader"]
@@ -73,6 +73,10 @@ class FleetLoader:
         finally:
             await self.clean()
         return ledger
+
+    async def make_room(self) -> None:
+        """Clean a bucket that has no room: only the youngest folders stay beside those that somebody needs."""
+        await self.clean(young_s=PRESSED_S)
 
     async def clean(self, *, young_s: float = YOUNG_S) -> None:
         """Tell the store what is recorded, and delete what nobody needs. What fails is logged and done again later."""

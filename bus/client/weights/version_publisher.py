@@ -11,7 +11,6 @@ from typing import Final
 
 from msgspec import structs
 
-from ....schemas.control import FinishWeightUpdate
 from ....schemas.errors import ControlCode, ControlError, InvalidRequest
 from ....schemas.manifest import (
     MANIFEST,
@@ -27,7 +26,7 @@ from ...control.versions import VersionStore
 from ...nats.connection import connected
 from ...objects.folder_reader import open_reader
 from ...protocol.fleet.command_result import CommandIncomplete
-from ...protocol.weights.chain import PRESSED_S, contents, links_with, needed_for_version, needs_anchor
+from ...protocol.weights.chain import links_with
 from ..call_registry import CallRegistry
 from .base import fill
 from .checkpoint import Checkpoint, FolderFile
@@ -38,6 +37,7 @@ from .folder import file_objects, with_index
 from .off_loop import read_off_loop
 from .options import AdapterOptions, PublishOptions
 from .packing import StoredObject
+from .planner import VersionPlanner
 from .ranks import join_lists
 from .results import PublishedWeights
 from .snapshot import Snapshot
@@ -94,7 +94,6 @@ class VersionPublisher:
         self._server = config.server
         self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
         self._updates = registry.runtime.updates
-        self._watcher = registry.runtime.watcher
         self._model = model
         self._name = config.client
         self._kinds = None if checkpoint is None else checkpoint.kinds
@@ -105,6 +104,11 @@ class VersionPublisher:
         # True after a rank failed, which may not hold what rank 0 does, or after a worker could not build a version.
         self._is_out_of_step = False
         self._loader = FleetLoader(self._updates, self._versions, model)
+        self._planner = VersionPlanner(
+            self._updates, self._versions, registry.runtime.watcher, self._loader, model, num_ranks
+        )
+        if not rank:
+            self._versions.make_room = self._loader.make_room
         self._is_busy = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -212,7 +216,13 @@ class VersionPublisher:
             await feed.stop()
 
     async def _store_weights(self, feed: TensorFeed, options: PublishOptions, started: float) -> PublishedWeights:
-        links, plan = await self._plan(options)
+        links, plan = await self._planner.plan(
+            options,
+            self._snapshot,
+            kinds=self._kinds,
+            given_bytes=feed.given_bytes,
+            is_out_of_step=self._is_out_of_step,
+        )
         draft = Draft(plan, self._snapshot, self._kinds)
         publication = self._versions.begin(
             options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
@@ -291,43 +301,6 @@ class VersionPublisher:
             *(published.stored_bytes, published.model_bytes, published.seconds),
         )
         return published
-
-    async def _plan(self, options: PublishOptions) -> tuple[tuple[Link, ...], DraftPlan]:
-        """Decide what to store after which links, and refuse what cannot be, before the first byte."""
-        state = await self._updates.state(self._model)
-        await self._versions.refresh()
-        links = self._versions.record.links
-        if options.updates:
-            await self._updates.check_version(options.command, min_staged=options.min_staged)
-        elif links and options.command.version <= links[-1].version and not options.command.allow_rollback:
-            raise ControlError(
-                ControlCode.OLD_VERSION,
-                f"version {options.command.version} is not newer than {links[-1].version}, which was published last; "
-                "allow_rollback permits it all the same",
-            )
-        recorded = state.registers.get("weights")
-        reason = needs_anchor(
-            links,
-            snapshot=None if self._is_out_of_step else self._snapshot.digest or None,
-            after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
-            # Of one that starts it is not known; restarts must not make each version a whole checkpoint.
-            workers_read_deltas=all(
-                worker.capabilities.weight_deltas
-                for worker in await self._watcher.known_workers()
-                if worker.model == self._model and worker.capabilities is not None
-            ),
-        )
-        kinds = self._kinds or {name: tensor.kind for name, tensor in self._snapshot.tensors.items()}
-        anchor_bytes = sum(kind.size for kind in kinds.values())
-        if not kinds:  # what was published before tells
-            anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
-        used, limit = await self._versions.used_and_limit()
-        if used + needed_for_version(links, anchor_bytes) > limit:
-            await self._loader.clean(young_s=PRESSED_S)
-            used, limit = await self._versions.used_and_limit()
-            links = self._versions.record.links
-        what = contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
-        return links, DraftPlan(has_delta=what.delta, has_anchor=what.anchor, num_ranks=self._num_ranks)
 
     async def _upload(self, feed: TensorFeed, job: _Job) -> _Stored:
         """Store all objects but the manifest, while the tensors are drawn."""
