@@ -43,6 +43,7 @@ __all__ = [
     "decode_request_message",
     "encode",
     "encode_json",
+    "priority_of",
     "request_id_of",
 ]
 
@@ -231,7 +232,12 @@ class _OnlyId(msgspec.Struct):
     request_id: str
 
 
+class _OnlyPriority(msgspec.Struct):
+    priority: int = 0
+
+
 _only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
+_only_priority_decoder = msgspec.msgpack.Decoder(_OnlyPriority)
 
 
 def encode(message: GenerateRequest | RequestMessage | Frame | LinkMessage) -> bytes:
@@ -250,6 +256,14 @@ def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
         return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
     except (*MALFORMED, InvalidRequest):
         return None
+
+
+def priority_of(raw: bytes | msgspec.Raw) -> int:
+    """The priority in an encoded `GenerateRequest` that may be wrong elsewhere; 0 when there is no integer."""
+    try:
+        return _only_priority_decoder.decode(raw).priority
+    except MALFORMED:
+        return 0
 
 
 def decode_request_message(data: bytes) -> RequestMessage:

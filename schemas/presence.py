@@ -237,8 +237,8 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     placements_refused: NotNegative = 0
     """Placed requests that it has refused for want of room; their clients put them into the queue."""
     cached_prompt_tokens: NotNegative = 0
-    """Of the prompt tokens of requests with a first token, those that its engine had in its prefix cache and did not
-    compute."""
+    """Of the prompt tokens of requests with a first token, those that its engine did not compute: it had them in its
+    prefix cache, or fetched them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -329,11 +329,11 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     staging: Staging | None = None
     """The weights that it is staging; None: it stages none, or does not say."""
     cache_epoch: NotNegative = 0
-    """Rises whenever its prefix cache was emptied: by a load of weights, a flush, or a sleep. What an earlier epoch
-    of this incarnation cached is gone."""
+    """Rises whenever its prefix cache was emptied, or may have been: by a load of weights, a flush, or a sleep. What
+    this incarnation cached in an earlier epoch is gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
     """Seconds since the oldest prefix was used that its prefix cache still has; what was used earlier is gone. None:
-    it has none, or its engine does not say."""
+    it has forgotten none since the cache was emptied, or its engine does not say, as vLLM."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

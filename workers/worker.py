@@ -160,13 +160,12 @@ class Worker:
         self._max_payload = nats.max_payload
         self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
         self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
-        self._intake = RequestIntake(
-            *(config, self._lifecycle, self._links, self._runner, self._execute),
-            lambda: self._puller.wake(),  # noqa: PLW0108 (the puller is made below)
-        )
         self._puller = QueuePuller(
-            nats, self._subjects, config.model, room=self._intake.queue_room, on_request=self._intake.accept
+            *(nats, self._subjects, config.model),
+            room=lambda: self._intake.queue_room(),  # noqa: PLW0108 (the intake is made below)
+            on_request=lambda message: self._intake.accept(message),  # noqa: PLW0108
         )
+        self._intake = RequestIntake(config, self._lifecycle, self._links, self._runner, self._execute, self._puller)
         self._in_flight = InFlightRequests(self._runner, self._links, self._intake, self._puller, execute=self._execute)
         self._control = make_control(config, nats, self._lifecycle, self._in_flight, self._publisher, self._sources)
 
@@ -396,4 +395,6 @@ class Worker:
             held_s=round(self._lifecycle.held_s, 3),
             engine_stats=None if state is WorkerState.STARTING else self._engine.stats,
             staging=reconciler.stager.progress,
+            cache_epoch=self._runner.cache_epoch,
+            oldest_prefix_s=None if state is WorkerState.STARTING else self._engine.oldest_prefix_s,
         )

@@ -68,4 +68,7 @@ class WorkerStats:
             weights_stagings_cancelled=self.stagings.cancelled,
             weights_staging_s=round(self.stagings.seconds, 3),
             weights_paused_s=round(self.stagings.paused_s, 3),
+            placed=self.intake.placed,
+            placements_refused=self.intake.refused,
+            cached_prompt_tokens=links.cached_prompt_tokens,
         )

@@ -150,6 +150,10 @@ class QueuePuller:
         state = "paused" if self._is_paused else "pulling"
         return f"<QueuePuller {self._model!r} {state} {self._plan!r} {self.stats}>"
 
+    def lanes_waiting(self) -> tuple[Lane, ...] | None:
+        """Return the lanes in which requests wait, as the last pulls told; None: that is not known."""
+        return self._plan.lanes_waiting(time.monotonic())
+
     def wake(self) -> None:
         """Look again: there may be room now, or the connection is back."""
         self._woken.set()

@@ -220,6 +220,31 @@ def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_fo
     assert pull.num_pulls == MAX_BATCH
 
 
+def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_may_stand() -> None:
+    """A worker without room asks no more; after a second it does not know what has come meanwhile."""
+    world = World(room=1)
+    assert world.plan.lanes_waiting(world.now) is None
+    world.settle()
+    assert world.plan.lanes_waiting(world.now) == ()
+    world.set_room(0)
+    assert world.plan.lanes_waiting(world.now + STANDING_S) == ()
+    assert world.plan.lanes_waiting(world.now + STANDING_S + 0.001) is None
+    world.plan.reset()
+    assert world.plan.lanes_waiting(world.now) is None
+
+
+def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
+    """What a lane had besides its last message may wait still, until a pull finds nothing there."""
+    world = World(room=1)
+    world.settle()
+    world.publish("normal", 3)
+    world.receive()
+    assert world.plan.lanes_waiting(world.now) == ("normal",)
+    world.settle()
+    assert world.taken == ["normal"] * 3
+    assert world.plan.lanes_waiting(world.now) == ()
+
+
 def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
     """However much room there is: pulls that find nothing cost the server as much as those that bring a message."""
     (pull,) = World(room=10_000).pull()

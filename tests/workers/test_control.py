@@ -156,7 +156,10 @@ async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControl
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         failed = await boss.do("flush_cache")
+        before = client.presences["w"].cache_epoch
         await boss.applied("flush_cache", preempt=True)
+        # Of a cache that is emptied, what was known is void.
+        await client.until(lambda: client.presences["w"].cache_epoch > before)
         await client.until_serving("w")
 
         assert failed.error is not None
@@ -221,9 +224,11 @@ async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlle
         await client.until_ended("before")
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
+        before = client.presences["w"].cache_epoch
         await boss.applied("sleep")
         await client.until_ended("r")
         await client.until_state("w", WorkerState.ASLEEP)
+        assert client.presences["w"].cache_epoch > before
         await boss.applied("flush_cache")
         await boss.applied("pause")
         await client.until_state("w", WorkerState.ASLEEP)

@@ -12,10 +12,12 @@ from rollbus.schemas.limits import MAX_DELIVERIES
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, short
+from tests.support.waits import until_true
 from tests.workers.support import StartHeard
 
 pytestmark = pytest.mark.slow
@@ -135,6 +137,7 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(
 async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_worker: StartHeard) -> None:
     """A worker takes what is handed to it directly while it has a slot, and else answers `queue_full`."""
     async with heard_worker(config=ENDLESS) as (client, worker, _):
+        await until_found_empty(worker)
         for number in range(3):
             await client.hand_over(endless(f"r{number}"), "w")
         await client.until_ended("r2")
@@ -142,6 +145,11 @@ async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_wor
         assert client.error_of("r2") == ErrorCode.QUEUE_FULL
         assert [key.request_id for _, key in client.offers] == ["r0", "r1"]
         assert worker.stats().intake.refused == 1
+
+
+async def until_found_empty(worker: Worker) -> None:
+    """Wait until the worker has asked every lane of the queue, and found none that has requests."""
+    await until_true(lambda: worker._puller.lanes_waiting() == ())
 
 
 async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:

@@ -1,6 +1,7 @@
 """The load that a synthetic engine tells of."""
 
 import asyncio
+import time
 
 import numpy as np
 
@@ -113,3 +114,21 @@ def test_least_use_leaves_the_prefix_cache_first() -> None:
     assert len(cache) == 4
     assert cache.add_prompt("", first) == 16
     assert cache.add_prompt("", second) == 16
+
+
+def test_a_prefix_cache_tells_the_age_of_its_oldest_prefix_once_it_has_forgotten_one() -> None:
+    """Until then nothing is gone; later, what was used before the oldest prefix is; a cleared cache begins anew."""
+    cache = PrefixCache(max_tokens=4 * 16)
+    prompts = [np.arange(start, start + 33, dtype=np.uint64) for start in (0, 100, 200)]
+    used_at = []
+    for prompt in prompts:
+        assert cache.oldest_s(time.monotonic()) is None
+        used_at.append(time.monotonic())
+        cache.add_prompt("", prompt)
+        used_at.append(time.monotonic())
+    oldest_s = cache.oldest_s(used_at[-1])
+    assert oldest_s is not None
+    # The first prompt is gone: the oldest is the second.
+    assert used_at[2] <= used_at[-1] - oldest_s <= used_at[3]
+    cache.clear()
+    assert cache.oldest_s(used_at[-1]) is None

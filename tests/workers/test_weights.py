@@ -43,10 +43,12 @@ async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_p
 async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseMode) -> None:
     """Its canary and its output are those of a worker that was started on the checkpoint."""
     async with rig(tmp_path / "a") as updated, rig(tmp_path / "b", fill=2) as fresh:
-        before = updated.weights.canary
+        before, cache_epoch = updated.weights.canary, updated.runner.cache_epoch
         canary = await updated.weights.update(update(updated.checkpoint("2", 2), 2, mode=mode), updated.report)
         await updated.flow.resume()
         assert before != canary == updated.weights.canary == fresh.weights.canary
+        # Whoever knows what was cached knows that it is of no use now.
+        assert updated.runner.cache_epoch > cache_epoch
         assert await updated.generate("r") == await fresh.generate("r")
 
 

@@ -200,7 +200,9 @@ class Registers:
         await self._reset_cache(preempt=command.preempt)
 
     async def _reset_cache(self, *, preempt: bool) -> None:
-        if not await self._in_flight.runner.engine.reset_cache(preempt=preempt):
+        with self._in_flight.runner.emptying_cache():
+            is_reset = await self._in_flight.runner.engine.reset_cache(preempt=preempt)
+        if not is_reset:
             raise ControlError(
                 ControlCode.CACHE_IN_USE,
                 f"the prefix cache could not be reset: {self._in_flight.count} requests in flight hold parts of it",
@@ -214,7 +216,8 @@ class Registers:
         await self._wake(report, command.timeout_s)
         self._in_flight.fail_for_retry("it goes to sleep")
         await self._in_flight.stop("abort", command.timeout_s)
-        await self._in_flight.runner.engine.sleep(command.level)
+        with self._in_flight.runner.emptying_cache():
+            await self._in_flight.runner.engine.sleep(command.level)
         self._sleep_level = command.level
 
     async def _wake(self, report: Report, timeout_s: float) -> None:

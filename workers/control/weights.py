@@ -271,7 +271,8 @@ class WeightManager:
     async def _change(self, change: Callable[[], Awaitable[Verified | None]], before: tuple[bool, str | None]) -> None:
         began = time.monotonic()
         try:
-            self.verified = await change()
+            with self._in_flight.runner.emptying_cache():
+                self.verified = await change()
         except ControlError as exc:
             if exc.code in UNTOUCHED:
                 self.is_poisoned, self.problem = before
@@ -308,7 +309,9 @@ class WeightManager:
     async def _reset_cache(self, mode: PauseMode, deadline: Deadline, report: Report) -> None:
         report("flushing")
         async with deadline.bound("flushing the cache"):
-            if not await self._in_flight.runner.engine.reset_cache(preempt=mode == "keep"):
+            with self._in_flight.runner.emptying_cache():
+                is_reset = await self._in_flight.runner.engine.reset_cache(preempt=mode == "keep")
+            if not is_reset:
                 raise ControlError(ControlCode.CACHE_IN_USE, "the engine could not reset its prefix cache")
 
 

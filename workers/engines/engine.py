@@ -37,6 +37,13 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Its load now, for announcements; may be asked at any time, and costs no call to the engine."""
 
+    @property
+    def oldest_prefix_s(self) -> float | None:
+        """Seconds since the oldest prefix in its prefix cache was used; what was used earlier is forgotten.
+
+        None: it has forgotten none since the cache was emptied, or does not say.
+        """
+
     async def start(self) -> None:
         """Load the model and warm up, so that the first real request is as fast as the others.
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
+
+from msgspec.structs import replace
 
 from ...schemas.errors import EngineDead, RequestError
 from ...schemas.messages import KvTransfer
@@ -44,6 +47,8 @@ class EngineRunner:
         self._quiet_s = 0.0
         self.is_engine_paused = False
         """The engine makes no steps, as it was told."""
+        self.cache_epoch = 0
+        """How often its prefix cache was emptied, or may have been."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -56,6 +61,14 @@ class EngineRunner:
         if self.capabilities is None:
             return 0
         return max(self.capabilities.max_num_seqs - len(self._inside), 0)
+
+    @contextmanager
+    def emptying_cache(self) -> Iterator[None]:
+        """Count that the prefix cache is emptied within, also where that fails or is cancelled: some of it may be."""
+        try:
+            yield
+        finally:
+            self.cache_epoch += 1
 
     @property
     def num_inside(self) -> int:
@@ -77,7 +90,7 @@ class EngineRunner:
             EngineDead: it could not be started.
         """
         await self.engine.start()
-        self.capabilities = self.engine.capabilities
+        self.capabilities = replace(self.engine.capabilities, request_groups=True)
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:
         """Hand over what each step of the engine produced, until it dies.
@@ -101,6 +114,11 @@ class EngineRunner:
             on_steps(steps)
         raise EngineDead("the engine stopped by itself")
 
+    def reserve(self, keys: Iterable[str]) -> None:
+        """Count requests as inside before `add` is called with each: they have slots, and aborts reach them."""
+        self._inside.update(keys)
+        self._being_added.update(keys)
+
     async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Have the engine take `request`, which has passed the worker's checks, under a key never used before.
 
@@ -110,8 +128,7 @@ class EngineRunner:
         Raises:
             InvalidRequest: the engine refuses it and has not seen it.
         """
-        self._inside.add(key)
-        self._being_added.add(key)
+        self.reserve([key])
         if kv is not None and kv.params:
             self._fetching.add(key)
         try:

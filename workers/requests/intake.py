@@ -1,39 +1,32 @@
-"""The incoming requests of a worker: those from the queue, and direct ones that clients send for a session."""
+"""The incoming requests of a worker: those from the queue, and those that clients place here directly."""
 
 import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest
+from ...bus.protocol.queue.intake_shares import IntakeShares
+from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
-from ...schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
+from ...schemas.errors import EngineDead, ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
-from ...schemas.messages import (
-    KvTransfer,
-    RequestKey,
-    RequestMessage,
-    decode_request,
-    decode_request_message,
-    request_id_of,
-)
+from ...schemas.messages import KvTransfer, Sibling, priority_of, request_id_of
 from ...schemas.presence import Capabilities
-from ...schemas.request import GenerateRequest
+from ...schemas.request import GenerateRequest, lane_of
 from ..config import WorkerConfig
 from ..engines.engine_runner import EngineRunner
 from ..lifecycle.lifecycle import WorkerLifecycle
 from .admission import (
     can_use,
-    check_lag,
     check_mask_size,
     check_phase,
-    check_reply_to,
     check_request,
     check_row_size,
     wait_for_weights_s,
 )
+from .incoming import IncomingRequest
 from .links import WorkerLinks
 from .worker_requests import Instructions, RequestOrigin
 
@@ -45,8 +38,6 @@ MAX_ARRIVALS = 4096
 """Requests that wait to enter the engine: about as many as it has free slots. Above it they go back to the queue."""
 ADMIT_AT_ONCE = 16
 """Requests of a burst that are admitted, for some milliseconds, before the engine's steps may be published."""
-MAX_INDEX = 2**31 - 1
-"""The largest attempt number of the wire."""
 
 
 @dataclass(slots=True)
@@ -63,8 +54,10 @@ class IntakeStats:
     """Returned to the queue, because this worker accepts none now or too many wait."""
     too_new: int = 0
     """Returned to the queue, for workers with later weights, or with an adapter that this one lacks."""
+    placed: int = 0
+    """Direct ones that were offered to their clients."""
     refused: int = 0
-    """Direct ones for which there was no free slot."""
+    """Direct ones for which there was no free slot, or whose slot belongs to the queue or to another client."""
     not_serving: int = 0
     """Received while this worker could not publish: the queue, or the client, gives them to another worker."""
     poison: int = 0
@@ -73,25 +66,12 @@ class IntakeStats:
     """Decode phases with KV of other weights, or of a connector that the engine lacks: it is computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
-    """One request that was received and not accepted yet."""
-
-    client: str
-    """As the subject says."""
-    data: bytes
-    message: QueuedRequest | None = None
-    """Of the queue; None for a direct request."""
-    is_refused: bool = False
-    """There was no free slot for it."""
-
-
 class RequestIntake:
     """Checks and accepts requests one after another, as far as the engine has free slots.
 
     Args:
         execute: executes instructions, and has sent what there is to send.
-        on_free_slots: called when no request waits here: there may be room for more.
+        puller: gives this intake the requests of the queue; woken when none waits here, as there may be room for more.
     """
 
     def __init__(
@@ -101,7 +81,7 @@ class RequestIntake:
         links: WorkerLinks,
         engine: EngineRunner,
         execute: Callable[[Instructions], None],
-        on_free_slots: Callable[[], None],
+        puller: QueuePuller,
     ) -> None:
         self._subjects = Subjects(config.fleet)
         self._max_held_bytes = config.max_held_bytes
@@ -109,7 +89,8 @@ class RequestIntake:
         self._links = links
         self._engine = engine
         self._execute = execute
-        self._on_free_slots = on_free_slots
+        self._puller = puller
+        self._shares = IntakeShares()
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
@@ -117,14 +98,14 @@ class RequestIntake:
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<RequestIntake waiting={len(self._incoming)} room={self.room()} {self.stats}>"
+        return f"<RequestIntake waiting={self.num_waiting} room={self.room()} {self._shares!r} {self.stats}>"
 
     def room(self) -> int:
         """Return how many more requests would start at once; below 0, by the number of those that must wait.
 
         At most 0 while this worker accepts none, stops, or holds too much that clients have not acknowledged.
         """
-        free = self._engine.num_free - len(self._incoming)
+        free = self._engine.num_free - self.num_waiting
         if free <= 0:
             return free
         is_closed = self._is_stopping or not self._lifecycle.may_accept()
@@ -132,14 +113,17 @@ class RequestIntake:
 
     def queue_room(self) -> int:
         """Return how many more requests to pull; a prefill worker pulls none, as clients send them directly."""
+        return min(self.room(), 0) if self._is_prefill else self.room()
+
+    @property
+    def _is_prefill(self) -> bool:
         capabilities = self._engine.capabilities
-        is_prefill = capabilities is not None and capabilities.role == "prefill"
-        return min(self.room(), 0) if is_prefill else self.room()
+        return capabilities is not None and capabilities.role == "prefill"
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that were received and not accepted yet."""
-        return len(self._incoming)
+        return sum([len(incoming.samples) for incoming in self._incoming])
 
     @property
     def messages(self) -> list[QueuedRequest]:
@@ -153,17 +137,63 @@ class RequestIntake:
             self.stats.not_serving += 1
         elif self._is_stopping or len(self._incoming) >= MAX_ARRIVALS or not self._lifecycle.may_accept():
             self._nak([message])
-        else:
-            self._add(IncomingRequest(message.client, message.data, message))
+        elif (incoming := self._decode(message.client, message.data, message)) is not None:
+            self._shares.count_queued(self._puller.lanes_waiting())
+            self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
-        """Accept a direct request; without a free slot, or while none is accepted, it is refused."""
+        """Accept what a client has placed here, each sample by itself; refuse it at once where it gets no slot."""
         self.stats.taken += 1
         if not self._lifecycle.may_publish() or len(self._incoming) >= MAX_ARRIVALS:
             # Unanswered, the client puts it into the queue.
             self.stats.not_serving += 1
+        elif (incoming := self._decode(client, data)) is not None:
+            admitted, refused = self._admit_placed(incoming)
+            if refused:
+                self._refuse(incoming.with_samples(refused))
+            if admitted:
+                self._add(incoming.with_samples(admitted))
+
+    def _decode(self, client: str, data: bytes, message: QueuedRequest | None = None) -> IncomingRequest | None:
+        """Decode a message; return None if nobody can be answered, and then remove it from the queue."""
+        try:
+            return IncomingRequest.decode(client, data, message)
+        except RemoteProtocolError as exc:
+            self._drop_bad(client, message, exc)
+            return None
+
+    def _drop_bad(self, client: str, message: QueuedRequest | None, error: RemoteProtocolError) -> None:
+        self.stats.bad += 1
+        logger.warning("request.bad client=%s error=%s", client, error)
+        self._execute(_ack(message))
+
+    def _admit_placed(self, incoming: IncomingRequest) -> tuple[list[Sibling], list[Sibling]]:
+        """Return the samples of a direct message that get a slot, and the others."""
+        waiting = () if self._is_prefill else self._puller.lanes_waiting()
+        lane, now = lane_of(priority_of(incoming.envelope.request)), time.monotonic()
+        room = self.room()
+        admitted: list[Sibling] = []
+        refused: list[Sibling] = []
+        for sample in incoming.samples:
+            num_free = room - len(admitted)
+            has_slot = num_free > 0 and self._shares.admit_placed(
+                incoming.client, lane, waiting, num_free=num_free, now=now
+            )
+            (admitted if has_slot else refused).append(sample)
+        return admitted, refused
+
+    def _refuse(self, incoming: IncomingRequest) -> None:
+        """Answer the samples of a direct message that the queue is the place for them."""
+        request_id = request_id_of(incoming.envelope.request)
+        if request_id is None:
+            self._drop_bad(incoming.client, None, RemoteProtocolError("without a usable request_id"))
             return
-        self._add(IncomingRequest(client, data, is_refused=self.room() <= 0))
+        error = RequestRejected(code=ErrorCode.QUEUE_FULL, message="this worker has no free slot for a placed request")
+        for origin in incoming.origins(request_id):
+            if not self._is_settled(origin):
+                self.stats.refused += 1
+                self._links.reject(origin, error, time.monotonic())
+        self._execute(Instructions())
 
     def _add(self, incoming: IncomingRequest) -> None:
         self._incoming.append(incoming)
@@ -178,9 +208,14 @@ class RequestIntake:
 
     def nak_incoming(self) -> None:
         """Return what has not entered the engine to the queue, and refuse direct requests."""
-        messages = self.messages
-        self._incoming = deque(replace(item, is_refused=True) for item in self._incoming if item.message is None)
+        messages, placed = self.messages, [incoming for incoming in self._incoming if incoming.message is None]
+        self._incoming.clear()
         self._nak(messages)
+        if not self._lifecycle.may_publish():
+            self.stats.not_serving += len(placed)
+            return
+        for incoming in placed:
+            self._refuse(incoming)
 
     def stop(self) -> None:
         """Accept nothing more, for good, and return what has not entered the engine."""
@@ -199,90 +234,84 @@ class RequestIntake:
             self._has_incoming.clear()
             num_admitted = 0
             while self._incoming:
-                await self._admit(self._incoming.popleft())
-                num_admitted += 1
-                if num_admitted % ADMIT_AT_ONCE == 0:
+                incoming = self._incoming.popleft()
+                await self._admit(incoming)
+                num_admitted += len(incoming.samples)
+                if num_admitted >= ADMIT_AT_ONCE:
+                    num_admitted = 0
                     await asyncio.sleep(0)
-            self._on_free_slots()
+            self._puller.wake()
 
     async def _admit(self, incoming: IncomingRequest) -> None:
-        capabilities = self._engine.capabilities
+        capabilities, message = self._engine.capabilities, incoming.message
         if capabilities is None or not self._lifecycle.may_publish():
             self.stats.not_serving += 1
             return
-        if incoming.message is not None and not self._lifecycle.may_accept():
-            self._nak([incoming.message])
+        if message is not None and not self._lifecycle.may_accept():
+            self._nak([message])
             return
         try:
-            origin, given, envelope = self._decode(incoming)
-            kv = envelope.kv
+            plain = self._subjects.plain(incoming.client)
+            given, request_id = incoming.decode_request(self._links.versions, plain)
         except RemoteProtocolError as exc:
-            self.stats.bad += 1
-            logger.warning("request.bad client=%s error=%s", incoming.client, exc)
-            self._execute(_ack(incoming.message))
+            self._drop_bad(incoming.client, message, exc)
             return
+        origins = incoming.origins(request_id)
+        samples = [
+            (one, origin) for one, origin in zip(incoming.samples, origins, strict=True) if not self._is_settled(origin)
+        ]
+        if not samples:
+            return
+        if message is not None and isinstance(given, GenerateRequest):
+            wait_s = wait_for_weights_s(given, self._links.versions, message.num_delivered)
+            if wait_s > 0:
+                self.stats.too_new += 1
+                self._execute(Instructions(nak=[(message, wait_s)]))
+                return
+        try:
+            request = self._check(incoming, given, capabilities)
+            check_phase(request, incoming.envelope.kv, capabilities)
+        except RequestError as exc:
+            for _, origin in samples:
+                self._links.reject(origin, exc, time.monotonic())
+            self._execute(Instructions())
+            return
+        await self._offer(incoming, samples, request, capabilities)
+
+    def _is_settled(self, origin: RequestOrigin) -> bool:
+        """True if a request of a dead client was dropped, or one that is here already was not added again."""
         if self._links.is_client_dead(origin):
             self.stats.gone += 1
-            self._execute(_ack(incoming.message))
-            return
+            self._execute(_ack(origin.message))
+            return True
         instructions = self._links.add_redelivery(origin)
         if instructions is not None:
             self._execute(instructions)
-            return
-        if incoming.message is not None and not incoming.is_refused and isinstance(given, GenerateRequest):
-            wait_s = wait_for_weights_s(given, self._links.versions, incoming.message.num_delivered)
-            if wait_s > 0:
-                self.stats.too_new += 1
-                self._execute(Instructions(nak=[(incoming.message, wait_s)]))
-                return
-        now = time.monotonic()
-        try:
-            request = self._check(incoming, given, capabilities)
-            check_phase(request, kv, capabilities)
-        except RequestError as exc:
-            self._links.reject(origin, exc, now)
-            self._execute(Instructions())
-            return
+        return instructions is not None
+
+    async def _offer(
+        self,
+        incoming: IncomingRequest,
+        samples: list[tuple[Sibling, RequestOrigin]],
+        request: GenerateRequest,
+        capabilities: Capabilities,
+    ) -> None:
+        """Offer the samples of a message to their client, and then submit them to the engine."""
+        kv, now = incoming.envelope.kv, time.monotonic()
         if kv is not None and not can_use(kv, request, capabilities, self._links.versions):
             self.stats.kv_unused += 1
             kv = None
-        name = self._links.offer(origin, request, capabilities, now, kv=kv, gathers=not envelope.stream)
+        offered: dict[str, GenerateRequest] = {}
+        for sample, origin in samples:
+            one = incoming.request_of(sample, request)
+            name = self._links.offer(origin, one, capabilities, now, kv=kv, gathers=not incoming.envelope.stream)
+            offered[name] = one
+        self.stats.placed += len(offered) if incoming.message is None else 0
+        # All of them, before the engine is given the first: an abort must find each.
+        self._engine.reserve(offered)
         self._execute(Instructions())
-        await self._submit(name, request, kv)
-
-    def _decode(
-        self, incoming: IncomingRequest
-    ) -> tuple[RequestOrigin, GenerateRequest | RequestError, RequestMessage]:
-        """Decode origin, request and envelope; an error in place of an invalid request.
-
-        Raises:
-            RemoteProtocolError: the message names no request or client to answer.
-        """
-        envelope = decode_request_message(incoming.data)
-        if envelope.client != incoming.client:
-            raise RemoteProtocolError(f"client {incoming.client} signed as {envelope.client}")
-        attempt = envelope.attempt
-        if envelope.reply_to is not None:
-            if incoming.message is None:
-                raise RemoteProtocolError("a direct request with reply_to")
-            check_reply_to(envelope.reply_to, self._subjects.plain(incoming.client))
-            attempt = min(attempt + incoming.message.num_delivered - 1, MAX_INDEX)
-        request: GenerateRequest | RequestError
-        try:
-            request = decode_request(envelope.request)
-            request_id: str | None = request.request_id
-            versions, submitted_target = self._links.versions, envelope.target_version
-            check_lag(request, attempt=envelope.attempt, submitted_target=submitted_target, versions=versions)
-        except RequestError as exc:
-            request, request_id = exc, request_id_of(envelope.request)
-        except RemoteProtocolError as exc:
-            request = RequestRejected(code=ErrorCode.INVALID_REQUEST, message=str(exc))
-            request_id = request_id_of(envelope.request)
-        if request_id is None:
-            raise RemoteProtocolError(f"without a usable request_id: {request}")
-        key = RequestKey(request_id, attempt, envelope.child)
-        origin = RequestOrigin(incoming.client, envelope.incarnation, key, incoming.message, envelope.reply_to)
-        return origin, request, envelope
+        for name, one in offered.items():
+            await self._submit(name, one, kv)
 
     def _check(
         self, incoming: IncomingRequest, request: GenerateRequest | RequestError, capabilities: Capabilities
@@ -292,9 +321,10 @@ class RequestIntake:
         Raises:
             RequestError: it is refused.
         """
-        if incoming.is_refused:
-            self.stats.refused += 1
-            raise RequestRejected(code=ErrorCode.QUEUE_FULL, message="this worker has no free slot")
+        if incoming.message is not None and len(incoming.samples) > 1:
+            raise InvalidRequest(
+                field="siblings", problem=f"has {len(incoming.samples) - 1} entries", allowed="none in the queue"
+            )
         if _is_poison(incoming.message, request):
             self.stats.poison += 1
             raise RequestError(

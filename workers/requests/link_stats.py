@@ -17,6 +17,8 @@ class WorkerLinkStats:
     rejected: int = 0
     prompt_tokens: int = 0
     """Of what was offered."""
+    cached_prompt_tokens: int = 0
+    """Of the prompts of requests that have a token, those that the engine did not compute."""
     generated_tokens: int = 0
     routing_bytes: int = 0
     """Rows of routed experts, as the engine gave them."""

@@ -11,6 +11,7 @@ A *probe* takes what a lane has now, and its answer says whether that was all. O
 """
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -110,6 +111,7 @@ class PullPlan:
         self._few = max(1, min(MAX_BATCH, PULLED_BYTES // max(1, max_payload)))
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
+        self._all_stood_at = -math.inf
 
     def __repr__(self) -> str:
         """One line: what is under way."""
@@ -149,7 +151,17 @@ class PullPlan:
                     break
         for state in self._lanes.values():
             state.is_empty = False
+        if all(state.left and state.is_standing for state in self._lanes.values()):
+            self._all_stood_at = now
         return pulls
+
+    def lanes_waiting(self, now: float) -> tuple[Lane, ...] | None:
+        """Return the lanes that had more requests when they were asked last; None: it is not known.
+
+        It is known that none has any for as long as pulls that were found standing on every lane can stand.
+        """
+        waiting = tuple(lane for lane, state in self._lanes.items() if state.waiting)
+        return waiting if waiting or now - self._all_stood_at <= STANDING_S else None
 
     def _pull(self, lane: Lane, state: _LaneState, count: int, now: float) -> Pull:
         state.is_standing = state.is_empty
@@ -188,6 +200,7 @@ class PullPlan:
 
     def reset(self) -> None:
         """Nothing is under way any more: the connection was lost, or the inbox closed."""
+        self._all_stood_at = -math.inf
         for state in self._lanes.values():
             state.left = state.waiting = 0
             state.is_empty = False

@@ -82,6 +82,11 @@ class SyntheticEngine:
         stats = self._running.stats(len(self._prefilling), len(self._waiting) + len(self._loading))
         return stats if self._cache is None else replace(stats, **self._cache.counts())
 
+    @property
+    def oldest_prefix_s(self) -> float | None:
+        """Seconds since the oldest prefix was used that the cache still has; None: it has forgotten none yet."""
+        return None if self._cache is None else self._cache.oldest_s(time.monotonic())
+
     async def start(self) -> None:
         """Read the checkpoint, if there is one."""
         if self._folder is not None and any(self._folder.glob("*.safetensors")):

@@ -5,6 +5,7 @@ engines may be in one process or in two.
 """
 
 import itertools
+import time
 
 import msgspec
 import numpy as np
@@ -53,7 +54,9 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max_tokens // BLOCK_TOKENS
-        self._blocks: dict[tuple[str, int], None] = {}
+        # When each was used last, on the monotonic clock; the oldest first.
+        self._blocks: dict[tuple[str, int], float] = {}
+        self._has_forgotten = False
         self.num_queried = self.num_hits = 0
         """Tokens of prompts that were looked up, and of those the tokens that were found."""
 
@@ -69,9 +72,11 @@ class PrefixCache:
         """
         blocks = [(salt, int(context)) for context in contexts[BLOCK_TOKENS - 1 : -1 : BLOCK_TOKENS]]
         num_known = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+        now = time.monotonic()
         for block in reversed(blocks):
             self._blocks.pop(block, None)
-            self._blocks[block] = None
+            self._blocks[block] = now
+        self._has_forgotten |= len(self._blocks) > self._max_blocks
         for block in list(itertools.islice(self._blocks, max(len(self._blocks) - self._max_blocks, 0))):
             del self._blocks[block]
         return num_known * BLOCK_TOKENS
@@ -80,6 +85,11 @@ class PrefixCache:
         """What was counted, by the names of `EngineStats`."""
         return {"prefix_cache_queries": self.num_queried, "prefix_cache_hits": self.num_hits}
 
+    def oldest_s(self, now: float) -> float | None:
+        """Seconds since the oldest prefix was used that is still here; None: none was forgotten since `clear`."""
+        return now - next(iter(self._blocks.values()), now) if self._has_forgotten else None
+
     def clear(self) -> None:
         """Forget all."""
         self._blocks.clear()
+        self._has_forgotten = False

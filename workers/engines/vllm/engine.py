@@ -42,7 +42,6 @@ __all__ = ["VllmEngine"]
 logger = logging.getLogger(__name__)
 
 Reading = Literal["auto", "core", "generate"]
-
 SHUTDOWN_S = 30.0
 """For the engine's processes to end in order, before they are killed; seconds on a busy machine."""
 
@@ -90,6 +89,8 @@ class VllmEngine:
         self._controls: _Controls | None = None
         self._is_paused = False
         self._is_closed = False
+        self.oldest_prefix_s: float | None = None
+        """Not known: engine cores keep the times of a sample of blocks at most, with `kv_cache_metrics`."""
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "starting" if self._capabilities is None else "running"
@@ -267,8 +268,7 @@ class VllmEngine:
         """Undo `sleep`; after level 2 the weights have to be loaded again."""
         check_supported(self._running().refusals.sleep)
         await self._running().calls.call("wake_up")
-        if self._is_paused:
-            # vLLM's own wake resumes too.
+        if self._is_paused:  # vLLM's own wake resumes too.
             await self.pause()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:

@@ -1,0 +1,163 @@
+"""Placed requests and those of the queue take turns: neither a flood nor ignorance of the queue starves anybody."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.queue.intake_shares import ASKED_S, MAX_CLIENTS, MAX_IN_TURN, IntakeShares
+from rollbus.schemas.request import Lane
+
+CLIENTS = ("a", "b", "c")
+NORMAL: tuple[Lane, ...] = ("normal",)
+EMPTY: tuple[Lane, ...] = ()
+LANES = st.sampled_from(["high", "normal", "low"])
+WAITING = st.sets(st.sampled_from(["resume", "high", "normal", "low"]), min_size=1).map(tuple)
+asks = st.tuples(st.sampled_from(CLIENTS), LANES, WAITING)
+
+
+def placed(shares: IntakeShares, client: str = "a", now: float = 0.0, *, num_free: int = 1) -> bool:
+    """One request of lane normal while others wait in the same lane."""
+    return shares.admit_placed(client, "normal", NORMAL, num_free=num_free, now=now)
+
+
+@given(st.lists(st.just(None) | asks))
+def test_while_requests_wait_the_queue_has_every_second_slot(
+    events: list[tuple[str, Lane, tuple[Lane, ...]] | None],
+) -> None:
+    """At any time at most one more placed request was admitted than of the queue, however they come."""
+    shares = IntakeShares()
+    num_placed = num_queued = in_turn = 0
+    for event in events:
+        if event is None:
+            shares.count_queued(NORMAL)
+            num_queued, in_turn = num_queued + 1, 0
+            continue
+        client, lane, waiting = event
+        if shares.admit_placed(client, lane, waiting, num_free=5, now=0.0):
+            num_placed, in_turn = num_placed + 1, in_turn + 1
+            assert "high" not in waiting
+            assert not (lane == "low" and "normal" in waiting)
+        assert num_placed <= num_queued + 1
+        assert in_turn <= MAX_IN_TURN
+
+
+@given(st.integers(1, 40))
+def test_a_flood_of_placed_requests_gets_half_of_the_slots(num_slots: int) -> None:
+    """With a flood of both, slots go to them in turns; neither waits for more than the one slot of the other."""
+    shares = IntakeShares()
+    given_to = []
+    for _ in range(num_slots):
+        if placed(shares):
+            given_to.append("placed")
+        else:
+            shares.count_queued(NORMAL)
+            given_to.append("queued")
+
+    assert given_to == (["placed", "queued"] * num_slots)[:num_slots]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CLIENTS), LANES), max_size=50))
+def test_with_an_empty_queue_placed_requests_take_everything(requests: list[tuple[str, Lane]]) -> None:
+    """Nobody is kept from a free slot that nobody else waits for, whatever was given before."""
+    shares = IntakeShares()
+    placed(shares)
+    for client, lane in requests:
+        assert shares.admit_placed(client, lane, EMPTY, num_free=1, now=0.0)
+
+
+@given(st.integers(1, 64), st.integers(1, 200))
+def test_while_the_queue_is_unknown_half_of_the_free_slots_stay_free(num_slots: int, num_asked: int) -> None:
+    """A worker whose slots all become free at once gives away half of them before it has asked the queue, or one."""
+    shares = IntakeShares()
+    free = num_slots
+    for _ in range(num_asked):
+        if free and shares.admit_placed("a", "normal", None, num_free=free, now=0.0):
+            free -= 1
+
+    assert free == max(num_slots - num_asked, num_slots // 2)
+
+
+def test_a_slot_after_another_is_left_for_the_queue_until_it_is_known() -> None:
+    """With one slot at a time an unknown queue gets every second one, so that the worker pulls and learns of it."""
+    shares = IntakeShares()
+    ask: Callable[[], bool] = lambda: shares.admit_placed("a", "normal", None, num_free=1, now=0.0)  # noqa: E731
+
+    assert [ask(), ask(), ask()] == [True, False, False]
+    shares.count_queued(None)
+    assert [ask(), ask()] == [True, False]
+    assert shares.admit_placed("a", "normal", EMPTY, num_free=1, now=0.0)
+    assert [ask(), ask()] == [True, False]
+
+
+@given(st.lists(st.sampled_from(["queued", *CLIENTS, *["a"] * 5]), max_size=300))
+def test_no_client_gets_more_than_its_share_of_the_placed_ones(events: list[str]) -> None:
+    """Of the clients that ask, none is given more than one request ahead of another, however often one of them asks."""
+    shares = IntakeShares()
+    for client in CLIENTS:
+        placed(shares, client)
+    got: Counter[str] = Counter()
+    for event in events:
+        if event == "queued":
+            shares.count_queued(NORMAL)
+        elif placed(shares, event):
+            got[event] += 1
+            counts = [got[client] for client in CLIENTS]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_a_client_that_asks_no_more_holds_up_nobody() -> None:
+    """A share is kept for a client for as long as it asks; then the others have all of the placed ones."""
+    shares = IntakeShares()
+    assert placed(shares, "flood")
+    assert not placed(shares, "other")
+    shares.count_queued(NORMAL)
+    assert placed(shares, "flood")
+    shares.count_queued(NORMAL)
+
+    assert not placed(shares, "flood", ASKED_S / 2)
+    assert placed(shares, "flood", ASKED_S)
+
+
+def test_a_client_that_comes_later_has_no_claim_on_what_was_given_before() -> None:
+    """A newcomer is given as much as the others from now on, and not first what they had already."""
+    shares = IntakeShares()
+    for _ in range(20):
+        placed(shares, "first")
+        shares.count_queued(NORMAL)
+    got: Counter[str] = Counter()
+    for _ in range(20):
+        for client in ("new", "first"):
+            got[client] += placed(shares, client)
+        shares.count_queued(NORMAL)
+
+    assert abs(got["new"] - got["first"]) <= 1
+
+
+def test_the_clients_that_are_told_apart_are_bounded() -> None:
+    """Any number of clients may ask; the oldest are forgotten, which costs nobody a share."""
+    shares = IntakeShares()
+    for number in range(3 * MAX_CLIENTS):
+        placed(shares, f"c{number}")
+
+    assert f"clients={MAX_CLIENTS}>" in repr(shares)
+
+
+@pytest.mark.parametrize(
+    ("lane", "waiting", "is_admitted"),
+    [
+        ("normal", ("high",), False),
+        ("high", ("high",), False),
+        ("normal", ("resume", "high"), False),
+        ("low", ("normal",), False),
+        ("low", ("low",), True),
+        ("low", ("resume",), True),
+        ("normal", ("low",), True),
+        ("high", ("normal", "low"), True),
+    ],
+)
+def test_more_urgent_requests_of_the_queue_go_first(lane: Lane, waiting: tuple[Lane, ...], is_admitted: bool) -> None:
+    """Lane high goes before all that is placed, and a placed request before none of a lane that is more urgent."""
+    assert IntakeShares().admit_placed("a", lane, waiting, num_free=4, now=0.0) is is_admitted

@@ -1,0 +1,194 @@
+"""Samples that come in one message: each is served or refused as if it had come alone, and they enter together."""
+
+import asyncio
+from collections import Counter
+
+import msgspec
+import pytest
+
+from rollbus.bus.nats.connection import publish
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import RequestKey, Sibling
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.engine_runner import EngineRunner
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from tests.support.hand_client import HandClient
+from tests.support.patience import SOON_S
+from tests.support.requests import endless, short
+from tests.support.waits import until_true
+from tests.workers.support import StartHeard
+
+pytestmark = pytest.mark.slow
+
+FOUR_SLOTS = SyntheticConfig(step_s=0.002, max_num_seqs=4, max_model_len=10_000_000)
+SIBLINGS = (Sibling(2, 7), Sibling(0, 5), Sibling(9))
+
+
+def sampled(request_id: str, seed: int | None) -> GenerateRequest:
+    """A request of which chance decides, by its seed."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+    return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, request_id=request_id)
+
+
+def tokens_of(client: HandClient, request_id: str, child: int) -> bytes:
+    """What a sample was given."""
+    return b"".join(chunk.token_ids_data for chunk in client.chunks[request_id] if chunk.child == child)
+
+
+def errors_of(client: HandClient, request_id: str) -> dict[int, str | None]:
+    """How each sample that has ended did so, by child."""
+    ended = [chunk for chunk in client.chunks[request_id] if chunk.is_terminal]
+    return {chunk.child: None if chunk.error is None else chunk.error.code for chunk in ended}
+
+
+async def test_each_sibling_is_served_as_if_it_had_come_alone(heard_worker: StartHeard) -> None:
+    """Four samples of one message have the tokens that they have in four messages, each with its own seed."""
+    async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
+        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await client.hand_over(sampled("r", 6), "w", child=1, siblings=SIBLINGS)
+        await client.until(lambda: len(errors_of(client, "r")) == 4)
+        for child, seed in {1: 6, 2: 7, 0: 5, 9: None}.items():
+            await client.enqueue(sampled(f"alone{child}", seed), child=child)
+            await client.until_ended(f"alone{child}")
+
+        assert [key.child for _, key in client.offers[:4]] == [1, 2, 0, 9]
+        assert errors_of(client, "r") == dict.fromkeys((1, 2, 0, 9))
+        for child in (1, 2, 0):
+            assert tokens_of(client, "r", child) == tokens_of(client, f"alone{child}", child)
+        assert len({tokens_of(client, "r", child) for child in (1, 2, 0, 9)}) == 4
+        counters = worker.presence().counters
+        assert counters is not None
+        assert (counters.requests, counters.placed, counters.placements_refused) == (8, 4, 0)
+        assert client.presences["w"].capabilities is not None
+        assert client.presences["w"].capabilities.request_groups
+
+
+async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worker: StartHeard) -> None:
+    """A message may be larger than the worker's room: the first samples run, and the others are the queue's."""
+    async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
+        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await client.hand_over(endless("r"), "w", siblings=[Sibling(child) for child in range(1, 7)])
+        await client.until(lambda: len(errors_of(client, "r")) == 3 and len(client.offers) == 4)
+
+        assert [key.child for _, key in client.offers] == [0, 1, 2, 3]
+        assert errors_of(client, "r") == dict.fromkeys((4, 5, 6), ErrorCode.QUEUE_FULL)
+        counters = worker.presence().counters
+        assert counters is not None
+        assert (counters.placed, counters.placements_refused, counters.rejected) == (4, 3, 3)
+        # A sample that is here already is neither refused nor run again.
+        await client.hand_over(endless("r"), "w", child=2)
+        await until_true(lambda: worker.stats().links.repeated == 1)
+        await client.abort("w", *(RequestKey("r", 0, child) for child in range(4)))
+        await client.until(lambda: len(errors_of(client, "r")) == 7)
+        assert len(client.offers) == 4
+
+
+async def test_an_abort_finds_what_the_engine_was_not_given_yet() -> None:
+    """A sibling that is aborted while others are added before it is ended as soon as it is there."""
+    runner = EngineRunner(SyntheticEngine(FOUR_SLOTS), timeout_s=SOON_S)
+    await runner.start()
+    steps: list[RequestStep | TokenBatch] = []
+    async with asyncio.TaskGroup() as tasks:
+        working = [tasks.create_task(runner.run_aborts()), tasks.create_task(runner.run(steps.extend))]
+        runner.reserve(["a", "b"])
+        assert runner.num_free == 2
+        runner.abort(["b"])
+        await asyncio.sleep(0)
+        await runner.add("a", short("a"))
+        await runner.add("b", endless("b"))
+        await until_true(lambda: not runner.num_inside)
+        for task in working:
+            task.cancel()
+
+    ends = {step.key: step.finish_reason for step in steps if isinstance(step, RequestStep) and step.finish_reason}
+    assert ends == {"a": FinishReason.LENGTH, "b": FinishReason.ABORT}
+
+
+async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHeard) -> None:
+    """One message of the queue stands for one sample; every sample that it names learns so, and the message leaves."""
+    async with heard_worker(config=FOUR_SLOTS) as (client, worker, engine):
+        await client.enqueue(short("r"), child=1, siblings=SIBLINGS)
+        await client.until(lambda: len(errors_of(client, "r")) == 4)
+        await client.until_left(0)
+
+        assert errors_of(client, "r") == dict.fromkeys((1, 2, 0, 9), ErrorCode.INVALID_REQUEST)
+        [error] = {chunk.error for chunk in client.chunks["r"] if chunk.error is not None}
+        assert (error.field, error.problem, error.allowed) == ("siblings", "has 3 entries", "none in the queue")
+        assert worker.presence().in_flight == 0
+        assert "running=0" in repr(engine)
+
+
+@pytest.mark.parametrize("siblings", [[[0]], [[1], [2], [1]], [[child] for child in range(1, 257)]])
+async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
+    heard_worker: StartHeard, siblings: list[list[int]]
+) -> None:
+    """Nothing of such a message is used, it is counted, and the worker goes on."""
+    async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
+        message = msgspec.msgpack.decode(client.message(short("r"))) | {"siblings": siblings}
+        subject = client.subjects.direct(client.name, "w")
+        await publish(client.nats, subject, msgspec.msgpack.encode(message))
+        await client.enqueue(short("s"))
+        await client.until_ended("s")
+
+        assert worker.stats().intake.bad == 1
+        assert [key.request_id for _, key in client.offers] == ["s"]
+
+
+async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(heard_worker: StartHeard) -> None:
+    """However many requests are placed at a worker with one slot, those that wait in its queue come in turns."""
+    config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
+    async with (
+        heard_worker(config=config) as (client, worker, _),
+        asyncio.timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        flooding = tasks.create_task(flood(client))
+        await client.until(lambda: client.offers)
+        for number in range(10):
+            await client.enqueue(endless(f"q{number}"))
+        freeing = tasks.create_task(free_slots(client))
+        await client.until(lambda: count_queued(client) == 10)
+        flooding.cancel()
+        freeing.cancel()
+
+        order = [key.request_id[0] for _, key in client.offers]
+        contested = order[order.index("q") : len(order) - order[::-1].index("q")]
+        for end in range(1, len(contested) + 1):
+            got = Counter(contested[:end])
+            assert got["p"] <= got["q"] + 1
+        assert worker.stats().intake.refused > 0
+        await client.abort("w", *(key for _, key in client.offers))
+
+
+def count_queued(client: HandClient) -> int:
+    """Requests of the queue that were offered."""
+    return sum(key.request_id.startswith("q") for _, key in client.offers)
+
+
+async def flood(client: HandClient) -> None:
+    """Place requests without a pause, each as soon as the one before is offered or refused."""
+    number = 0
+    while True:
+        request_id = f"p{number}"
+        await client.hand_over(endless(request_id), "w")
+        await client.until(lambda: is_answered(client, request_id))  # noqa: B023 - awaited before it changes
+        number += 1
+
+
+def is_answered(client: HandClient, request_id: str) -> bool:
+    """The worker has offered or refused it."""
+    return client.ended(request_id) or any(key.request_id == request_id for _, key in client.offers)
+
+
+async def free_slots(client: HandClient) -> None:
+    """Abort each request that was offered, one after another."""
+    number = 0
+    while True:
+        await client.until(lambda: len(client.offers) > number)  # noqa: B023 - awaited before it changes
+        key = client.offers[number][1]
+        await client.abort("w", key)
+        await client.until(lambda: client.ended(key.request_id))  # noqa: B023 - awaited before it changes
+        number += 1

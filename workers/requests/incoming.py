@@ -1,0 +1,106 @@
+"""Requests as they arrive at a worker: one message with one sample, or with several siblings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ...bus.queue.puller import QueuedRequest
+from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError, RequestRejected
+from ...schemas.messages import (
+    RequestKey,
+    RequestMessage,
+    Sibling,
+    decode_request,
+    decode_request_message,
+    request_id_of,
+)
+from ...schemas.request import GenerateRequest
+from .admission import check_lag, check_reply_to
+from .versions import Versions
+from .worker_requests import RequestOrigin
+
+__all__ = ["IncomingRequest"]
+
+MAX_INDEX = 2**31 - 1
+"""The largest attempt number of the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    """One message that was received, and of its samples those that are not accepted or refused yet."""
+
+    client: str
+    """As the subject says."""
+    envelope: RequestMessage
+    samples: tuple[Sibling, ...]
+    """At least one. The first of the message stands for the envelope's child, and keeps the request's own seed."""
+    message: QueuedRequest | None = None
+    """Of the queue; None for a direct request."""
+
+    @classmethod
+    def decode(cls, client: str, data: bytes, message: QueuedRequest | None = None) -> "IncomingRequest":
+        """Decode the envelope of a request that the subject says is of `client`.
+
+        Raises:
+            RemoteProtocolError: it is no request message, or another client's.
+        """
+        envelope = decode_request_message(data)
+        if envelope.client != client:
+            raise RemoteProtocolError(f"client {client} signed as {envelope.client}")
+        if envelope.reply_to is not None and message is None:
+            raise RemoteProtocolError("a direct request with reply_to")
+        return cls(client, envelope, (Sibling(envelope.child), *envelope.siblings), message)
+
+    def with_samples(self, samples: Sequence[Sibling]) -> "IncomingRequest":
+        """The same message with some of its samples."""
+        return replace(self, samples=tuple(samples))
+
+    def origins(self, request_id: str) -> list[RequestOrigin]:
+        """Return the origin of each sample; the first one has the queue message."""
+        envelope, attempt = self.envelope, self.envelope.attempt
+        if envelope.reply_to is not None and self.message is not None:
+            attempt = min(attempt + self.message.num_delivered - 1, MAX_INDEX)
+        return [
+            RequestOrigin(
+                self.client,
+                envelope.incarnation,
+                RequestKey(request_id, attempt, sample.child),
+                self.message if number == 0 else None,
+                envelope.reply_to,
+            )
+            for number, sample in enumerate(self.samples)
+        ]
+
+    def request_of(self, sample: Sibling, request: GenerateRequest) -> GenerateRequest:
+        """Return the request of one sample; `request` is the message's."""
+        if sample.child == self.envelope.child:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, seed=sample.seed)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    def decode_request(self, versions: Versions, plain_prefix: str) -> tuple[GenerateRequest | RequestError, str]:
+        """Decode the request, and its id; an error in place of a request that is wrong or too stale.
+
+        Args:
+            plain_prefix: of the subjects that frames in plain mode may go to.
+
+        Raises:
+            RemoteProtocolError: it has no usable id, or no subject to answer.
+        """
+        envelope = self.envelope
+        if envelope.reply_to is not None:
+            check_reply_to(envelope.reply_to, plain_prefix)
+        request: GenerateRequest | RequestError
+        try:
+            request = decode_request(envelope.request)
+            request_id: str | None = request.request_id
+            check_lag(request, attempt=envelope.attempt, submitted_target=envelope.target_version, versions=versions)
+        except RequestError as exc:
+            request, request_id = exc, request_id_of(envelope.request)
+        except RemoteProtocolError as exc:
+            request = RequestRejected(code=ErrorCode.INVALID_REQUEST, message=str(exc))
+            request_id = request_id_of(envelope.request)
+        if request_id is None:
+            raise RemoteProtocolError(f"without a usable request_id: {request}")
+        return request, request_id
