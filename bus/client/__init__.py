@@ -3,5 +3,5 @@
 In the caller's loop: `client` (the methods), `call_registry` (opens calls and passes them on), `calls` (a request until
 its caller has its result), `fleet`, `generation`. On the bus thread (`loop_thread`), which no blocked caller holds up:
 `runtime` (connects the parts), `exchange` (the attempts of each request) with its `children`, `dispatch` (publishes
-requests) with `sessions`, `links` (receives frames), `presence_watcher` (the live workers).
+requests) with `placement` (at which worker), `links` (receives frames), `presence_watcher` (the live workers).
 """

@@ -9,6 +9,7 @@ import time
 from ...schemas.errors import ErrorCode, RequestError, RequestFailed
 from ..protocol.attempt.machine import AttemptMachine
 from ..protocol.attempt.states import TIMED
+from ..protocol.placement.prefix_index import PrefixScope
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
 from .generation import ChildResult
@@ -38,6 +39,8 @@ class OpenCall:
         self.target_version: int | None = None
         """Of the weights that the model's workers were to have when it was submitted; None until that is known, and
         where nobody asks."""
+        self.pieces: tuple[PrefixScope, tuple[int, ...]] | None = None
+        """Hashes of the prompt, and what they are for; None until they are made."""
         self.has_ended = False
         """All children have their terminal chunk, or the call has failed as a whole."""
         self.timer: asyncio.TimerHandle | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from ...schemas.checks import check_float, check_int
+from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
 from ...schemas.errors import BusBroken, BusClosed, NoWorkers, RequestError
 from ...schemas.limits import (
@@ -46,6 +46,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
     max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
+    placement: bool = True,
 ) -> "Client":
     """A client of a fleet, to be entered with `async with`.
 
@@ -61,6 +62,8 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
             Without a connection to NATS the client takes its workers for gone after a lease and margin (6 s).
         max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
         prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
+        placement: requests go straight to a worker that has their prompt's beginning in its cache, or the group that
+            they belong to, where that pays. False: the queue alone, for sessions too.
 
     Raises:
         InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, or a number out of
@@ -79,6 +82,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
         worker_grace_s=worker_grace_s,
         max_unread_bytes=max_unread_bytes,
         prefill_min_tokens=prefill_min_tokens,
+        placement=placement,
     )
 
 
@@ -92,7 +96,7 @@ class Client:
     for nobody, and closes the connection; a cancellation meanwhile is raised once that is done.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the arguments of `connect`
         self,
         server: Server,
         *,
@@ -101,10 +105,12 @@ class Client:
         worker_grace_s: float,
         max_unread_bytes: int,
         prefill_min_tokens: int,
+        placement: bool,
     ) -> None:
         worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
         prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
+        placement = check_bool("placement", placement)
         fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
         self._config = ClientConfig(
             server=server,
@@ -113,6 +119,7 @@ class Client:
             incarnation="",
             worker_grace_s=worker_grace_s,
             prefill_min_tokens=prefill_min_tokens,
+            placement=placement,
         )
         # Set while connected.
         self._connected: CallRegistry | None = None

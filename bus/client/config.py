@@ -22,3 +22,5 @@ class ClientConfig:
     """How long requests wait for a worker to come up where there is none."""
     prefill_min_tokens: int
     """Of a prompt that goes to a prefill worker first, where there are any."""
+    placement: bool = True
+    """Requests may be placed at workers; False: they all go through the queue."""

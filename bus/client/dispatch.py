@@ -1,21 +1,24 @@
-"""How requests get to the workers: through the queue, or straight to the worker of their session. On the bus thread.
+"""How requests get to the workers: through the queue, or straight to one at which they are placed. On the bus thread.
 
-Invariant: a request that is open and that no worker has admitted is in one of four places: in the line here, on its way
-to the queue, in the queue, or on its way to the worker of its session. What has left the queue without a worker's offer
-is an orphan, and is published again.
+Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, following
+the first of its group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What
+has left the queue without a worker's offer is an orphan, and is published again.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from ...schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
-from ...schemas.messages import KvTransfer, RequestMessage, encode
+from ...schemas.messages import KvTransfer, RequestMessage, Sibling, encode
 from ...schemas.request import Lane
 from ..nats.connection import Connection, publish
 from ..protocol.attempt import events as on
@@ -27,9 +30,9 @@ from .children import ChildRequest, OpenCall
 from .config import ClientConfig
 from .durations import DurationsByModel
 from .exchange import AttemptCoordinator
+from .placement import RequestPlacement
 from .prefill import PrefillDispatcher
 from .presence_watcher import PresenceWatcher
-from .sessions import Sessions
 
 __all__ = ["DispatcherStats", "RequestDispatcher"]
 
@@ -76,9 +79,9 @@ class RequestDispatcher:
         self._coordinator = coordinator
         self._worker_grace_s = config.worker_grace_s
         self.publisher = QueuePublisher(nats, config.subjects, self._client, self._on_publish_result)
-        self._sessions = Sessions()
+        self.placement = RequestPlacement(watcher.table, is_on=config.placement)
         self._prefill_min_tokens = config.prefill_min_tokens
-        self.prefill = PrefillDispatcher(watcher, self.wake)
+        self.prefill = PrefillDispatcher(watcher, self.placement, self.wake)
         # All of these are bounded by the requests in flight.
         self._pending: deque[ChildRequest] = deque()
         self._woken = asyncio.Event()
@@ -117,10 +120,11 @@ class RequestDispatcher:
         self.queue_waits.add(child.open_call.model, waited_s)
         self._remove_published(child)
         self.publisher.add_room(child.open_call.model, child.lane)
-        session_id = child.open_call.call.request.session_id
-        # A prefill worker that a session goes to is found without being remembered.
-        if session_id is not None and child.worker is not None and child.state is RequestState.RUNNING:
-            self._sessions.remember(child.open_call.model, session_id, child.worker)
+        self.placement.record_admission(child)
+
+    def record_first_token(self, child: ChildRequest) -> None:
+        """The worker that is to finish it has made a token: those that follow it may go there."""
+        self._add_all(self.placement.release_to_worker(child))
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
         """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop.
@@ -130,6 +134,13 @@ class RequestDispatcher:
         """
         self._remove_published(child)
         self.prefill.release(child, refusal)
+        self._add_all(self.placement.remove(child, refusal))
+
+    def _add_all(self, children: Sequence[ChildRequest]) -> None:
+        """Put these into the line."""
+        if children:
+            self._pending.extend(children)
+            self._woken.set()
 
     def _remove_published(self, child: ChildRequest) -> None:
         self._queued.pop(child, None)
@@ -176,8 +187,10 @@ class RequestDispatcher:
             await self._woken.wait()
             self._woken.clear()
             if self._nats.is_connected:
-                for child, decision in self.prefill.pop_decisions():
-                    await self._send(child, decision)
+                # Samples that go to one prefill worker stand side by side.
+                decisions = self.prefill.pop_decisions()
+                for (decision, _), group in groupby(decisions, lambda each: (each[1], each[0].open_call)):
+                    await self._send(decision, *(child for child, _ in group))
             await self._publish_pending()
 
     async def _publish_pending(self) -> None:
@@ -191,7 +204,7 @@ class RequestDispatcher:
             await self._publish_or_wait(self._pending.popleft())
 
     async def _publish_or_wait(self, child: ChildRequest) -> None:
-        """Publish its current attempt, or put it into the line again."""
+        """Publish its current attempt, with what goes to the same worker, or put it into the line again."""
         if child.state not in UNPUBLISHED:
             return
         open_call = child.open_call
@@ -199,49 +212,67 @@ class RequestDispatcher:
             max_bytes=self._max_bytes,
             is_served=self._watcher.snapshot.is_served(open_call.model),
             is_target_known=self._set_target(open_call),
-            direct_to=self._direct_worker(child),
             num_prefill_workers=self.prefill.num_workers(open_call.model),
             prefill_min_tokens=self._prefill_min_tokens,
         )
-        await self._send(child, possible)
+        if not possible.is_target_known or child.awaits_prefill(possible):
+            await self._send(possible, child)
+            return
+        for worker, children in self.placement.place(child):
+            await self._send(replace(possible, direct_to=worker), *children)
 
     @property
     def _max_bytes(self) -> int:
         return self._nats.max_payload - HEADER_BYTES
 
-    async def _send(self, child: ChildRequest, event: Event) -> None:
-        """Let a child request handle an event that it may answer by a message."""
-        for instruction in child.handle(event, time.monotonic()):
-            match instruction:
-                case on.Publish(worker, kv):
-                    await self._publish(child, worker, kv)
-                case on.Schedule():
-                    # Not at once: what makes it possible, or the next round, looks at the line again.
-                    self._pending.append(child)
-                case on.JoinPrefillQueue(until):
-                    self.prefill.add(child, until)
-                case on.CountFallback(reason):
-                    self.prefill.count_fallback(child, reason)
-                case _:
-                    self._coordinator.execute(child, (instruction,))
+    async def _send(self, event: Event, *children: ChildRequest) -> None:
+        """Let samples of one request handle an event that they may answer by a message."""
+        published: list[tuple[on.Publish, ChildRequest]] = []
+        for child in children:
+            for instruction in child.handle(event, time.monotonic()):
+                match instruction:
+                    case on.Publish():
+                        published.append((instruction, child))
+                    case on.Schedule():
+                        # Not at once: what makes it possible, or the next round, looks at the line again.
+                        self._pending.append(child)
+                    case on.JoinPrefillQueue(until):
+                        self.prefill.add(child, until)
+                    case on.CountFallback(reason):
+                        self.prefill.count_fallback(child, reason)
+                    case _:
+                        self._coordinator.execute(child, (instruction,))
+        # What goes to one worker under one attempt number goes in one message, if it reads such messages.
+        for (worker, kv, _, _), group in groupby(published, self._message_of):
+            await self._publish([child for _, child in group], worker, kv)
 
-    async def _publish(self, child: ChildRequest, worker: str | None, kv: KvTransfer | None) -> None:
-        attempt, data = child.stream.attempt, self._message(child, kv)
+    def _message_of(self, published: tuple[on.Publish, ChildRequest]) -> tuple[str | None, KvTransfer | None, int, int]:
+        """Return what is equal for requests of one call that go in one message."""
+        publish, child = published
+        alone = 0 if self.placement.reads_siblings(publish.worker) else child.stream.child
+        return publish.worker, publish.kv, child.stream.attempt, alone
+
+    async def _publish(self, children: Sequence[ChildRequest], worker: str | None, kv: KvTransfer | None) -> None:
+        first, *others = children
+        attempt, data = first.stream.attempt, self._message(first, others, kv)
         if len(data) > self._max_bytes:
-            await self._send(child, on.Oversized(len(data), self._max_bytes))
+            if not others:
+                await self._send(on.Oversized(len(data), self._max_bytes), first)
+            for child in children if others else ():
+                await self._publish([child], worker, kv)
             return
-        self.stats.requests += 1
+        self.stats.requests += len(children)
         try:
             if worker is None:
-                await self._publish_to_queue(child, data)
+                await self._publish_to_queue(first, data)
             else:
-                self.stats.direct += child.state is RequestState.HANDED_OVER
+                self.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
                 await publish(self._nats, self._subjects.direct(self._client, worker), data)
         except BusBroken as exc:
             logger.warning("request.waits error=%s", exc)
-            await self._send(child, on.PublishFailed(attempt))
+            await self._send(on.PublishFailed(attempt), *children)
 
-    def _message(self, child: ChildRequest, kv: KvTransfer | None) -> bytes:
+    def _message(self, child: ChildRequest, others: Sequence[ChildRequest], kv: KvTransfer | None) -> bytes:
         return encode(
             RequestMessage(
                 client=self._client,
@@ -252,6 +283,7 @@ class RequestDispatcher:
                 kv=kv,
                 stream=child.open_call.call.streams,
                 request=msgspec.Raw(child.payload()),
+                siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
             )
         )
 
@@ -265,20 +297,6 @@ class RequestDispatcher:
             msg_id=f"{self._client}.{self._incarnation}.{child.msg_id}",
             ttl_s=max(child.deadline - time.monotonic(), 0),
         )
-
-    def _direct_worker(self, child: ChildRequest) -> str | None:
-        """The worker that this attempt should go to directly; None: anybody may take it."""
-        open_call, request = child.open_call, child.open_call.call.request
-        session_id, wanted = request.session_id, request.min_weight_version or 0
-        if not child.is_first_attempt or (session_id is None and not wanted):
-            return None
-        serving = self._watcher.table.serving(open_call.model)
-        able = [worker for worker in serving if worker.weight_version >= wanted]
-        if session_id is None and len(able) == len(serving):
-            return None
-        # Where some workers are too old, the queue would hand it to one of them as likely as not.
-        chosen = self._sessions.choose(open_call.model, session_id or open_call.request_id, able)
-        return None if chosen is None or chosen.free_slots == 0 else chosen.worker
 
     def _on_publish_result(self, token: str, result: PublishResult) -> None:
         self._resume_publishing()
@@ -302,6 +320,7 @@ class RequestDispatcher:
             self.wake()
             # Also without a connection: workers that had gone before it was lost do not come back unheard.
             self.fail_unserved(self._worker_grace_s)
+            self._add_all(self.placement.pop_late())
             if self._nats.is_connected:
                 await self._find_orphans()
 

@@ -16,6 +16,7 @@ from ..protocol.attempt.events import PrefillDecided
 from ..protocol.fleet.presence_table import connector_of
 from ..protocol.queue.prefill_queue import PrefillFallback, PrefillQueue, PrefillRequirements, PrefillWorkerInfo
 from .children import ChildRequest
+from .placement import RequestPlacement
 from .presence_watcher import PresenceWatcher
 
 __all__ = ["PrefillDispatcher", "PrefillStats"]
@@ -38,11 +39,13 @@ class PrefillDispatcher:
     """The requests of one client that wait for a prefill worker, or are at one.
 
     Args:
+        placement: knows where prompts are cached.
         wake: called when `pop_decisions` has something to return.
     """
 
-    def __init__(self, watcher: PresenceWatcher, wake: Callable[[], None]) -> None:
+    def __init__(self, watcher: PresenceWatcher, placement: RequestPlacement, wake: Callable[[], None]) -> None:
         self._watcher = watcher
+        self._placement = placement
         self._wake = wake
         # By model; as many as were ever served by prefill workers.
         self._queues: dict[str, PrefillQueue[ChildRequest]] = {}
@@ -65,16 +68,16 @@ class PrefillDispatcher:
 
     def add(self, child: ChildRequest, until: float) -> None:
         """Have `child` wait for a prefill worker."""
-        asked = child.stream.asked
+        asked, model = child.stream.asked, child.open_call.model
         requirements = PrefillRequirements(
-            affinity=asked.session_id or asked.request_id,
-            is_session=asked.session_id is not None,
+            affinity=asked.session_id or asked.group_id or asked.request_id,
+            preferred=self._placement.prefer_leg(child, self._watcher.snapshot.prefillers.get(model, ())),
             prompt_len=asked.prompt_len,
             priority=asked.priority,
             min_weight_version=asked.min_weight_version or 0,
             lora=asked.lora,
         )
-        self._queues.setdefault(child.open_call.model, PrefillQueue()).add(child, requirements, until=until)
+        self._queues.setdefault(model, PrefillQueue()).add(child, requirements, until=until)
         self._wake()
 
     def count_fallback(self, child: ChildRequest, reason: PrefillFallback) -> None:
@@ -91,7 +94,9 @@ class PrefillDispatcher:
                 presence = None if worker is None else self._watcher.table.get(worker)
                 connector = None if presence is None else connector_of(presence)
                 decided.append((child, PrefillDecided(worker, connector)))
-                self.stats.prefill_legs += worker is not None
+                if worker is not None:
+                    self.stats.prefill_legs += 1
+                    self._placement.record_leg(child, worker)
                 if reason is not None:
                     self.count_fallback(child, reason)
         self._schedule_wake(now)

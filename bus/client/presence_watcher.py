@@ -32,6 +32,7 @@ class PresenceWatcher:
         on_lost: called with each worker, or incarnation of one, that ends.
         on_change: called when a worker comes, goes or changes its state.
         on_survivor: called with each worker that was marked lost and publishes presence again.
+        on_heard: called with each announcement, before what it changes is told.
 
     Attributes:
         snapshot: the live workers; replaced as a whole, so that any thread may read it.
@@ -45,12 +46,14 @@ class PresenceWatcher:
         on_lost: Callable[[LostWorker], None],
         on_change: Callable[[], None],
         on_survivor: Callable[[Survivor], None] = lambda _: None,
+        on_heard: Callable[[WorkerPresence], None] = lambda _: None,
     ) -> None:
         self._nats = nats
         self._subjects = subjects
         self._on_lost = on_lost
         self._on_survivor = on_survivor
         self._on_change = on_change
+        self._on_heard = on_heard
         self.table = PresenceTable()
         self._changed = asyncio.Event()
         self._pinged_at = -PING_WAIT_S
@@ -74,6 +77,7 @@ class PresenceWatcher:
             return
         num_before = len(self.table.incarnations_of(presence.worker))
         change = self.table.update(presence, time.monotonic())
+        self._on_heard(presence)
         if len(self.table.incarnations_of(presence.worker)) > max(num_before, 1):
             logger.warning(
                 "worker.duplicate_heard worker=%s incarnation=%s host=%s pid=%s",

@@ -13,7 +13,7 @@ from nats.errors import SlowConsumerError
 
 from ...schemas.errors import BusBroken, ErrorCode, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_client_presence, encode_json
-from ...schemas.presence import ClientPresence, ClientState
+from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ..control.controller import Controller
 from ..control.updates import Updates
 from ..control.uploads import Uploads
@@ -49,9 +49,17 @@ class ClientStats:
     """Counters since the client was connected: what was done, and everything that was dropped or repeated."""
 
     requests: int
-    """Messages published: one for each attempt of each child of each request."""
+    """Published: one for each attempt of each child of each request."""
     direct: int
-    """Those of them that went straight to the worker of their session."""
+    """Those of them that went straight to the worker at which they were placed."""
+    placed: Mapping[str, int]
+    """By reason (`PlacementReason`): where requests went when it was decided, the queue among them."""
+    placements_refused: int
+    """Placed requests that their worker did not take; they went to the queue."""
+    expected_cached_tokens: int
+    """Of placed requests that have ended: prompt tokens that were expected in the caches of their workers."""
+    placed_cached_tokens: int
+    """Of the same requests: prompt tokens that their workers found there."""
     republished: int
     """Publishes repeated for want of the queue's answer."""
     prefill_legs: int
@@ -103,6 +111,7 @@ class ClientRuntime:
             self._on_worker_lost,
             self._on_fleet_change,
             self.coordinator.on_worker_survival,
+            self._on_worker_heard,
         )
         self.controller = Controller(nats, config.subjects, config.client, self.watcher)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
@@ -122,8 +131,12 @@ class ClientRuntime:
         return time.monotonic() - self._started_at
 
     def _on_worker_lost(self, gone: LostWorker) -> None:
+        self.dispatcher.placement.remove_worker(gone)
         self.losses.mark_worker_lost(gone)
         self.controller.collector.mark_lost(gone)
+
+    def _on_worker_heard(self, presence: WorkerPresence) -> None:
+        self.dispatcher.placement.update(presence)
 
     def _on_fleet_change(self) -> None:
         self.dispatcher.wake()
@@ -259,15 +272,16 @@ class ClientRuntime:
 
     def stats(self, unread_bytes: int) -> ClientStats:
         """The counters of all parts; any thread may ask."""
-        parts = (self.dispatcher.stats, self.dispatcher.prefill.stats, self.coordinator.stats, self.links.stats)
+        sent = self.dispatcher
+        parts = (sent.stats, sent.prefill.stats, sent.placement.stats, self.coordinator.stats, self.links.stats)
         counters = {name: value for part in parts for name, value in asdict(part).items()}
         return ClientStats(
             **counters,
-            republished=self.dispatcher.publisher.stats.repeats,
+            republished=sent.publisher.stats.repeats,
             dropped_msgs=self.nats.counters().dropped_msgs,
             unread_bytes=unread_bytes,
             retries=dict(self.coordinator.retries),
-            queue_waits=self.dispatcher.queue_waits.copy(),
+            queue_waits=sent.queue_waits.copy(),
         )
 
 

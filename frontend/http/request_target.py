@@ -21,6 +21,7 @@ from .trace import traceparent_of
 
 __all__ = ["RequestTarget", "build_request", "find_target", "id_headers", "named_errors"]
 
+GROUP_ID_HEADER = "X-Group-ID"
 SESSION_ID_HEADER = "X-Session-ID"
 TIMEOUT_HEADER = "X-Request-Timeout"
 
@@ -89,7 +90,8 @@ def build_request(
 ) -> bus.GenerateRequest:
     """Make the request for tokens, checked against the model: nothing has been published yet.
 
-    The headers' part is done here: `X-Request-Id`, `X-Session-ID` and `traceparent`; so is the deadline.
+    The headers' part is done here: `X-Request-Id`, `X-Session-ID`, `X-Group-ID` and `traceparent`; so is the
+    deadline.
 
     Args:
         sampling: fields of `rollbus.SamplingParams`; `max_tokens` None: the rest of the model's context.
@@ -104,6 +106,7 @@ def build_request(
         "model": target.worker.model,
         "lora": target.lora,
         "session_id": headers.get(SESSION_ID_HEADER),
+        "group_id": headers.get(GROUP_ID_HEADER),
         "traceparent": traceparent_of(headers),
     }
     timeout_s = fields.get("timeout_s")
@@ -169,9 +172,8 @@ def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None =
         if isinstance(error, HttpError):
             failure = error
         elif isinstance(error, InvalidRequest):
-            failure = http_error(
-                error, {error.field: _route_name(error.field, {"session_id": SESSION_ID_HEADER, **names})}
-            )
+            in_headers = {"session_id": SESSION_ID_HEADER, "group_id": GROUP_ID_HEADER}
+            failure = http_error(error, {error.field: _route_name(error.field, {**in_headers, **names})})
         else:
             failure = http_error(error)
         if request is not None:

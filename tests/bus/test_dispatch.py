@@ -17,7 +17,16 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_ATTEMPTS
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import Lane
-from tests.support.hand_worker import HandWorker, Taken, chunk, failure, hand_worker, request, worker_by_hand
+from tests.support.hand_worker import (
+    HandWorker,
+    Taken,
+    chunk,
+    failure,
+    hand_worker,
+    request,
+    session_worker,
+    worker_by_hand,
+)
 from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S
 from tests.support.streams import all_of
@@ -237,8 +246,8 @@ async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> Non
 
 async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet: str) -> None:
     """`queue_full` of the session's worker: anybody may take the request, which has cost no attempt."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1, session_id="s")))
+    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1, session_id=session)))
         direct = await worker.take()
         await worker.frame(0, failure(direct.key, 0, ErrorCode.QUEUE_FULL))
         queued = await worker.take()
@@ -254,8 +263,8 @@ async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet
 @pytest.mark.slow
 async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats_url: str, fleet: str) -> None:
     """Not admitted within a second, the request goes to the queue; the late offer of the first is refused."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1, session_id="s")))
+    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(rb.complete(request(1, session_id=session)))
         direct, queued = await worker.take(), await worker.take()
         await worker.frame(0, chunk(direct.key, 0, 666), admitted=(direct.key,))
         assert await worker.aborted() == [direct.key]
@@ -268,11 +277,11 @@ async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats
 
 
 async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> None:
-    """A worker that announced no free slots gets no request of its sessions directly."""
-    async with worker_by_hand(nats_url, fleet) as worker:
-        worker.free_slots = 0
+    """Workers that announced no free slots get no request of a session directly."""
+    async with worker_by_hand(nats_url, fleet, "full", pulls=False) as full, worker_by_hand(nats_url, fleet) as worker:
+        full.free_slots = worker.free_slots = 0
         async with rollbus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
-            await rb.fleet.wait_for_workers()
+            await rb.fleet.wait_for_workers(2)
             completing = tasks.create_task(rb.complete(request(1, session_id="s")))
             taken = await worker.take()
             await answer(worker, 0, taken)
@@ -284,14 +293,16 @@ async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> 
 
 async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -> None:
     """What was on its way to a worker that says goodbye goes to the queue; the session stays with who takes it."""
-    session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", ["gone", "other"]) == "gone")
+    names = ["gone", "other", "third"]
+    session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", names) == "gone")
     async with (
         worker_by_hand(nats_url, fleet, "gone", pulls=False) as gone,
+        worker_by_hand(nats_url, fleet, "third", pulls=False),
         worker_by_hand(nats_url, fleet, "other") as other,
         rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
         asyncio.TaskGroup() as tasks,
     ):
-        await rb.fleet.wait_for_workers(2)
+        await rb.fleet.wait_for_workers(3)
         first = tasks.create_task(rb.complete(request(1, session_id=session)))
         direct = await gone.take()
         await gone.announce(WorkerState.STOPPED)
@@ -310,9 +321,9 @@ async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -
 
 async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -> None:
     """However a request ends, and wherever it was then, nothing of it stays in the client's tables."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         ids = ["done", "refused", "lost", "aborted", "left", "direct"]
-        sessions = {"direct": "s"}
+        sessions = {"direct": session}
         running = {
             name: tasks.create_task(outcome(rb.complete(request(request_id=name, session_id=sessions.get(name)))))
             for name in ids

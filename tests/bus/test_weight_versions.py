@@ -18,7 +18,7 @@ from tests.control.support import write_checkpoint
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.fleet_states import until_worker
 from tests.support.hand_client import hand_client
-from tests.support.hand_worker import MODEL, HandWorker, chunk, failure, hand_worker, request
+from tests.support.hand_worker import MODEL, HandWorker, chunk, failure, hand_worker, request, session_worker
 from tests.support.invariants import observing
 from tests.support.outcomes import error_of
 from tests.support.presences import presence
@@ -119,11 +119,11 @@ async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet:
 
 async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: str) -> None:
     """An attempt that nobody took says what the fleet's target was at submission; one that goes on says nothing."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, 7)
         await until_worker(rb, worker.name, lambda one: one.target_version == 7)
         completing = tasks.create_task(
-            error_of(rb.complete(request(1, session_id="s", max_weight_lag=1)), RequestError)
+            error_of(rb.complete(request(1, session_id=session, max_weight_lag=1)), RequestError)
         )
         direct = await worker.take()
         await announce(worker, 8, 9)
@@ -188,13 +188,13 @@ async def waiting(rb: rollbus.Client) -> int:
 
 async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet: str) -> None:
     """The worker of a session is not asked for weights that it lacks; if it says so itself, the queue is next."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, 6)
         await rb.fleet.state()
-        tasks.create_task(finished(rb.complete(request(1, session_id="s", min_weight_version=7, timeout_s=5))))
+        tasks.create_task(finished(rb.complete(request(1, session_id=session, min_weight_version=7, timeout_s=5))))
         passed = await worker.take()
         await worker.frame(0, chunk(passed.key, 0, 1, total=1), admitted=(passed.key,))
-        tasks.create_task(finished(rb.complete(request(1, session_id="s", min_weight_version=6, timeout_s=5))))
+        tasks.create_task(finished(rb.complete(request(1, session_id=session, min_weight_version=6, timeout_s=5))))
         direct = await worker.take()
         await worker.frame(1, failure(direct.key, 0, ErrorCode.WEIGHTS_TOO_OLD))
         queued = await worker.take()

@@ -226,7 +226,7 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
 
 
 async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Salt, priority and the headers' session and trace; a trace that is none is left out, as W3C wants it."""
+    """Salt, priority and the headers' session, group and trace; a trace that is none is left out, as W3C wants it."""
     seen: list[rollbus.GenerateRequest] = []
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     async with http_service(nats_url, fleet) as http:
@@ -241,7 +241,7 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
         for given in (trace, "nonsense"):
             answer = await generate(
                 http,
-                {"X-Session-ID": "mine", "traceparent": given},
+                {"X-Session-ID": "mine", "X-Group-ID": "ours", "traceparent": given},
                 sampling_params={"max_tokens": 1, "stop_token_ids": [9]},
                 cache_salt="salt",
                 priority=-3,
@@ -251,6 +251,7 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
     first, second = seen
     assert "salt" in (first.cache_salt or "")
     assert (first.priority, first.session_id, first.sampling.stop_token_ids) == (-3, "mine", (9,))
+    assert first.group_id == "ours"
     assert (first.traceparent, second.traceparent) == (trace, None)
 
 

@@ -48,6 +48,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"nvext": {"routed_experts_prompt_start": -1}}, "nvext.routed_experts_prompt_start"),
     ({"nvext": {"extra_fields": ["timing", "token_idz"]}}, "nvext.extra_fields[1]"),
     ({"timeout_s": 0}, "timeout_s"),
+    ({"prompt_cache_key": "a\n"}, "prompt_cache_key"),
     ({"tokens": [1] * 512}, "tokens"),
 ]
 OF_CHAT: list[tuple[dict[str, Any], str]] = [
@@ -88,7 +89,6 @@ HARMLESS: dict[str, Any] = {
     "store": False,
     "service_tier": "auto",
     "safety_identifier": "x",
-    "prompt_cache_key": "x",
     "stop": None,
     "echo": False,
     "response_format": {"type": "text"},

@@ -26,7 +26,7 @@ def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[
 
 def wish(affinity: str = "r", **fields: Any) -> PrefillRequirements:
     """What a request needs."""
-    return PrefillRequirements(**{"affinity": affinity, "is_session": False, "prompt_len": 40, **fields})
+    return PrefillRequirements(**{"affinity": affinity, "prompt_len": 40, **fields})
 
 
 def line_of(*keys: str, until: float = 2.0) -> PrefillQueue[str]:
@@ -61,15 +61,14 @@ def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
     assert order == ["high", "x", "y", "low"]
 
 
-def test_a_session_stays_with_its_worker_while_that_has_room() -> None:
-    """Its legs go to one worker, however many that has; where it is full, to another."""
+def test_legs_go_to_the_preferred_worker_while_that_has_room() -> None:
+    """They go to one worker, however many that has; where it is full, to another."""
     line = PrefillQueue[int]()
     for turn in range(5):
-        line.add(turn, wish("s", is_session=True), until=2)
+        line.add(turn, wish("s", preferred="b"), until=2)
     workers = [decision.worker for decision in line.decide([seat("a", 4), seat("b", 4)], 0)]
 
-    assert len(set(workers[:4])) == 1
-    assert workers[4] != workers[0]
+    assert workers == ["b"] * 4 + ["a"]
 
 
 def test_what_waited_for_long_enough_goes_alone() -> None:

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
+from rollbus.bus.protocol.queue.rendezvous import rendezvous
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
@@ -30,11 +32,11 @@ from rollbus.schemas.messages import (
     encode_json,
     request_id_of,
 )
-from rollbus.schemas.presence import ClientPresence, WorkerState
+from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
 from tests.support.patience import SOON_S
-from tests.support.presences import presence
+from tests.support.presences import capabilities, presence
 
-__all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "worker_by_hand"]
+__all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "session_worker", "worker_by_hand"]
 
 MODEL = "m"
 
@@ -53,6 +55,11 @@ class Taken:
         return RequestKey(request_id_of(self.message.request) or "", self.message.attempt, self.message.child)
 
     @property
+    def keys(self) -> tuple[RequestKey, ...]:
+        """Those of all samples in the message."""
+        return self.key, *(replace(self.key, child=other.child) for other in self.message.siblings)
+
+    @property
     def request(self) -> GenerateRequest:
         """What is asked for."""
         return decode_request(self.message.request)
@@ -69,6 +76,8 @@ class HandWorker:
     link: int = 0
     free_slots: int = 1
     weight_version: int = 0
+    cache_epoch: int = 0
+    reads_siblings: bool = False
     start_left_s: float | None = None
     client: str = "me"
     state: WorkerState = WorkerState.SERVING
@@ -92,6 +101,10 @@ class HandWorker:
             uptime_s=0.0,
             lease_s=lease_s,
             start_left_s=self.start_left_s,
+            cache_epoch=self.cache_epoch,
+            capabilities=capabilities(request_groups=True) if self.reads_siblings else None,
+            # It computes prompts at once.
+            engine_stats=EngineStats(prefill_tokens_per_s=1e9),
         )
         await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
@@ -213,6 +226,15 @@ async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWork
     ):
         await rb.fleet.wait_for_workers()
         yield worker, rb
+
+
+@contextlib.asynccontextmanager
+async def session_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, rollbus.Client, str]]:
+    """A worker by hand, the client `me`, and a session that goes to this worker; another one takes nothing."""
+    session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", ["hand", "idle"]) == "hand")
+    async with worker_by_hand(nats_url, fleet, "idle", pulls=False), hand_worker(nats_url, fleet) as (worker, rb):
+        await rb.fleet.wait_for_workers(2)
+        yield worker, rb, session
 
 
 def chunk(key: RequestKey, index: int, *tokens: int, total: int | None = None) -> Chunk:

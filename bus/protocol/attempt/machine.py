@@ -78,6 +78,8 @@ class AttemptMachine:
         self.deaths_alone = 0
         """Engines that died while this was the client's only request there."""
         self._first_attempt = stream.attempt
+        # The number under which the current attempt began.
+        self._began_as = stream.attempt
         self._request = stream.asked
         self._payload: bytes | None = payload
         self._last_error: RequestError | None = None
@@ -108,6 +110,15 @@ class AttemptMachine:
     def is_first_attempt(self) -> bool:
         """True if no worker and no queue has had it before the current attempt."""
         return not self.stream.has_begun
+
+    @property
+    def may_be_placed(self) -> bool:
+        """True if no worker has refused the current attempt: what was refused once is left to the queue."""
+        return self.stream.attempt == self._began_as
+
+    def awaits_prefill(self, possible: on.PublishingPossible) -> bool:
+        """Return True if the request would wait for a prefill worker, where this is so."""
+        return self._is_for_prefill(possible) and self._prefill_fallback(possible) is None
 
     @property
     def was_published(self) -> bool:
@@ -183,17 +194,19 @@ class AttemptMachine:
         if self.is_first_attempt and not possible.is_target_known:
             return (on.Schedule(),)
         fallback: Sequence[Instruction] = NOTHING
-        if self.state is RequestState.WAITING and self._is_for_prefill(possible):
+        if self._is_for_prefill(possible):
             reason = self._prefill_fallback(possible)
             if reason is None:
                 return self._join_prefill_queue(now)
             fallback = (on.CountFallback(reason),)
-        if possible.direct_to is not None and self.stream.attempt == self._first_attempt:
+        if possible.direct_to is not None and self.may_be_placed:
             return *fallback, *self._hand_to(RequestEvent.HANDED_OVER, possible.direct_to, None, now)
         self._move(RequestEvent.PUBLISHED, now)
         return *fallback, self._published(None, self.stream.handover if self.stream.phase == "decode" else None, now)
 
     def _is_for_prefill(self, possible: on.PublishingPossible) -> bool:
+        if self.state is not RequestState.WAITING:
+            return False
         asked = self.stream.asked
         is_long = asked.prompt_len >= possible.prefill_min_tokens and asked.sampling.max_tokens != 1
         return self._has_failed_handover or (possible.num_prefill_workers is not None and is_long)
@@ -315,6 +328,7 @@ class AttemptMachine:
         self._prefill_deadline = math.inf
         self._reset_worker()
         more = self.stream.next_attempt()
+        self._began_as = self.stream.attempt
         if isinstance(more, Chunk):
             self._move(RequestEvent.FINISHED, now)
             return on.Retract(), *aborts, on.CountLoss(is_retried=False), on.Deliver([more]), on.Complete()

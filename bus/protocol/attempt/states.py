@@ -41,7 +41,8 @@ class RequestState(enum.StrEnum):
     """Where the current attempt of a child request is, as its client knows."""
 
     WAITING = "waiting"
-    """Nothing of the current attempt was published. The client publishes it when a worker of the model is there."""
+    """Nothing of the current attempt was published. The client publishes it when a worker of the model is there, and it
+    waits no longer for the worker of the first request of its group."""
     AWAITING_PREFILL = "awaiting_prefill"
     """The request waits for room at a prefill worker. After 2 s at most, a decode worker serves it alone."""
     READY = "ready"
@@ -79,7 +80,7 @@ class RequestEvent(enum.StrEnum):
     PREFILL_SKIPPED = "prefill_skipped"
     """No prefill worker can take it in time."""
     HANDED_OVER = "handed_over"
-    """The client hands it to the worker of its session, or to one with the weights that it asks for."""
+    """The client hands it to the worker at which it is placed."""
     PUBLISHED = "published"
     """The client sends it to the queue."""
     UNPUBLISHED = "unpublished"

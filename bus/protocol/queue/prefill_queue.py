@@ -59,9 +59,9 @@ class PrefillRequirements:
 
     affinity: str
     """Of workers that are as good, all clients choose the same for equal ones."""
-    is_session: bool
-    """Where there is room, the same worker for the same affinity, as that holds the prefix cache."""
     prompt_len: int
+    preferred: str | None = None
+    """The worker whose prefix cache is best for it; where that has no room, any other is as good."""
     priority: int = 0
     """Lower goes first."""
     min_weight_version: int = 0
@@ -199,13 +199,14 @@ class PrefillQueue(Generic[K]):
         )
 
     def _choose(self, requirements: PrefillRequirements, able: Sequence[PrefillWorkerInfo]) -> str | None:
-        """The worker with the fewest legs for its size; for a session the one that it always has, if there is room."""
+        """The preferred worker, if it has room; else that with the fewest legs for its size."""
         free = [worker for worker in able if self._room(worker) > 0]
         if not free:
             return None
-        if not requirements.is_session:
-            least = min(self._load(worker) for worker in free)
-            free = [worker for worker in free if self._load(worker) == least]
+        if any(worker.worker == requirements.preferred for worker in free):
+            return requirements.preferred
+        least = min(self._load(worker) for worker in free)
+        free = [worker for worker in free if self._load(worker) == least]
         return rendezvous(requirements.affinity, (worker.worker for worker in free))
 
     def _load(self, worker: PrefillWorkerInfo) -> float:

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from ....schemas.chunk import Chunk, End, FinishReason
@@ -100,6 +101,12 @@ class ResponseStream:
     def start(self) -> int:
         """Absolute position of the first row."""
         return self._request.routed_experts_prompt_start
+
+    def sequence(self) -> npt.NDArray[np.int32]:
+        """The prompt of the request and the tokens that were delivered: what the last worker's cache may hold."""
+        return np.concatenate(
+            [np.asarray(self._request.prompt_token_ids), np.frombuffer(b"".join(self._token_ids), "<i4")]
+        )
 
     def add(self, chunk: Chunk) -> list[Chunk]:
         """Take the current attempt's next chunk; returns what may be delivered now, numbered for the caller.
@@ -249,9 +256,7 @@ class ResponseStream:
             self.is_exact = False
         return replace(
             self._request,
-            prompt_token_ids=np.concatenate(
-                [np.asarray(self._request.prompt_token_ids), np.frombuffer(b"".join(self._token_ids), "<i4")]
-            ),
+            prompt_token_ids=self.sequence(),
             # The boundary row: there are rows for all positions but the last token's, whose the next attempt computes.
             routed_experts_prompt_start=self.start + self._num_rows,
             sampling=replace(

@@ -88,13 +88,16 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     tokens: TokenIds | None = None
     """The same as `nvext.token_data`."""
 
+    # OpenAI's.
+    prompt_cache_key: str | None = None
+    """Requests of one key share the beginning of a prompt, and are best served by the worker that has computed it."""
+
     # Without effect here: what they are for is done elsewhere, or by nobody.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     length_penalty: float | None = None
 

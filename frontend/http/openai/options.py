@@ -189,8 +189,9 @@ def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
         "return_sampling_mask": False,
     }
     session_id = one_of(nvext__session_control__session_id=session, session_id=body.session_id)
-    # Else the header's counts.
-    return fields if session_id is None else {**fields, "session_id": session_id}
+    # Else the headers' count.
+    hints = {"session_id": session_id, "group_id": body.prompt_cache_key}
+    return fields | {name: value for name, value in hints.items() if value is not None}
 
 
 def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, str]:
@@ -216,6 +217,8 @@ def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, s
     for name in ("cache_salt", "routed_experts_prompt_start"):
         if getattr(nvext, name) is not None:
             names[name] = f"nvext.{name}"
+    if body.prompt_cache_key is not None:
+        names["group_id"] = "prompt_cache_key"
     if body.session_id is not None:
         names["session_id"] = "session_id"
     elif nvext.session_control is not None:

@@ -1,0 +1,341 @@
+"""Where the client puts requests: at the worker that has their prefix or their group, or into the queue."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import pytest
+
+import rollbus
+from rollbus import GenerateRequest, Generation, SamplingParams
+from rollbus.bus.protocol.placement.policy import PlacementReason
+from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.presence import WorkerState
+from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
+from tests.support.patience import SOON_S
+from tests.support.waits import until_true
+
+PROMPT = tuple(range(600))
+"""Two pieces, and a part of a third one."""
+
+
+def long(n: int = 1, *, max_tokens: int = 1, seed: int | None = None, **fields: Any) -> GenerateRequest:
+    """A request whose prompt is worth a placement."""
+    sampling = SamplingParams(n=n, max_tokens=max_tokens, temperature=0, seed=seed, logprobs=None)
+    return GenerateRequest(**{"prompt_token_ids": PROMPT, "sampling": sampling, **fields})
+
+
+class Hands:
+    """Workers by hand `a` and `b`, of which `a` pulls, and the client `me`."""
+
+    def __init__(self, a: HandWorker, b: HandWorker, rb: rollbus.Client) -> None:
+        self.a, self.b, self.rb = a, b, rb
+        self.stats = rb.stats
+        self._numbers = {"a": 0, "b": 0}
+
+    async def frame(self, worker: HandWorker, *chunks: Chunk, admitted: Any = ()) -> None:
+        """Send the next frame of a worker."""
+        worker.client_incarnation = self.a.client_incarnation or self.b.client_incarnation
+        number = self._numbers[worker.name]
+        self._numbers[worker.name] += 1
+        await worker.frame(number, *chunks, admitted=tuple(admitted))
+
+    async def answer(self, worker: HandWorker, taken: Taken) -> None:
+        """Admit all samples of a message, and end each with one token."""
+        await self.frame(worker, *(chunk(key, 0, 7, total=1) for key in taken.keys), admitted=taken.keys)
+
+    async def take_direct(self) -> tuple[HandWorker, Taken]:
+        """The next request that comes, which comes directly, and its worker."""
+        worker, taken = await self.take()
+        assert taken.queued is None
+        return worker, taken
+
+    async def take(self) -> tuple[HandWorker, Taken]:
+        """The next request that comes to either worker."""
+        await until_true(lambda: self.a.requests.qsize() + self.b.requests.qsize())
+        worker = self.a if self.a.requests.qsize() else self.b
+        return worker, await worker.take()
+
+    async def take_queued(self, count: int) -> list[Taken]:
+        """The next requests, which come from the queue."""
+        taken = [await self.a.take() for _ in range(count)]
+        assert all(each.queued is not None for each in taken)
+        return taken
+
+    async def announce(self, worker: HandWorker, **fields: Any) -> None:
+        """Announce a worker with these changes, and wait until the client has heard it."""
+        for name, value in fields.items():
+            setattr(worker, name, value)
+        await worker.announce()
+        await self.rb.fleet.state()
+
+    def placed(self) -> dict[str, int]:
+        """How many requests went where, without zeros."""
+        return {reason: count for reason, count in self.stats().placed.items() if count}
+
+
+@contextlib.asynccontextmanager
+async def hands(nats_url: str, fleet: str, *, free_slots: int = 8, **options: Any) -> AsyncIterator[Hands]:
+    """Two workers by hand that read siblings, and a client of these options that knows them."""
+    async with (
+        worker_by_hand(nats_url, fleet, "a") as a,
+        worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
+    ):
+        for worker in (a, b):
+            worker.free_slots, worker.reads_siblings = free_slots, True
+        async with rollbus.connect(nats_url, fleet=fleet, client="me", **options) as rb, asyncio.timeout(SOON_S):
+            await rb.fleet.wait_for_workers(2)
+            both = Hands(a, b, rb)
+            yield both
+            last = rb.stats()
+            both.stats = lambda: last
+
+
+def num_tables(rb: rollbus.Client) -> str:
+    """What the client's placement still holds."""
+    return repr(rb._registry._runtime.dispatcher.placement)
+
+
+EMPTY = "<RequestPlacement held=0 <Followers leaders=0 following=0>>"
+
+
+async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str) -> None:
+    """Eight free slots, four samples: one message with the seeds of all."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(4, seed=5)))
+        worker, taken = await both.take_direct()
+        await both.answer(worker, taken)
+        generation = await completing
+        stats = both.stats()
+        assert num_tables(both.rb) == EMPTY
+
+    assert taken.request.sampling.seed == 5
+    assert [(other.child, other.seed) for other in taken.message.siblings] == [(1, 6), (2, 7), (3, 8)]
+    assert {each.worker_ids for each in (generation, *generation.siblings)} == {(worker.name,)}
+    assert (stats.requests, stats.direct, both.placed()) == (4, 4, {PlacementReason.PLACED_GROUP: 4})
+
+
+async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url: str, fleet: str) -> None:
+    """Those of an earlier release: the same worker, as many messages as samples."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        await both.announce(both.a, reads_siblings=False)
+        await both.announce(both.b, reads_siblings=False)
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        worker, first = await both.take_direct()
+        taken = [first, await worker.take(), await worker.take()]
+        for each in taken:
+            await both.answer(worker, each)
+        await completing
+
+    assert [each.key.child for each in taken] == [0, 1, 2]
+    assert {each.message.siblings for each in taken} == {()}
+
+
+async def test_a_refused_sample_goes_to_the_queue_once(nats_url: str, fleet: str) -> None:
+    """A worker that has become full refuses some; the queue takes those, and they are not placed again."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        worker, taken = await both.take_direct()
+        one, two, three = taken.keys
+        full = [failure(key, 0, ErrorCode.QUEUE_FULL) for key in (two, three)]
+        await both.frame(worker, chunk(one, 0, 7, total=1), *full, admitted=[one])
+        for queued in await both.take_queued(2):
+            await both.answer(both.a, queued)
+        generation = await completing
+        assert both.rb.stats().placements_refused == 2
+        assert num_tables(both.rb) == EMPTY
+
+    assert [each.attempts for each in (generation, *generation.siblings)] == [1, 1, 1]
+    assert both.placed() == {PlacementReason.PLACED_GROUP: 3}
+
+
+async def test_a_prefix_is_found_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
+    """The second turn goes to the worker of the first; after new weights there, the third is anybody's."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        turns = [PROMPT, (*PROMPT, *range(300)), (*PROMPT, *range(500))]
+        requests = [long(prompt_token_ids=turn) for turn in turns]
+        first = tasks.create_task(both.rb.complete(requests[0]))
+        [queued] = await both.take_queued(1)
+        await both.answer(both.a, queued)
+        await first
+        second = tasks.create_task(both.rb.complete(requests[1]))
+        worker, direct = await both.take_direct()
+        await both.answer(worker, direct)
+        await second
+        await both.announce(both.a, cache_epoch=1)
+        third = tasks.create_task(both.rb.complete(requests[2]))
+        [again] = await both.take_queued(1)
+        await both.answer(both.a, again)
+        await third
+
+    assert worker.name == "a"
+    assert both.placed() == {PlacementReason.QUEUED: 2, PlacementReason.PLACED_PREFIX: 1}
+
+
+async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) -> None:
+    """Separate requests that share a prompt, the second before anybody has answered the first."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(both.rb.complete(long(group_id="g"))) for _ in range(3)]
+        worker, first = await both.take_direct()
+        for taken in (first, await worker.take(), await worker.take()):
+            await both.answer(worker, taken)
+        generations = [await call for call in calls]
+
+    assert {generation.worker_ids for generation in generations} == {(worker.name,)}
+    assert both.placed() == {PlacementReason.PLACED_GROUP: 3}
+
+
+@pytest.mark.parametrize("group_id", [None, "g"])
+async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: str, group_id: str | None) -> None:
+    """Only the first is in the queue; at its first token the others go to its worker, which has room by then."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = start(tasks, both.rb, group_id)
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[first.key])
+        await both.announce(both.a, free_slots=8)
+        assert (both.a.requests.qsize(), both.b.requests.qsize()) == (0, 0)
+        await both.frame(both.a, chunk(first.key, 0, 7))
+        followers = [await both.a.take() for _ in range(1 if group_id is None else 2)]
+        assert all(each.queued is None for each in followers)
+        await both.frame(both.a, chunk(first.key, 1, 7, total=2))
+        for each in followers:
+            await both.frame(both.a, *(chunk(key, 0, 7, 7, total=2) for key in each.keys), admitted=each.keys)
+        results = [await task for task in completing]
+        assert num_tables(both.rb) == EMPTY
+
+    assert sum(len(each.keys) for each in followers) == 2
+    assert sum(1 + len(result.siblings) for result in results) == 3
+    assert both.placed() == {PlacementReason.QUEUED: 1, PlacementReason.PLACED_GROUP: 2}
+
+
+def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) -> list[asyncio.Task[Generation]]:
+    """Three requests of one group: samples of one call, or separate calls of this id."""
+    if group_id is None:
+        return [tasks.create_task(rb.complete(long(3, max_tokens=2)))]
+    return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
+
+
+async def test_followers_of_a_worker_that_stays_full_take_the_queue(nats_url: str, fleet: str) -> None:
+    """At the first token there is no room: they go to the queue, and wait for nobody any more."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3, max_tokens=2)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, chunk(first.key, 0, 7), admitted=[first.key])
+        others = await both.take_queued(2)
+        assert {each.queued.lane for each in others if each.queued} == {"normal"}
+        await both.frame(both.a, chunk(first.key, 1, 7, total=2))
+        for each in others:
+            await both.frame(both.a, chunk(each.key, 0, 7, 7, total=2), admitted=[each.key])
+        await completing
+        assert num_tables(both.rb) == EMPTY
+
+    assert both.placed() == {PlacementReason.QUEUED: 3}
+
+
+async def test_followers_of_a_dead_worker_go_to_the_queue_at_once(nats_url: str, fleet: str) -> None:
+    """The first one's worker dies before its first token: each goes on by itself."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[first.key])
+        await until_true(lambda: "following=2" in num_tables(both.rb))
+        await both.a.announce(WorkerState.STOPPED)
+        taken = await both.take_queued(3)
+        for each in taken:
+            await both.answer(both.b, each)
+        generation = await completing
+        assert num_tables(both.rb) == EMPTY
+
+    assert sorted((each.key.child, each.key.attempt) for each in taken) == [(0, 1), (1, 0), (2, 0)]
+    assert [each.attempts for each in (generation, *generation.siblings)] == [2, 1, 1]
+
+
+async def test_followers_wait_for_a_bounded_time(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody admits the first one: the others go to the queue all the same."""
+    monkeypatch.setattr("rollbus.bus.protocol.placement.followers.FOLLOW_S", 0.1)
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        for each in await both.take_queued(3):
+            await both.answer(both.a, each)
+        await completing
+        assert num_tables(both.rb) == EMPTY
+
+
+@pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
+async def test_followers_that_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
+    """Aborted, left by their caller, or too late: nothing of them is published, and nothing stays."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        timeout_s = 0.5 if ending == "timeout" else None
+        first = tasks.create_task(both.rb.complete(long(group_id="g")))
+        [led] = await both.take_queued(1)
+        call = long(2, request_id="r", group_id="g", timeout_s=timeout_s)
+        others = tasks.create_task(outcome(both.rb.complete(call)))
+        await until_true(lambda: "following=2" in num_tables(both.rb) or others.done())
+        if ending == "abort":
+            await both.rb.abort(["r"])
+        elif ending == "leave":
+            others.cancel()
+        await asyncio.wait([others])
+        await until_true(lambda: "following=0" in num_tables(both.rb))
+        await both.answer(both.a, led)
+        await first
+        assert num_tables(both.rb) == EMPTY
+        assert both.a.requests.empty()
+        after = tasks.create_task(both.rb.complete(long(prompt_token_ids=[1])))
+        await both.answer(both.a, (await both.take_queued(1))[0])
+        await after
+
+
+async def test_a_silent_worker_is_left_alone(nats_url: str, fleet: str) -> None:
+    """It costs one wait; after that, what it should have in its cache goes to the queue."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(both.rb.complete(long()))
+        await both.answer(both.a, (await both.take_queued(1))[0])
+        await first
+        second = tasks.create_task(both.rb.complete(long()))
+        worker, direct = await both.take_direct()
+        [queued] = await both.take_queued(1)
+        await both.answer(both.a, queued)
+        await second
+        third = tasks.create_task(both.rb.complete(long()))
+        await both.answer(both.a, (await both.take_queued(1))[0])
+        await third
+
+    assert (worker.name, direct.key.attempt, queued.key.attempt) == ("a", 0, 1)
+    assert both.placed() == {PlacementReason.QUEUED: 2, PlacementReason.PLACED_PREFIX: 1}
+
+
+async def test_without_placement_all_goes_through_the_queue(nats_url: str, fleet: str) -> None:
+    """Samples, sessions and known prefixes alike."""
+    async with hands(nats_url, fleet, placement=False) as both, asyncio.TaskGroup() as tasks:
+        for request, count in ((long(3), 3), (long(session_id="s"), 1), (long(session_id="s"), 1)):
+            completing = tasks.create_task(both.rb.complete(request))
+            for each in await both.take_queued(count):
+                await both.answer(both.a, each)
+            await completing
+        assert (both.rb.stats().direct, both.placed()) == (0, {})
+
+
+async def test_a_resumed_attempt_takes_the_queue_unless_it_has_a_session(nats_url: str, fleet: str) -> None:
+    """The lost worker's prefix is elsewhere too: only the session's next attempt is placed there."""
+    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+        for session_id in (None, "s"):
+            warm = tasks.create_task(both.rb.complete(long(session_id=session_id)))
+            worker, taken = await both.take()
+            await both.answer(worker, taken)
+            await warm
+            completing = tasks.create_task(both.rb.complete(long(session_id=session_id)))
+            worker, taken = await both.take()
+            await both.frame(worker, failure(taken.key, 0, ErrorCode.WORKER_STOPPED), admitted=[taken.key])
+            worker, again = await both.take()
+            await both.answer(worker, again)
+            assert (await completing).attempts == 2
+            assert (again.queued is None) == (session_id is not None)
+
+
+async def outcome(awaitable: Awaitable[Generation]) -> None:
+    """Wait for the end, whatever it is."""
+    with contextlib.suppress(rollbus.RequestError):
+        await awaitable
