@@ -144,11 +144,14 @@ class LoadTable:
         load.slowness = self._slowness(load)
 
     def _slowness(self, load: WorkerLoad) -> float:
-        slowness = 1.0
+        # A slow worker is slow at both. A worker that computes more prompts makes fewer tokens meanwhile, and one that
+        # computes only the short ends of cached prompts seems slow at prompts.
+        known = []
         if load.prefill_rate is not None and self._typical_prefill_rate is not None:
-            slowness = self._typical_prefill_rate / load.prefill_rate
+            known.append(self._typical_prefill_rate / load.prefill_rate)
         if load.token_s is not None and self._typical_token_s is not None:
-            slowness = max(slowness, load.token_s / self._typical_token_s)
+            known.append(load.token_s / self._typical_token_s)
+        slowness = min(known, default=1.0)
         return 1.0 if slowness < SLOW else min(slowness, SLOWEST)
 
     def remove(self, worker: str) -> None:

@@ -143,17 +143,27 @@ def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
     assert load_of(table).has_backlog is False
 
 
-@pytest.mark.parametrize("slow", [rates(prefill=500, decode=100), rates(prefill=1000, decode=50)])
-def test_a_slow_worker_is_known_by_either_rate(slow: EngineStats) -> None:
-    """A worker with half of a rate of the others counts as about twice as slow, the others as equal."""
+@pytest.mark.parametrize(
+    ("rates_of_c", "slowness"),
+    [
+        (rates(prefill=500, decode=50), 2),
+        (rates(prefill=500), 2),
+        (rates(decode=50), 2),
+        # It finds most of each prompt cached, or computes more prompts between its steps.
+        (rates(prefill=500, decode=100), 1),
+        (rates(prefill=1000, decode=50), 1),
+    ],
+)
+def test_a_slow_worker_is_slow_at_prompts_and_at_tokens(rates_of_c: EngineStats, slowness: float) -> None:
+    """With half of each rate that it announces it counts as about twice as slow, and the others as equal."""
     table = LoadTable()
-    stats = {"a": rates(prefill=1000, decode=100), "b": rates(prefill=1200, decode=110), "c": slow}
+    stats = {"a": rates(prefill=1000, decode=100), "b": rates(prefill=1200, decode=110), "c": rates_of_c}
     for now in range(3):
         for worker, each in stats.items():
             table.update(presence(worker, engine_stats=each), now)
 
     assert (load_of(table, "a").slowness, load_of(table, "b").slowness) == (1, 1)
-    assert load_of(table, "c").slowness == pytest.approx(2, abs=0.25)
+    assert load_of(table, "c").slowness == pytest.approx(slowness, abs=0.25)
 
 
 def test_short_ends_of_cached_prompts_do_not_make_a_worker_slow() -> None:
