@@ -18,16 +18,18 @@ from .worker_load import LoadTable, WorkerLoad
 
 __all__ = ["Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
 
-RUNNING_TOKENS: Final = 64
-"""What a running request costs another one at the same worker: a token in each engine step that both are in."""
+RUNNING_TOKENS: Final = 256
+"""What a running request costs another one at the same worker: in each of some hundred engine steps that both are in,
+the time of a prompt token or two."""
 STEP_TOKENS: Final = 6_400
 """What the engine steps of a request cost without any others: each takes about as long as 100 prompt tokens."""
 BACKLOG_SHARE: Final = 0.5
 """Weight of tokens that a worker has to compute before: they are a wait, where the prompt's own are work as well."""
 GROUP_ROOM: Final = 8
 """Free slots of the worker that gets the first request of a group of unknown size."""
-SIBLINGS_PER_PIECE: Final = PIECE_TOKENS // RUNNING_TOKENS
-"""Siblings that one worker gets for each piece of their prompt: with more, they cost each other more than it saves."""
+SIBLINGS_PER_PIECE: Final = 4
+"""Siblings that one worker gets for each piece of their prompt, if others have room: more would slow each other down
+for longer than the prompt takes. Groups of the usual 8 stay together from 512 tokens on."""
 
 
 class PlacementReason(enum.StrEnum):
@@ -254,8 +256,9 @@ class PlacementPolicy:
         if wanted.group is not None:
             last = self.index.last_holder(wanted.group, now)
             if last is not None:
-                # The first one's prompt is ahead there until it is computed, and that makes up for it.
-                raise_weight(last, 2 * _whole(wanted), PlacementReason.PLACED_GROUP)
+                # The prompt of the first one is ahead there until it is computed, and siblings run there: as wanted.
+                weight = 2 * _whole(wanted) + SIBLINGS_PER_PIECE * len(wanted.pieces) * RUNNING_TOKENS
+                raise_weight(last, weight, PlacementReason.PLACED_GROUP)
         return weights, reasons
 
 
