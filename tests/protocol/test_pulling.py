@@ -235,7 +235,7 @@ def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_
 
 def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
     """What a lane had besides its last message may wait still, until a pull finds nothing there."""
-    world = World(room=1)
+    world = World(room=10)
     world.settle()
     world.publish("normal", 3)
     world.receive()
