@@ -173,6 +173,8 @@ async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> Non
     assert found["vllm:kv_cache_usage_perc", vllm] == found["vllm:num_preemptions_total", vllm] == 0
     assert found["vllm:prefix_cache_queries_total", vllm] >= 200
     assert found["vllm:prefix_cache_hits_total", vllm] == 96
+    ratio = 96 / found["vllm:prefix_cache_queries_total", vllm]
+    assert found["rollbus_worker_prefix_cache_hit_ratio", W] == pytest.approx(ratio)
     assert found["rollbus_worker_prefill_tokens_per_second", W] > 0
     assert found["rollbus_worker_decode_tokens_per_second", W] > 0
 
