@@ -27,7 +27,10 @@ TIMEOUT_S: Final = 3.0
 """A scrape does not wait longer for the fleet: Prometheus gives up after ten seconds."""
 CLIENT_COUNTERS: Final = {
     "requests": "Requests published: one for each attempt, or leg of an attempt, of each sample",
-    "direct": "Requests that went straight to a worker, for their session or their weights",
+    "direct": "Requests that went straight to the worker at which they were placed",
+    "placements_refused": "Placed requests that their worker did not take; they went to the queue",
+    "expected_cached_tokens": "Of placed requests that have ended: prompt tokens expected in their workers' caches",
+    "placed_cached_tokens": "Of the same requests: prompt tokens that their workers found there",
     "prefill_legs": "Requests that went to a prefill worker first, to be gone on with by a decode worker",
     "republished": "Publishes repeated for want of the queue's answer",
     "orphans": "Requests that had left the queue without a worker's offer, and were published again",
@@ -83,6 +86,14 @@ class FleetCollector(Collector):
             "Attempts that followed one that was given up: a worker was lost, and another went on",
             "model",
             stats.retries,
+        )
+        yield _counter(
+            "rollbus_client_placed",
+            "Where requests went when it was decided, by reason: to the queue (queued), or to the worker that has a"
+            " beginning of their prompt (placed_prefix), their group (placed_group) or their session (placed_session),"
+            " or that can serve them where others cannot (placed_able)",
+            "reason",
+            stats.placed,
         )
         yield _counter(
             "rollbus_client_prefill_fallbacks",

@@ -179,6 +179,28 @@ async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> Non
     assert found["rollbus_worker_decode_tokens_per_second", W] > 0
 
 
+async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str) -> None:
+    """The service counts its decisions by reason; the worker what it got, and the prompt tokens that it had cached."""
+    prompt = {"model": "synthetic", "token_ids": [*range(3, 1027)], "sampling_params": {"max_tokens": 3, "n": 4}}
+    config = SyntheticConfig(prefix_cache=True)
+    async with http_service(nats_url, fleet, worker_id="w", config=config) as http:
+        for _ in range(2):
+            assert (await http.client.post("/inference/v1/generate", json=prompt)).status_code == 200
+        found: Samples = {}
+        while found.get(("rollbus_worker_requests_total", W)) != 8 or found["rollbus_worker_in_flight", W]:
+            found = parse((await http.client.get("/metrics")).text)
+
+    placed = "rollbus_client_placed_total"
+    reasons = {dict(labels)["reason"]: count for (name, labels), count in found.items() if name == placed}
+    assert {"placed_prefix", "placed_group", "placed_session", "queued"} <= reasons.keys()
+    assert sum(reasons.values()) == 8
+    refused = found["rollbus_worker_placements_refused_total", W]
+    assert reasons["placed_group"] > 0
+    assert value(found, "rollbus_client_placements_refused_total") == refused
+    assert found["rollbus_worker_placed_total", W] == 8 - reasons["queued"] - refused
+    assert 0 < found["rollbus_worker_cached_prompt_tokens_total", W] < found["rollbus_worker_prompt_tokens_total", W]
+
+
 async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: str) -> None:
     """Without a prefix cache there are no queries of one, rather than none of them answered."""
     async with http_service(nats_url, fleet, worker_id="w") as http:
