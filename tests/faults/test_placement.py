@@ -1,0 +1,174 @@
+"""Placed requests among real workers: groups stay together, and kills, freezes, updates and rivals lose nothing."""
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus import GenerateRequest, Generation, SamplingParams
+from rollbus.bus.protocol.placement.policy import PlacementReason
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.control.support import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.invariants import observing
+from tests.support.load import VOCAB_SIZE, Load
+from tests.support.worker_process import LASTING, worker_process
+
+pytestmark = pytest.mark.slow
+
+ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE, "prefix_cache": True}
+CONFIG = SyntheticConfig.from_args(ENGINE_ARGS)
+LEASE = ("--lease-s", "2")
+SAMPLES = 4
+PROMPT_LEN = 3 * PIECE_TOKENS
+
+
+def prompt(seed: int) -> list[int]:
+    """A prompt of three pieces."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN)]
+
+
+def group(seed: int, n: int = SAMPLES) -> GenerateRequest:
+    """Samples of one prompt, of which no token depends on chance."""
+    sampling = SamplingParams(n=n, max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
+    return GenerateRequest(request_id=f"g{seed}", prompt_token_ids=prompt(seed), sampling=sampling, timeout_s=600.0)
+
+
+def samples(generation: Generation) -> tuple[Generation, ...]:
+    """All samples of a request."""
+    return generation, *generation.siblings
+
+
+@contextlib.asynccontextmanager
+async def workers(nats_url: str, fleet: str, names: Sequence[str], config: SyntheticConfig) -> AsyncIterator[None]:
+    """Workers of these names in this process."""
+    async with contextlib.AsyncExitStack() as stack:
+        for name in names:
+            await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=config, worker_id=name))
+        yield
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_samples_of_one_request_compute_their_prompt_once(nats_url: str, fleet: str) -> None:
+    """With room for all, each group is at one worker, and all of its samples but one find the prompt in the cache."""
+    load = await Load.of([group(seed) for seed in range(12)], CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        workers(nats_url, fleet, ("a", "b", "c"), CONFIG),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(3)
+        results = await load.run(rb, max_in_flight=3)
+        stats = rb.stats()
+        await observer.check_at_rest()
+
+    assert {len({each.worker_ids for each in samples(result)}) for result in results} == {1}
+    assert {len([each for each in samples(result) if not each.cached_tokens]) for result in results} == {1}
+    assert {result.worker_ids for result in results} == {("a",), ("b",), ("c",)}
+    assert stats.placed[PlacementReason.PLACED_GROUP] == 12 * SAMPLES
+    # The cache knows how many tokens of a prompt it can give, to a token.
+    assert 0 < stats.expected_cached_tokens <= 12 * (SAMPLES - 1) * PROMPT_LEN
+    assert stats.placed_cached_tokens >= 12 * (SAMPLES - 1) * (PROMPT_LEN - PIECE_TOKENS)
+
+
+async def test_a_killed_worker_loses_nothing_of_the_groups_placed_there(nats_url: str, fleet: str) -> None:
+    """Killed with groups in its engine, on their way to it and following it: each sample comes once, as undisturbed."""
+    load = await Load.of([group(seed) for seed in range(30)], CONFIG)
+    async with (
+        observing(nats_url, fleet) as observer,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=ENGINE_ARGS) as doomed,
+        worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=ENGINE_ARGS),
+    ):
+        await rb.fleet.wait_for_workers(2)
+
+        async def kill() -> None:
+            doomed.kill()
+
+        results = await load.run(rb, strikes={5: kill}, max_in_flight=12)
+        resumed = [each for result in results for each in samples(result) if each.attempts > 1]
+        assert resumed
+        assert {each.worker_ids[-1] for each in resumed} == {"b"}
+        await observer.check_at_rest()
+
+
+async def test_a_frozen_worker_costs_one_wait(nats_url: str, fleet: str) -> None:
+    """The worker that has the prefix stands still: what was placed there is served elsewhere, and no more is placed."""
+    async with (
+        observing(nats_url, fleet) as observer,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, *LASTING, "--worker-id", "a", engine_args=ENGINE_ARGS) as a,
+        worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=ENGINE_ARGS) as b,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        warm = await rb.complete(group(0, n=2))
+        [frozen] = warm.worker_ids
+        process = {"a": a, "b": b}[frozen]
+        process.send_signal(signal.SIGSTOP)
+        before = rb.stats()
+        results = [await rb.complete(group(0, n=2)) for _ in range(3)]
+        stats = rb.stats()
+        process.send_signal(signal.SIGCONT)
+        await observer.check_at_rest()
+
+    assert all(each.attempts <= 2 for result in results for each in samples(result))
+    assert stats.placements_refused - before.placements_refused <= 2
+    assert {result.worker_ids[-1] for result in results} == {"b" if frozen == "a" else "a"}
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A prompt goes to the worker that has it, until an update; then nobody has it, and it is computed anew."""
+    old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
+    fields = {"config": CONFIG, "model_path": str(old), "weight_roots": (str(tmp_path),)}
+    one = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    async with (
+        observing(nats_url, fleet) as observer,
+        synthetic_worker(nats_url, fleet, worker_id="a", **fields),  # type: ignore[arg-type]
+        synthetic_worker(nats_url, fleet, worker_id="b", **fields),  # type: ignore[arg-type]
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+
+        async def ask() -> Generation:
+            return await rb.complete(GenerateRequest(prompt_token_ids=prompt(1), sampling=one))
+
+        first, second = await ask(), await ask()
+        assert rb.stats().placed[PlacementReason.PLACED_PREFIX] == 1
+        await rb.fleet.update_weights(new, version=1)
+        # Both have announced their caches' new epochs.
+        await rb.fleet.state()
+        third, fourth = await ask(), await ask()
+        assert rb.stats().placed[PlacementReason.PLACED_PREFIX] == 2
+        await observer.check_at_rest()
+
+    assert (first.worker_ids, third.worker_ids) == (second.worker_ids, fourth.worker_ids)
+    assert [bool(each.cached_tokens) for each in (first, second, third, fourth)] == [False, True, False, True]
+    assert [each.weight_versions[0] for each in (first, second, third, fourth)] == [0, 0, 1, 1]
+
+
+async def test_two_clients_place_at_the_same_workers(nats_url: str, fleet: str) -> None:
+    """Neither sees what the other has placed: workers refuse what is too much, and the queue takes it."""
+    small = SyntheticConfig.from_args({**ENGINE_ARGS, "max_num_seqs": 6})
+    mine, theirs = ([group(seed) for seed in range(start, start + 20)] for start in (0, 100))
+    loads = [await Load.of(requests, small) for requests in (mine, theirs)]
+    async with (
+        observing(nats_url, fleet) as observer,
+        workers(nats_url, fleet, ("a", "b"), small),
+        rollbus.connect(nats_url, fleet=fleet) as one,
+        rollbus.connect(nats_url, fleet=fleet) as other,
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            for rb, load in zip((one, other), loads, strict=True):
+                await rb.fleet.wait_for_workers(2)
+                tasks.create_task(load.run(rb, max_in_flight=4))
+        assert one.stats().direct
+        assert other.stats().direct
+        await observer.check_at_rest()
