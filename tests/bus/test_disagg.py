@@ -273,3 +273,15 @@ async def test_a_session_stays_with_its_workers(nats_url: str, fleet: str) -> No
                 for turn in range(4)
             ]
             assert len({turn.worker_ids[0] for turn in turns}) == 1
+
+
+async def test_samples_of_one_request_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
+    """Each has a leg of its own, as a handover is read once; the prompt is computed at one prefill worker."""
+    async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
+        sampling = SamplingParams(n=4, max_tokens=3, temperature=0)
+        results = [await both.rb.complete(long(f"r{i}", 600, sampling=sampling)) for i in range(3)]
+
+    for result in results:
+        prefilled_at = [sample.worker_ids for sample in (result, *result.siblings)]
+        assert len(set(prefilled_at)) == 1
+        assert len(prefilled_at[0]) == 2
