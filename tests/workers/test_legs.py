@@ -6,7 +6,7 @@ import pytest
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
-from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.messages import KvTransfer, Sibling
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 from rollbus.workers.engines.synthetic.kv import SyntheticKv
@@ -57,6 +57,24 @@ async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
         assert end is not None
         assert end.kv_params is not None
         assert SyntheticKv.decode(end.kv_params).num_tokens == 100
+
+
+async def test_each_sibling_of_a_prefill_leg_has_kv_of_its_own(heard_worker: StartHeard) -> None:
+    """A handover is read once: three samples of one message are three legs, with a prompt that is computed once."""
+    config = SyntheticConfig(role="prefill", prefix_cache=True)
+    async with heard_worker(config=config, worker_id="p") as (client, worker, _):
+        await client.hand_over(
+            long("leg", max_tokens=1), "p", kv=KvTransfer(), siblings=[Sibling(child) for child in (1, 2)]
+        )
+        await client.until(lambda: sum(chunk.is_terminal for chunk in client.chunks["leg"]) == 3)
+
+        ends = {chunk.child: chunk.end for chunk in client.chunks["leg"] if chunk.end is not None}
+        assert [end.kv_params is not None for end in ends.values()] == [True] * 3
+        assert sorted(ends) == [0, 1, 2]
+        counters = worker.presence().counters
+        assert counters is not None
+        # Of 100 tokens six blocks of 16, for two of the three.
+        assert (counters.placed, counters.prompt_tokens, counters.cached_prompt_tokens) == (3, 300, 2 * 96)
 
 
 async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
