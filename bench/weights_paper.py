@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Final
 
+from rollbus.bus.protocol.weights.chain import needed_for_chain
+from rollbus.schemas.manifest import Link
+
 __all__ = ["weights_rows"]
 
 DELTA_SHARE: Final = 0.025
@@ -51,8 +54,19 @@ def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
         ("the trainer compares, on one core, in", _time(full / COMPARE_BYTES_PER_S)),
         ("and uploads meanwhile, in", _time(delta / UPLOAD_BYTES_PER_S)),
         ("each machine builds its folder in", _time(full / BUILD_BYTES_PER_S)),
-        ("the store holds at most: two anchors, two chains", _bytes(2 * full + 2 * full / 2)),
+        ("the bucket needs, for two anchors and the deltas between them", _bytes(needed_for_chain([_largest(model)]))),
     ]
+
+
+def _largest(model: _Model) -> Link:
+    """Return a version with an anchor and a delta beside it."""
+    return Link(
+        objects="b/versions/1-1-00000000",
+        version=1,
+        digest="0" * 64,
+        anchor_bytes=int(model.num_bytes),
+        delta_bytes=int(model.num_bytes * DELTA_SHARE),
+    )
 
 
 def _bytes(count: float) -> str:

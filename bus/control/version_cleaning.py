@@ -1,4 +1,4 @@
-"""Deletes what nobody needs of the bucket of a model's published weights."""
+"""Deletes old versions, and leftovers of killed uploads, in the bucket of a model's published weights."""
 
 import logging
 from collections.abc import Set as AbstractSet
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Cleaning:
-    """One look at the bucket, and what follows from it. Methods raise `ApiError`, `ControlError` and `BusBroken`.
+    """One cleaning of the bucket: list it, decide, delete. Methods raise `ApiError`, `ControlError` and `BusBroken`.
 
     Args:
         nats: a connection of a user that may delete there.
         bucket: the model's.
-        now: by the server's clock.
-        open_tags: of publications that are under way here: no object names their parts yet.
-        young_s: up to which what is there stays in any case.
+        now: time of the server's clock.
+        open_tags: tags of publications that are under way here: no object names their parts yet.
+        young_s: age in seconds up to which folders and parts stay in any case.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Cleaning:
         self._now = now
         self._young_s = young_s
         self._ages: dict[str, float] = {}
-        """Seconds, by folder."""
+        """Age in seconds, by folder."""
         self._open_tags = open_tags
         self._tags = set(open_tags)
-        """Of the folders that are there, or will be."""
+        """Tags of the folders that are there, or will be."""
         self._others: list[str] = []
-        """Names of objects that are not those of published versions."""
+        """Names of objects that belong to no published version."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -86,7 +86,7 @@ class Cleaning:
         return kept(record.links, roots | needed, self._ages, young_s=self._young_s)
 
     async def _named_by(self, objects: str) -> set[str]:
-        """Return the folders that a version's manifest names; none, if it cannot be read: nobody can load that."""
+        """Return the folders that a version's manifest names; none if it cannot be read: no worker can load it."""
         try:
             async with open_reader(self._nats, objects, None) as reader:
                 manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
@@ -109,7 +109,7 @@ class Cleaning:
         """Delete parts that no object names, which killed uploads left; return of how many objects.
 
         Args:
-            tagged_young_s: up to which those of publications stay; None: as those of other uploads.
+            tagged_young_s: age in seconds up to which parts of publications stay; None: as parts of other uploads.
         """
         tagged_young_s = self._young_s if tagged_young_s is None else tagged_young_s
         prefix = parts_subject(self._bucket, "")
@@ -143,7 +143,7 @@ class Cleaning:
         return named
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
-        """True if the last part was stored long ago; an upload that goes on has a young one."""
+        """True if the last part is older than `young_s`: an upload that goes on has a young one."""
         try:
             answer = await ask(self._nats, f"STREAM.MSG.GET.{stream_of(self._bucket)}", {"last_by_subj": subject})
         except ApiError as error:

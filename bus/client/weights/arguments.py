@@ -1,4 +1,4 @@
-"""What the methods of a publisher take, and what they make of it."""
+"""The arguments of a publisher's methods, and the checks that turn them into options."""
 
 import contextlib
 import hashlib
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-"""As PEFT calls it."""
+"""PEFT's name for an adapter's configuration."""
 PENDING: Final = WeightSource(objects="pending/pending")
-"""Of a command whose version has no folder yet."""
+"""Source of a command until its version has a folder."""
 
 MAX_WORKERS: Final = 1_000_000
-"""To wait for: a model will never have so many."""
+"""Bound of `min_staged`: no model has so many workers."""
 
 Adapter = str | os.PathLike[str] | NamedTensors
 
 
 class ConnectOptions(TypedDict, total=False):
-    """How a publisher connects that is given a URL."""
+    """Options of the connection that a publisher opens if it has no client."""
 
     fleet: str | None
     """As in `rollbus.connect`."""
@@ -50,7 +50,7 @@ class ConnectOptions(TypedDict, total=False):
 
 
 class PublishSettings(TypedDict, total=False):
-    """What `publish` takes besides the tensors and the version."""
+    """Further arguments of `publish`."""
 
     update: bool
     """Have the fleet load the version, once it is stored. Default: True."""
@@ -59,30 +59,30 @@ class PublishSettings(TypedDict, total=False):
     clear_cache: bool | None
     """As in `Fleet.update_weights`."""
     allow_rollback: bool
-    """The version may be older than the present one, or the same. Default: False."""
+    """Allow a version that is not newer than the present one. Default: False."""
     expected_canary: Canary | None
-    """What the trainer's own copy of the weights makes of `rollbus.canary_request`."""
+    """The answer of the trainer's own copy of the weights to `rollbus.canary_request`."""
     label: str | None
-    """What the trainer calls this version, for example `step-42`."""
+    """The trainer's name for this version, for example `step-42`."""
     min_staged: int | None
     """As in `Fleet.update_weights`: switch as soon as so many workers have staged it. Default: all must have."""
     timeout_s: float
-    """For each worker to load it; the default is 600."""
+    """Seconds that each worker has to load the version. Default: 600."""
     ranks_timeout_s: float
-    """Of several ranks: for the others to give what they have, and for rank 0 to begin and to commit. Default: 600."""
+    """Seconds that rank 0 waits for the others, and that they wait for rank 0 to begin and to commit. Default: 600."""
     on_ack: OnAck | None
     """Called with each answer of a worker, on the client's own thread; must return at once."""
 
 
 class AdapterSettings(TypedDict, total=False):
-    """What `publish_adapter` takes besides the adapter and the version."""
+    """Further arguments of `publish_adapter`."""
 
     config: Mapping[str, Any] | None
-    """What `adapter_config.json` holds, if the adapter is tensors."""
+    """Content of `adapter_config.json`, if the adapter is given as tensors."""
     update: bool
     """Have the fleet load the adapter, once it is stored. Default: True."""
     timeout_s: float
-    """For each worker to load it; the default is 600."""
+    """Seconds that each worker has to load the version. Default: 600."""
     on_ack: OnAck | None
     """Called with each answer of a worker, on the client's own thread; must return at once."""
 
@@ -115,7 +115,7 @@ def adapter_options(model: str, name: str, version: int, settings: AdapterSettin
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | None]:
-    """Return the fields of a command, whether the fleet loads what is published, and who hears of answers."""
+    """Return the fields of a command, whether the fleet loads the version, and the callback for answers."""
     fields = dict(settings)
     updates = check_bool("update", fields.pop("update", True))
     on_ack = fields.pop("on_ack", None)
@@ -126,7 +126,7 @@ def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | N
 
 @contextlib.contextmanager
 def _as_arguments() -> Iterator[None]:
-    """Have a field that a command does not have be an argument that a method does not have."""
+    """Raise an error about the method's arguments if a command has no field of a name."""
     try:
         yield
     except TypeError as error:
@@ -141,7 +141,7 @@ def read_adapter(adapter: Adapter, config: Mapping[str, Any] | None) -> tuple[Te
             raise InvalidRequest(field="config", problem="is set beside a folder", allowed="the folder's own")
         return TensorFeed(folder_tensors(adapter)), read_checkpoint_folder(adapter).files
     if not isinstance(config, Mapping):
-        allowed = f"what {ADAPTER_CONFIG} holds, beside tensors"
+        allowed = f"the content of {ADAPTER_CONFIG}, beside tensors"
         raise InvalidRequest(field="config", problem=f"is {describe(config)}", allowed=allowed)
     try:
         data = msgspec.json.encode(config)

@@ -17,13 +17,13 @@ from .tensors import RawTensor, TensorKind
 __all__ = ["Checkpoint", "FolderFile", "folder_tensors", "read_checkpoint_folder"]
 
 MAX_FILE_BYTES: Final = 64 * 1024**2
-"""Of a file beside the weights: tokenizers have up to 30 MB. They are held in memory."""
+"""Largest file beside the weights: tokenizers have up to 30 MB. The publisher holds these files in memory."""
 MAX_FILES_BYTES: Final = 256 * 1024**2
-"""Of all of them."""
+"""Largest sum of these files."""
 MAX_FILES: Final = 1024
-"""As manifests have at most."""
+"""Most of these files: as many as a manifest has at most."""
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-"""How names of files end that hold weights, in any format, or list such files."""
+"""Endings of the names of files that hold weights in any format, or list these files."""
 
 
 class FolderFile(NamedTuple):
@@ -34,10 +34,10 @@ class FolderFile(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a folder says of a model."""
+    """The content of a checkpoint folder, without the weights."""
 
     kinds: dict[str, TensorKind]
-    """Of each tensor, by name."""
+    """Dtype and shape of each tensor, by name."""
     files: dict[str, FolderFile]
     """The other files, by name."""
 
@@ -62,7 +62,7 @@ def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield the tensors of a folder's safetensors files, as they lie on the disk: only pages that are read take memory.
+    """Yield the tensors of a folder's safetensors files. They are mapped: only pages that are read take memory.
 
     Raises:
         InvalidRequest: as in `read_checkpoint_folder`.
@@ -95,7 +95,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _other_files(folder: Path) -> dict[str, FolderFile]:
-    """Read what is no weights and not hidden, directly in the folder."""
+    """Read the files directly in the folder that hold no weights and are not hidden."""
     found: dict[str, FolderFile] = {}
     num_bytes = 0
     for file in sorted(folder.iterdir()):

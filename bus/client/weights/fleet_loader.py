@@ -1,4 +1,4 @@
-"""Has the fleet load what was committed, and the store forget what nobody needs any more."""
+"""Has the fleet load a committed version, and has the store delete old versions."""
 
 import logging
 
@@ -59,7 +59,7 @@ class FleetLoader:
             await self.clean()
 
     async def update(self, objects: str, options: PublishOptions) -> CommandResult:
-        """Have the fleet load a committed version, and delete what nobody needs any more."""
+        """Have the fleet load a committed version, and delete old versions."""
         command = structs.replace(options.command, source=WeightSource(objects=objects))
         try:
             ledger = await self._updates.update_weights(
@@ -75,11 +75,14 @@ class FleetLoader:
         return ledger
 
     async def make_room(self) -> None:
-        """Clean a bucket that has no room: only the youngest folders stay beside those that somebody needs."""
+        """Clean a bucket that has no room: of the folders that no recorded version needs, those of a minute stay."""
         await self.clean(young_s=PRESSED_S)
 
     async def clean(self, *, young_s: float = YOUNG_S) -> None:
-        """Tell the store what is recorded, and delete what nobody needs. What fails is logged and done again later."""
+        """Tell the store which folders are recorded, and delete old versions.
+
+        A failure is logged; the next call deletes what is left.
+        """
         try:
             recorded = sources_in(await self._updates.state(self._model))
         except RollbusError as error:

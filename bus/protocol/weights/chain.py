@@ -1,4 +1,4 @@
-"""Decisions about a chain of published versions: who may publish, anchor or delta, and which folders are kept. Pure."""
+"""Decisions about a chain of published versions: the lease, anchor or delta, and which folders stay. Pure."""
 
 import enum
 import re
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 LEASE_S: Final = 15.0
-"""How long the lease counts after it was last renewed, by the server's clock."""
+"""Seconds for which the lease holds after its last renewal, by the server's clock."""
 MARGIN_S: Final = 5.0
-"""Longer, before another publisher takes it over: a renewal may be on its way."""
+"""Seconds after the lease before another publisher takes it over: a renewal may be on its way."""
 MAX_DELTAS: Final = 16
 """Versions after an anchor, before the next anchor: how many deltas a late joiner applies one after another."""
 YOUNG_S: Final = 3600.0
 """Folders that are younger are kept: a controller may be about to record one, a worker about to fetch one."""
 PRESSED_S: Final = 60.0
-"""The same while the bucket has no room for another version: to record one takes a controller seconds."""
+"""Replaces `YOUNG_S` if the bucket has no room: a controller needs seconds to record a version."""
 SPARE_BYTES: Final = 4 * 1024**2
-"""Of a bucket that no upload fills, so that the chain record can always be written."""
+"""Bytes of a bucket that no publication fills, so that the chain record can always be written."""
 _FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>[0-9a-f]{8})")
 
 
@@ -76,7 +76,7 @@ class AnchorReason(enum.StrEnum):
 
 
 class Contents(NamedTuple):
-    """What a version is published as; one of the two at least."""
+    """The form in which a version is published: an anchor, a delta or both."""
 
     anchor: bool
     delta: bool
@@ -102,14 +102,14 @@ def lease_taken(record: ChainRecord, holder: Holder, age_s: float) -> ChainRecor
 
 
 def is_held_by(record: ChainRecord, holder: Holder, epoch: int) -> bool:
-    """True if the lease of `epoch` is still that of `holder`."""
+    """True if `holder` still has the lease of `epoch`."""
     return (record.holder, record.epoch) == (holder, epoch)
 
 
 def links_with(links: Sequence[Link], own: Link) -> tuple[Link, ...]:
-    """Return the links of the manifest of `own`, which is committed after `links`: from the last anchor before it on.
+    """Return the links for the manifest of `own`, which is committed after `links`.
 
-    So a worker that has any version since that anchor goes on with deltas.
+    They begin with the last anchor before it, so that a worker with any version since then needs deltas only.
 
     Raises:
         LocalProtocolError: the version has a delta, and nothing to apply it to.
@@ -129,9 +129,9 @@ def needs_anchor(
 
     Args:
         links: of the chain record.
-        snapshot: digest of the content that the publisher compares with; None: it has none.
+        snapshot: digest of the content that the publisher compares with; None: the publisher has none.
         after_transfer: the fleet's weights came by a transfer engine since the last publication.
-        workers_read_deltas: all workers of the model do.
+        workers_read_deltas: all workers of the model read deltas.
     """
     if not links:
         return AnchorReason.FIRST
@@ -155,20 +155,20 @@ def needs_anchor(
 def contents(
     reason: AnchorReason | None, links: Sequence[Link], *, anchor_bytes: int, used: int, limit: int
 ) -> Contents:
-    """Decide what the next version is published as, before its first byte is stored.
+    """Decide the form of the next version, before its first byte is stored.
 
-    A version that only should have an anchor goes on as a delta while there is no room for one. An anchor that could
-    have a delta beside it has none where there is no room for both.
+    If an anchor is due for the chain's length alone and has no room, the version is a delta. If a delta beside an
+    anchor has no room, the version is the anchor alone.
 
     Args:
         reason: of `needs_anchor`.
         links: of the chain record.
-        anchor_bytes: of an anchor of this version.
-        used: bytes of the bucket that are in use.
-        limit: its bytes.
+        anchor_bytes: size of an anchor of this version.
+        used: bytes that the bucket holds.
+        limit: bytes that the bucket may hold.
 
     Raises:
-        ControlError: `storage`: an anchor must be, and there is no room for it.
+        ControlError: `storage`: an anchor is needed, and the bucket has no room for it.
     """
     if reason is None:
         return Contents(anchor=False, delta=True)
@@ -189,19 +189,19 @@ def contents(
 
 
 def needed_bytes(content_bytes: int) -> int:
-    """Return what storing so many bytes takes: with subjects and headers, and with what is spared for the record."""
+    """Return the bytes that a bucket needs for a content: with subjects, headers and the spare bytes of the record."""
     return content_bytes + content_bytes // 256 + SPARE_BYTES
 
 
 def needed_for_version(links: Sequence[Link], anchor_bytes: int) -> int:
-    """Return the bytes that the next version takes as an anchor with a delta, of the size of the largest until now."""
+    """Return the bytes that an anchor needs with a delta beside it, as large as the largest delta of `links`."""
     return needed_bytes(anchor_bytes + _largest_delta(links))
 
 
 def needed_for_chain(links: Sequence[Link]) -> int:
-    """Return the bytes that a bucket needs: for two anchors, each with a delta, and the deltas between them.
+    """Return the bytes that a bucket needs: two anchors, each with a delta, and the deltas between them.
 
-    Deltas end at half an anchor, and the one that goes beyond that may be as large as the largest until now.
+    A chain ends when its deltas exceed half an anchor. The last of them may be as large as the largest one of `links`.
     """
     anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
     return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + 3 * _largest_delta(links))
@@ -230,7 +230,7 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
 
 
 def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
-    """Return the noted folders after `objects` was recorded: of each home the last two, the newer one last."""
+    """Return the noted folders after `objects` was recorded: the last two of each home, the later one last."""
     own = [folder for folder in folders if _home(folder) == _home(objects)]
     if own[-1:] == [objects]:
         return tuple(folders)
@@ -241,16 +241,15 @@ def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
 def kept(
     links: Sequence[Link], recorded: AbstractSet[str], ages: Mapping[str, float], *, young_s: float = YOUNG_S
 ) -> set[str]:
-    """Return the folders that stay; all others of `ages` go.
+    """Return the folders of `ages` that stay: the recorded ones, the newest one of the chain, and the young ones.
 
-    Those that were recorded, the newest one of the chain and those that are young, each with all that its manifest
-    names.
+    All folders that the manifests of these name stay too.
 
     Args:
         links: of the chain record.
         recorded: folders that are recorded or were recorded before, of weights and adapters.
-        ages: seconds for each folder in the store.
-        young_s: up to which a folder stays in any case.
+        ages: age in seconds of each folder in the store.
+        young_s: age in seconds up to which a folder stays in any case.
     """
     roots = {folder for folder, age_s in ages.items() if age_s < young_s} | recorded
     roots.update(link.objects for link in links[-1:])
@@ -261,12 +260,12 @@ def kept(
 
 
 def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: AbstractSet[str]) -> ChainRecord:
-    """Return the record without what was deleted.
+    """Return the record without the deleted folders.
 
     Args:
-        record: before it.
-        recorded: folders that the desired state names. Adapters of which it names none are no longer noted.
-        kept_folders: those that stayed.
+        record: before the deletion.
+        recorded: folders that the desired state names. An adapter without one is no longer noted.
+        kept_folders: folders that stayed.
     """
     homes = {_home(folder) for folder in recorded}
     return replace(
@@ -281,7 +280,7 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
 
 
 def folder_of(name: str) -> tuple[str, str] | None:
-    """Return the folder of a published object, and the tag of its parts; None: the object is of something else."""
+    """Return the folder of a published object, and the tag of its parts; None: the object belongs to no version."""
     found = _FOLDER.match(name)
     if found is None or not name[found.end() :].startswith("/"):
         return None
@@ -289,17 +288,17 @@ def folder_of(name: str) -> tuple[str, str] | None:
 
 
 def is_published(objects: str, bucket: str) -> bool:
-    """True if a folder is one of the published versions of this bucket, and not another upload."""
+    """True if a folder of this bucket is a published version, and no other upload."""
     return objects.startswith(f"{bucket}/") and folder_of(f"{objects.removeprefix(f'{bucket}/')}/") is not None
 
 
 def is_weights(objects: str) -> bool:
-    """True if a published folder is a version of the weights, and not of an adapter."""
+    """True if a published folder is a version of the weights, and of no adapter."""
     return _home(objects).endswith("/versions")
 
 
 def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
-    """Drop the oldest links above `MAX_HISTORY`, but none that a noted folder or the newest version needs."""
+    """Remove the oldest links above `MAX_HISTORY`, but none that a noted folder or the newest version needs."""
     if len(links) <= MAX_HISTORY:
         return links
     needed = kept(links, set(folders), {link.objects: YOUNG_S for link in links})
@@ -312,7 +311,7 @@ def _largest_delta(links: Sequence[Link]) -> int:
 
 
 def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
-    """Return the links of the manifest of `links[index]`, as far as they are there."""
+    """Return the links of the manifest of `links[index]`, as far as `links` has them."""
     try:
         return links_with(links[:index], links[index])
     except LocalProtocolError:
