@@ -2,8 +2,8 @@
 
     python -m bench [transport real_engine ...] [--results bench/results]
 
-Takes about half an hour for all of them, and wants the machine for itself. Each is a program of its own, with options:
-`python -m bench.transport --help`.
+Takes about an hour and a quarter for all of them, and wants the machine for itself. Each is a program of its own, with
+options: `python -m bench.transport --help`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ BENCHES = (
     "trainer",
     "objects",
     "weights",
+    "placement",
     "http_memory",
     "accounts",
     "flood",

@@ -1,0 +1,286 @@
+"""Where requests go: the queue alone, sessions, least load, static shards, and placement by prefixes and groups.
+
+    python -m bench.placement [--fleets simulated synthetic vllm] [--traces groups ...] [--ways queue ours ...]
+                              [--simulated 64 1000] [--workers 4] [--vllm-workers 2] [--rounds 3] [--dynamo PYTHON]
+                              [--json FILE]
+
+The traces are those of `bench.placement_traces`, the ways those of `bench.placement_choices` (simulated) and of
+`bench.placement_ways` (on a bus). All ways play the same trace in turns; on a bus all caches are flushed before each.
+
+`computed` is prompt tokens that engines computed, over those of one engine that forgets nothing. `throughput` is tokens
+a second by those of `queue` in the same round. `p50_s` to `p100_s` are the seconds until so many percent of the samples
+had ended; `p99_longest` is the time to 99 % by that of the queue if the trainer sends the longest first, as only one
+that knows the lengths can. `wait_s` is the longest time to a first token. `decision_us` is the median of real time that
+a decision of the simulation took. Simulated workers and synthetic ones are of `EngineShape` and of `SYNTHETIC`.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import rollbus
+from bench.on_the_bus import START_S, worker_process
+from bench.placement_choices import LeastLoaded, Ours, QueueOnly, SessionsOnly, Static
+from bench.placement_engine import EngineShape
+from bench.placement_peer import MODES, play_on_dynamo
+from bench.placement_sim import Simulation, Way
+from bench.placement_traces import TRACES, Shape, Trace, least_computed, make_trace
+from bench.placement_ways import WAYS
+from bench.report import Report, add_arguments, percentile, spreads
+from bench.ways import Way as PlayerProcess
+from bench.ways import running
+from rollbus.bus.nats.embedded import EmbeddedServer
+
+__all__ = ["FLEETS", "Fleet", "run_fleet", "simulate"]
+
+MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
+BUSY: Final = 0.75
+"""Share of the slots that a trainer fills: with none free, no choice is left."""
+SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
+    "queue": QueueOnly,
+    "sessions": SessionsOnly,
+    "least": LeastLoaded,
+    "static": Static,
+    "ours": Ours,
+}
+LARGE: Final = 256
+"""Simulated fleets above this many workers take minutes for a trace: they play those of `PLAYED_LARGE`, once."""
+PLAYED_LARGE: Final = ("groups", "tails", "nothing", "slow-nothing")
+PERCENTS: Final = (50, 90, 99, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Workers on a bus.
+
+    Args:
+        model_args: of each worker, without its engine's arguments.
+    """
+
+    name: str
+    model_args: tuple[str, ...]
+    engine_args: Mapping[str, Any]
+    slow_args: Mapping[str, Any] | None
+    """What differs in an engine of half the speed; None: it cannot be had."""
+    slots: int
+    block_tokens: int
+    caches_outputs: bool
+    """Generated tokens stay in the prefix cache too."""
+    shape: Shape
+    """Of traces, for one worker."""
+
+
+FLEETS: Final = {
+    "synthetic": Fleet(
+        name="synthetic",
+        model_args=("--engine", "synthetic", "--model", "synthetic"),
+        engine_args={
+            "step_s": 0.01,
+            "max_num_seqs": 16,
+            "prefill_token_s": 0.0001,
+            "prefix_cache": True,
+            "prefix_cache_tokens": 200_000,
+            "num_experts": 0,
+        },
+        slow_args={"step_s": 0.02, "prefill_token_s": 0.0002},
+        slots=16,
+        block_tokens=16,
+        caches_outputs=False,
+        shape=Shape(slots=16, rounds=2, long=64),
+    ),
+    "vllm": Fleet(
+        name="vllm",
+        model_args=("--model", str(MODEL)),
+        engine_args={
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 8192,
+            "max_num_seqs": 16,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 1 << 28,
+        },
+        slow_args=None,
+        slots=16,
+        block_tokens=32,
+        caches_outputs=True,
+        shape=Shape(slots=16, rounds=2, long=64),
+    ),
+}
+
+
+def simulate(trace: Trace, way: str, num_workers: int, shape: EngineShape) -> dict[str, float]:
+    """Play a trace in a simulated fleet; returns its figures."""
+    played = Simulation(trace, SIMULATED[way](), shape, num_workers)
+    played.run()
+    least = least_computed(((job.prompt, [job.sequence]) for job in played.jobs), shape.block_tokens)
+    return {
+        "computed": sum(engine.prefilled for engine in played.engines.values()) / least,
+        "tokens_per_s": trace.num_tokens / max(job.ended_at for job in played.jobs),
+        **times([job.ended_at for job in played.jobs]),
+        "wait_s": max(job.first_at - job.arrived_at for job in played.jobs),
+        "placed_percent": 100 * (played.placed - played.refused) / len(played.jobs),
+        "refused": played.refused,
+        "decision_us": 1e6 * percentile(played.decisions_s, 50),
+    }
+
+
+def times(ended_s: Sequence[float]) -> dict[str, float]:
+    """Return when so many percent of all samples had ended."""
+    return {f"p{percent}_s": percentile(ended_s, percent) for percent in PERCENTS}
+
+
+def add_rows(
+    report: Report, fleet: str, trace: str, found: Mapping[str, Sequence[Mapping[str, float]]], baseline: str = "queue"
+) -> None:
+    """Add a row for each way, of all rounds."""
+    for way, rounds in found.items():
+        compared = [
+            {"throughput": own["tokens_per_s"] / base["tokens_per_s"], **own}
+            for own, base in zip(rounds, found[baseline], strict=True)
+        ]
+        if "longest" in found and way != "longest":
+            compared = [
+                {**own, "p99_longest": own["p99_s"] / longest["p99_s"]}
+                for own, longest in zip(compared, found["longest"], strict=True)
+            ]
+        report.add(fleet=fleet, trace=trace, way=way, **spreads(compared))
+
+
+def longest_first(trace: Trace) -> Trace:
+    """Return what a trainer that knows all lengths would send."""
+    ordered = sorted(trace.conversations, key=lambda one: -one.num_tokens)
+    return replace(trace, conversations=tuple(ordered))
+
+
+def run_simulated(args: argparse.Namespace, report: Report) -> None:
+    """Add the rows of all simulated fleets."""
+    engine = EngineShape()
+    for num_workers in args.simulated:
+        is_large = num_workers > LARGE
+        for name in [name for name in args.traces if not is_large or name in PLAYED_LARGE]:
+            found: dict[str, list[dict[str, float]]] = {}
+            for seed in range(1 if is_large else args.rounds):
+                slots = num_workers * engine.slots
+                trace = make_trace(name, Shape(slots=slots, busy=BUSY, long=256, seed=seed))
+                for way in args.ways:
+                    found.setdefault(way, []).append(simulate(trace, way, num_workers, engine))
+                if name == "tails":
+                    ordered = longest_first(trace)
+                    found.setdefault("longest", []).append(simulate(ordered, "queue", num_workers, engine))
+            add_rows(report, f"{num_workers} simulated", make_trace(name, Shape(slots=8)).name, found)
+
+
+@asynccontextmanager
+async def started(
+    fleet: Fleet, num_workers: int, num_slow: int, ways: Sequence[str]
+) -> AsyncIterator[tuple[rollbus.Client, dict[str, PlayerProcess]]]:
+    """Start a fleet, a client of the bench's own, and a process for each way."""
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(EmbeddedServer())
+        rb = await stack.enter_async_context(rollbus.connect(server.url))
+        for number in range(num_workers):
+            slow = fleet.slow_args if number < num_slow else None
+            options = ["--engine-args", json.dumps({**fleet.engine_args, **(slow or {})})]
+            await stack.enter_async_context(worker_process(server.url, *fleet.model_args, *options))
+            # One after the other: engines that start at once look at the same free memory.
+            await rb.fleet.wait_for_workers(number + 1, timeout_s=START_S)
+        players = {}
+        for way in ways:
+            numbers = (fleet.slots, fleet.block_tokens, int(fleet.caches_outputs))
+            player = running(way, "bench.placement_ways", way, server.url, *numbers)
+            players[way] = await stack.enter_async_context(player)
+        yield rb, players
+
+
+async def measure(
+    rb: rollbus.Client, players: Mapping[str, PlayerProcess], name: str, rounds: int, shape: Shape
+) -> dict[str, list[dict[str, float]]]:
+    """Have all ways play a trace in turns; returns the figures of each round by way."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in players}
+    # The first round warms engines and clients up, and is not counted.
+    for number in range(rounds + 1):
+        for way, player in players.items():
+            await rb.fleet.flush_cache()
+            drawn = replace(shape, seed=number, rounds=shape.rounds if number else 1)
+            answer = await player.ask(name, json.dumps(asdict(drawn), separators=(",", ":")))
+            if number:
+                placed = {"placed_percent": 100 * (answer["placed"] - answer["refused"]) / len(answer["ended_s"])}
+                found[way].append({**_figures(answer), **placed, "refused": answer["refused"]})
+    return found
+
+
+def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        "computed": answer["computed"] / answer["least"],
+        "tokens_per_s": answer["tokens"] / answer["seconds"],
+        **times(answer["ended_s"]),
+        "wait_s": max(answer["first_s"]),
+    }
+
+
+async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, report: Report) -> None:
+    """Add the rows of a fleet on a bus; traces with a slow worker have one of their own."""
+    shape = replace(fleet.shape, slots=fleet.slots * num_workers, busy=BUSY)
+    by_slow: dict[int, list[str]] = {}
+    for name in args.traces:
+        by_slow.setdefault(make_trace(name, shape).num_slow, []).append(name)
+    for num_slow, names in by_slow.items():
+        if num_slow and fleet.slow_args is None:
+            continue
+        async with started(fleet, num_workers, num_slow, args.ways) as (rb, players):
+            for name in names:
+                found = await measure(rb, players, name, args.rounds, shape)
+                add_rows(report, f"{num_workers} {fleet.name}", make_trace(name, shape).name, found)
+
+
+async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
+    """Add the rows of Dynamo's router on its mocker, with as many workers as are simulated of ours."""
+    shape = EngineShape()
+    for num_workers in [count for count in args.simulated if count <= LARGE]:
+        for name in args.traces:
+            slots = num_workers * shape.slots
+            found: dict[str, list[dict[str, float]]] = {way: [] for way in MODES}
+            for seed, (way, mode) in itertools.product(range(args.rounds), MODES.items()):
+                trace = make_trace(name, Shape(slots=slots, busy=BUSY, long=256, seed=seed))
+                # All of its workers are equally fast.
+                if not trace.num_slow:
+                    answer = await play_on_dynamo(args.dynamo, trace, mode, num_workers, shape)
+                    found[way].append(_figures(answer))
+            if found["dynamo, kv"]:
+                add_rows(report, f"{num_workers} mocked", trace.name, found, baseline="dynamo, round robin")
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Where requests go.")
+    parser.add_argument("--fleets", nargs="+", choices=["simulated", *FLEETS], default=["simulated", *FLEETS])
+    parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="`queue` among them")
+    parser.add_argument("--simulated", type=int, nargs="+", default=[64, 1000], help="workers that are simulated")
+    parser.add_argument("--workers", type=int, default=4, help="with synthetic engines")
+    parser.add_argument("--vllm-workers", type=int, default=2, help="with vLLM and a tiny MoE")
+    parser.add_argument("--dynamo", type=Path, help="a Python that has Dynamo: `bench.placement_peer` says how")
+    add_arguments(parser, rounds=3)
+    args = parser.parse_args()
+    if "queue" not in args.ways:
+        parser.error("--ways needs queue, with which the others are compared")
+    report = Report("placement")
+    if "simulated" in args.fleets:
+        run_simulated(args, report)
+        if args.dynamo is not None:
+            asyncio.run(run_dynamo(args, report))
+    for name, fleet in FLEETS.items():
+        if name in args.fleets:
+            num_workers = args.vllm_workers if name == "vllm" else args.workers
+            asyncio.run(run_fleet(fleet, num_workers, args, report))
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""A simulated fleet for `bench.placement`: one client, a queue, workers of `bench.placement_engine`, a way to choose.
+
+What stands between them is as on the bus: workers announce themselves once a second, a placed request is taken at once
+or refused and then queued, a worker pulls when it has room, in turns, and while requests wait in the queue placed ones
+get at most every second slot that becomes free.
+"""
+
+import heapq
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from bench.placement_engine import Engine, EngineShape, Job
+from bench.placement_traces import Conversation, Tokens, Trace, block_keys
+from rollbus.schemas.presence import WorkerPresence
+
+__all__ = ["Simulation", "Way"]
+
+LATENCY_S: Final = 0.001
+"""Of one message."""
+PRESENCE_S: Final = 1.0
+FOLLOW_S: Final = 2.0
+"""For which a sample follows the first of its group at most."""
+SLOW: Final = 0.5
+"""Speed of a slow worker."""
+
+
+class Way(Protocol):
+    """Chooses a worker, or the queue, for each request."""
+
+    waits_at_worker: bool
+    """True: what it chose takes the request even when it is full, and has it wait there."""
+    follows: bool
+    """True: a sample without a worker follows the first of its group, until that has a token."""
+
+    def announced(self, presence: WorkerPresence, now: float) -> None:
+        """Note what a worker said of itself."""
+
+    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
+        """Return the worker, or None, of each of `count` samples of `job`'s request."""
+        ...
+
+    def follow(self, job: Job, worker: str, now: float) -> str | None:
+        """Return `worker`, which has the first of `job`'s group, if it has room, else None."""
+        ...
+
+    def admitted(self, job: Job, worker: str, now: float) -> None:
+        """Note that a worker has begun with a request."""
+
+    def ended(self, job: Job, worker: str, now: float) -> None:
+        """Note that it has ended."""
+
+    def refused(self, job: Job, worker: str, now: float) -> None:
+        """Note that a worker was too full for a placed request."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One trace, one way, one fleet; `run` once."""
+
+    trace: Trace
+    way: Way
+    shape: EngineShape
+    num_workers: int
+    now: float = 0.0
+    jobs: list[Job] = field(default_factory=list)
+    refused: int = 0
+    placed: int = 0
+    decisions_s: list[float] = field(default_factory=list)
+    """Real seconds of each decision."""
+    engines: dict[str, Engine] = field(default_factory=dict)
+    _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    _serials: "itertools.count[int]" = field(default_factory=itertools.count)
+    _queue: deque[Job] = field(default_factory=deque)
+    _pulling: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _pending: deque[Conversation] = field(default_factory=deque)
+    _leaders: dict[str, Job] = field(default_factory=dict)
+    _followers: dict[Job, list[Job]] = field(default_factory=dict)
+    _in_flight: int = 0
+    _wakes: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Play the trace to its end."""
+        for i in range(self.num_workers):
+            speed = SLOW if i < self.trace.num_slow else 1.0
+            engine = Engine(f"w{i}", self.shape, speed)
+            self.engines[engine.name] = engine
+            self._pulling[engine.name] = None
+            self.way.announced(engine.presence(0.0), 0.0)
+            self._at(PRESENCE_S * i / self.num_workers, self._announce, engine)
+        self._pending.extend(self.trace.conversations)
+        self._begin()
+        while self._in_flight:
+            self.now, _, call, args = heapq.heappop(self._events)
+            call(*args)
+
+    def _at(self, seconds: float, call: Callable[..., None], *args: object) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._serials), call, args))
+
+    def _announce(self, engine: Engine) -> None:
+        self._advance(engine)
+        self._at(LATENCY_S, self._handle_presence, engine.presence(self.now))
+        self._at(PRESENCE_S, self._announce, engine)
+
+    def _handle_presence(self, presence: WorkerPresence) -> None:
+        self.way.announced(presence, self.now)
+
+    # The client
+
+    def _begin(self) -> None:
+        """Begin as many conversations as may be under way."""
+        while self._pending and self._in_flight + self._pending[0].room <= self.trace.max_in_flight:
+            conversation = self._pending.popleft()
+            self._in_flight += conversation.samples
+            self._submit(conversation, 0, np.empty(0, np.int32))
+
+    def _submit(self, conversation: Conversation, turn: int, before: Tokens) -> None:
+        wanted = conversation.turns[turn]
+        prompt = np.concatenate([before, wanted.new_tokens])
+        keys = block_keys(prompt, self.shape.block_tokens)
+        jobs = []
+        for sample in range(conversation.samples):
+            made = np.random.default_rng([sample, len(self.jobs)]).integers(10, 500, wanted.max_tokens, np.int32)
+            sequence = np.concatenate([prompt, made])
+            sequence_keys = block_keys(sequence, self.shape.block_tokens)
+            jobs.append(Job(conversation, turn, sample, prompt, keys, sequence, sequence_keys, self.now))
+        self.jobs.extend(jobs)
+        began = time.perf_counter()
+        workers = self.way.place(jobs[0], len(jobs), self.now)
+        self.decisions_s.append(time.perf_counter() - began)
+        self._send(jobs, workers, follows=self.way.follows)
+
+    def _send(self, jobs: Sequence[Job], workers: Sequence[str | None], *, follows: bool) -> None:
+        for job, worker in zip(jobs, workers, strict=True):
+            group = job.group
+            leader = None if group is None else self._leaders.setdefault(group, job)
+            if worker is not None:
+                self._at(LATENCY_S, self._offer, self.engines[worker], job)
+            elif follows and leader is not None and leader is not job:
+                self._followers.setdefault(leader, []).append(job)
+                self._at(FOLLOW_S, self._follow, leader, job)
+            else:
+                self._at(LATENCY_S, self._enqueue, job)
+
+    def _follow(self, leader: Job, job: Job) -> None:
+        """Send a sample that waits for the first of its group to that one's worker, if there is room."""
+        if job in self._followers.get(leader, ()):
+            self._followers[leader].remove(job)
+            worker = None if leader.worker is None else self.way.follow(job, leader.worker, self.now)
+            self._send([job], [worker], follows=False)
+
+    def _release(self, leader: Job) -> None:
+        """The first of a group has a token."""
+        if leader.group is not None and self._leaders.get(leader.group) is leader:
+            del self._leaders[leader.group]
+        for job in list(self._followers.get(leader, ())):
+            self._follow(leader, job)
+        self._followers.pop(leader, None)
+
+    def _end(self, job: Job, worker: str) -> None:
+        self.way.ended(job, worker, self.now)
+        conversation = job.conversation
+        if job.turn + 1 < len(conversation.turns):
+            self._submit(conversation, job.turn + 1, job.sequence)
+        else:
+            self._in_flight -= 1
+            self._begin()
+
+    # The workers
+
+    def _offer(self, engine: Engine, job: Job) -> None:
+        """Have a worker take a placed request, or refuse it."""
+        self._advance(engine)
+        self.placed += 1
+        job.is_placed = True
+        if engine.free_slots > 0 and (engine.may_take_placed or not self._queue):
+            engine.may_take_placed = not self._queue
+            self._start(engine, job)
+        elif self.way.waits_at_worker:
+            engine.line.append(job)
+        else:
+            self._at(LATENCY_S, self._refuse, engine, job)
+
+    def _refuse(self, engine: Engine, job: Job) -> None:
+        """Have the client put a request into the queue that a worker has refused."""
+        self.refused += 1
+        self.way.refused(job, engine.name, self.now)
+        job.is_placed = False
+        self._at(LATENCY_S, self._enqueue, job)
+
+    def _enqueue(self, job: Job) -> None:
+        self._queue.append(job)
+        while self._queue and self._pulling:
+            engine = self.engines[self._pulling.popitem(last=False)[0]]
+            self._advance(engine)
+            self._pull(engine, 1)
+
+    def _pull(self, engine: Engine, count: int) -> None:
+        """Give it what waits, at most `count`, as far as it has room."""
+        while count and engine.free_slots > 0 and (engine.line or self._queue):
+            if engine.line:
+                self._start(engine, engine.line.popleft())
+            else:
+                engine.may_take_placed = True
+                self._start(engine, self._queue.popleft())
+            count -= 1
+        if engine.free_slots > 0:
+            self._pulling[engine.name] = None
+
+    def _start(self, engine: Engine, job: Job) -> None:
+        engine.start(job, self.now)
+        if engine.free_slots <= 0:
+            self._pulling.pop(engine.name, None)
+        self._at(LATENCY_S, self.way.admitted, job, engine.name, self.now + LATENCY_S)
+        self._wake(engine)
+
+    def _wake(self, engine: Engine) -> None:
+        """Look at this engine when something ends there."""
+        at = engine.next_at()
+        self._wakes[engine.name] = at
+        if at < float("inf"):
+            self._at(max(at - self.now, 0.0), self._look, engine, at)
+
+    def _look(self, engine: Engine, at: float) -> None:
+        if self._wakes.get(engine.name) == at:
+            self._advance(engine)
+            self._wake(engine)
+
+    def _advance(self, engine: Engine) -> None:
+        first, ended = engine.advance(self.now)
+        for job in first:
+            self._at(LATENCY_S, self._release, job)
+        for job in ended:
+            self._at(LATENCY_S, self._end, job, engine.name)
+        if ended:
+            self._pull(engine, len(ended))
+        if first or ended:
+            self._wake(engine)

@@ -1,0 +1,81 @@
+"""`bench.placement`: all ways play the same trace to its end, and its figures are what happened."""
+
+import argparse
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.placement import FLEETS, SIMULATED, run_fleet, simulate
+from bench.placement_engine import EngineShape
+from bench.placement_sim import Simulation
+from bench.placement_traces import TRACES, Shape, block_keys, least_computed, make_trace
+from bench.placement_ways import WAYS
+from bench.report import Report, Spread
+
+ENGINE = EngineShape(slots=16)
+SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
+
+
+def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
+    """Whole blocks are shared, the last token never, and generated tokens where sequences have them."""
+    prompt = np.arange(40, dtype=np.int32)
+    other = np.concatenate([prompt, np.arange(100, 120, dtype=np.int32)])
+
+    assert len(block_keys(prompt, 8)) == 4
+    assert least_computed([(prompt, [prompt])], 8) == 40
+    assert least_computed([(prompt, [prompt] * 3)], 8) == 40 + 2 * 8
+    assert least_computed([(prompt, [other]), (other, [other])], 8) == 40 + (60 - 56)
+
+
+@pytest.mark.parametrize("way", SIMULATED)
+@pytest.mark.parametrize("name", TRACES)
+def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
+    """In a simulation: each sample of each turn ends once, and no engine computes less than there is to compute."""
+    trace = make_trace(name, SHAPE)
+    played = Simulation(trace, SIMULATED[way](), ENGINE, 4)
+    played.run()
+
+    assert len(played.jobs) == sum(one.samples * len(one.turns) for one in trace.conversations)
+    assert all(job.arrived_at <= job.admitted_at <= job.first_at <= job.ended_at for job in played.jobs)
+    computed = sum(engine.prefilled for engine in played.engines.values())
+    assert computed == sum(len(job.prompt) - job.cached for job in played.jobs)
+    assert computed >= least_computed(((job.prompt, [job.sequence]) for job in played.jobs), ENGINE.block_tokens)
+
+
+@pytest.mark.parametrize("name", ["groups", "group-ids", "agents"])
+def test_placement_computes_groups_and_turns_about_once(name: str) -> None:
+    """Where the fleet has some free slots."""
+    trace = make_trace(name, replace(SHAPE, rounds=4))
+
+    assert simulate(trace, "ours", 4, ENGINE)["computed"] < 1.25
+    assert simulate(trace, "queue", 4, ENGINE)["computed"] > 2
+
+
+@pytest.mark.parametrize("name", ["nothing", "tails", "slow-nothing"])
+def test_placement_does_nothing_where_there_is_nothing_to_gain(name: str) -> None:
+    """And so takes as long as the queue alone."""
+    trace = make_trace(name, SHAPE)
+    ours, queue = simulate(trace, "ours", 4, ENGINE), simulate(trace, "queue", 4, ENGINE)
+
+    assert ours["placed_percent"] == 0
+    assert ours["p100_s"] == queue["p100_s"]
+
+
+@pytest.mark.slow
+async def test_every_way_plays_a_trace_on_a_bus() -> None:
+    """With synthetic engines; each reports all of the columns."""
+    fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2))
+    report = Report("placement")
+    args = argparse.Namespace(traces=["groups"], ways=list(WAYS), rounds=1)
+    await run_fleet(fleet, 2, args, report)
+
+    rows = {row["way"]: row for row in report.rows}
+    assert rows.keys() == set(WAYS)
+    for row in rows.values():
+        assert isinstance(row["computed"], Spread)
+        assert row["computed"].median >= 1
+    placed = rows["ours"]["placed_percent"]
+    assert isinstance(placed, Spread)
+    assert placed.median > 0
+    assert rows["queue"]["placed_percent"] == Spread(0, 0, 0)
