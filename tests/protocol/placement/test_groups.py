@@ -191,6 +191,15 @@ def test_separate_requests_of_a_group_overflow() -> None:
     assert chosen == ["a"] * 5 + ["b"] * 3 + [None] * 2
 
 
+def test_separate_requests_of_a_group_whose_prompt_most_workers_have_are_queued() -> None:
+    """Any worker serves each of them as well."""
+    policy = fleet(*(presence(worker) for worker in "abc"))
+    for worker in "abc":
+        policy.admitted(wanted(prompt(1)), worker, 0, was_placed=True)
+
+    assert policy.place(wanted(prompt(1), group="g"), loads(policy, "a", "b", "c"), 1) == QUEUED
+
+
 def test_separate_short_requests_of_a_group_are_queued() -> None:
     """They save nothing together."""
     policy = fleet(presence("a"), presence("b"))

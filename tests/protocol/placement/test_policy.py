@@ -147,6 +147,19 @@ def test_running_requests_are_weighed_against_what_is_saved() -> None:
     assert policy.place(wanted(prompt(1, 2048)), able, 9) == QUEUED
 
 
+def test_one_busy_worker_makes_the_others_no_better() -> None:
+    """What a worker holds has to make up for its load beside most others, not beside the worst."""
+    policy, able = idle_fleet(*WORKERS, free_slots=1000)
+    policy.admitted(wanted(prompt(1, 1024)), "a", 0, was_placed=False)
+    policy.update(presence("a", in_flight=20), 9)
+    policy.update(presence("d", in_flight=500), 9)
+    assert policy.place(wanted(prompt(1, 1024)), able, 9) == QUEUED
+    for worker in "bc":
+        policy.update(presence(worker, in_flight=20), 9)
+
+    assert policy.place(wanted(prompt(1, 1024)), able, 9).worker == "a"
+
+
 def test_a_slow_worker_does_not_keep_its_prefixes() -> None:
     """What a worker at half speed holds is computed again by another one, by the rates that they announce."""
     stats = {w: EngineStats(prefill_tokens_per_s=2e4 if w != "d" else 1e4) for w in WORKERS}
@@ -295,6 +308,32 @@ def test_refusals_and_silence_end_what_a_group_follows() -> None:
         seen.add(placement.worker)
 
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_next_request_of_a_group_that_no_worker_has_is_the_first(is_silent: bool) -> None:
+    """A worker that did not admit the first one is expected to compute the prompt if it gets the next."""
+    policy, able = idle_fleet("a")
+    request = wanted(prompt(1), group="g")
+    for now in (1, 20):
+        policy.update(presence("a"), now)
+        placement = policy.place(request, able, now)
+        assert placement == Placement("a", PlacementReason.PLACED_GROUP, 0)
+        policy.placed(request, placement, now)
+        (policy.silent if is_silent else policy.refused)(request, "a", now)
+
+
+def test_an_admission_ends_a_series_of_refusals() -> None:
+    """A worker that admits what is placed is closed for a short while only by its next refusal."""
+    policy, able = idle_fleet("a")
+    request = wanted(prompt(1), group="g")
+    for now in range(6):
+        policy.refused(request, "a", now)
+    policy.admitted(request, "a", 10, was_placed=True)
+    policy.refused(request, "a", 11)
+    policy.update(presence("a"), 11.5)
+
+    assert able[0].room(11.5) == 8
 
 
 def test_a_cache_that_is_not_known_is_no_error() -> None:

@@ -91,6 +91,16 @@ def test_a_worker_that_always_says_that_it_is_free_is_asked_less_and_less() -> N
     assert refusals <= 14
 
 
+def test_requests_that_are_refused_together_count_once() -> None:
+    """They were on their way when the first of them was refused."""
+    table = table_of("a")
+    for _ in range(8):
+        table.refused("a", 1)
+    table.update(presence("a"), 1.01)
+
+    assert table.free_slots("a", 1 + FULL_S) == 8
+
+
 def test_an_admission_makes_refusals_forgotten() -> None:
     """A worker that has admitted what was placed is closed for a short while by its next refusal."""
     table = table_of("a")
@@ -180,11 +190,11 @@ def test_more_running_requests_do_not_make_a_worker_slow() -> None:
     """Tokens of many requests come slower each and faster together: the rate is seen beside their number."""
     table = LoadTable()
     for now in range(30):
-        for worker, running in (("a", 4), ("b", 64)):
+        for worker, running in (("a", 4), ("b", 64), ("c", 4)):
             decode = running / (0.01 * (1 + 0.01 * running))
             table.update(presence(worker, engine_stats=rates(decode=decode, running=running)), now)
 
-    assert (load_of(table, "a").slowness, load_of(table, "b").slowness) == (1, 1)
+    assert [load_of(table, worker).slowness for worker in "abc"] == [1, 1, 1]
 
 
 any_rate = st.none() | st.floats(min_value=0, allow_infinity=False, allow_nan=False)
