@@ -15,7 +15,8 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.engine_runner import EngineRunner
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from tests.support.hand_client import HandClient
+from tests.support.gated_engine import GatedEngine, running
+from tests.support.hand_client import HandClient, hand_client
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
@@ -119,6 +120,28 @@ async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHear
         assert (error.field, error.problem, error.allowed) == ("siblings", "has 3 entries", "none in the queue")
         assert worker.presence().in_flight == 0
         assert "running=0" in repr(engine)
+
+
+async def test_siblings_that_wait_for_the_engine_are_refused_when_the_intake_stops(nats_url: str, fleet: str) -> None:
+    """What was admitted and not offered is the queue's again, each sample by itself; what was offered goes on."""
+    engine = GatedEngine("add", config=FOUR_SLOTS)
+    async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
+        engine.gates["add"].set()
+        await client.until_serving("w")
+        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        engine.gates["add"].clear()
+        await client.hand_over(short("first"), "w", siblings=[Sibling(1)])
+        await client.until(lambda: len(client.offers) == 2)
+        await client.hand_over(short("second"), "w", siblings=[Sibling(1)])
+        await until_true(lambda: worker.presence().queued == 2)
+        assert worker.presence().free_slots == 0
+        worker._in_flight.stop_intake()
+        await client.until(lambda: len(errors_of(client, "second")) == 2)
+        engine.gates["add"].set()
+        await client.until(lambda: len(errors_of(client, "first")) == 2)
+
+        assert errors_of(client, "second") == dict.fromkeys((0, 1), ErrorCode.QUEUE_FULL)
+        assert errors_of(client, "first") == dict.fromkeys((0, 1))
 
 
 @pytest.mark.parametrize("siblings", [[[0]], [[1], [2], [1]], [[child] for child in range(1, 257)]])

@@ -45,7 +45,7 @@ class IntakeStats:
     """Counters since the worker was started."""
 
     taken: int = 0
-    """Requests received."""
+    """Messages received, each with one request or with siblings."""
     bad: int = 0
     """Without a usable client or request id to answer."""
     gone: int = 0
