@@ -97,13 +97,11 @@ class Cleaning:
             return set()
         return {link.objects for link in manifest.links}
 
-    async def delete_folders(self, kept_folders: AbstractSet[str]) -> int:
-        """Delete the other folders; return how many."""
-        old = sorted(self._ages.keys() - kept_folders)
-        for objects in old:
+    async def delete_folders(self, kept_folders: AbstractSet[str]) -> None:
+        """Delete the other folders."""
+        for objects in sorted(self._ages.keys() - kept_folders):
             await delete_prefix(self._nats, objects)
             logger.info("versions.deleted objects=%s", objects)
-        return len(old)
 
     async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
         """Delete parts that no object names, which killed uploads left; return of how many objects.

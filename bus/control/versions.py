@@ -184,8 +184,8 @@ class VersionStore:
         self._open.add(publication)
         return publication
 
-    async def join(self, version: int, timeout_s: float, adapter: str | None = None) -> Publication:
-        """Join the publication that rank 0 has announced; needs no lease.
+    async def join(self, version: int, timeout_s: float) -> Publication:
+        """Join the version of the weights that rank 0 has announced; needs no lease.
 
         Raises:
             ControlError: `timeout`: rank 0 announced none of this version.
@@ -196,7 +196,7 @@ class VersionStore:
         while True:
             self.record = (await home.key.read()).record
             opened = self.record.opened
-            if opened is not None and _is_open(opened, self.record, version, adapter):
+            if opened is not None and _is_open(opened, self.record, version):
                 publication = Publication(home, opened, is_joined=True)
                 self._open.add(publication)
                 return publication
@@ -380,9 +380,9 @@ async def _make_no_room() -> None:
     """Of a store whose user does not say what is recorded: nothing may go."""
 
 
-def _is_open(opened: OpenedVersion, record: ChainRecord, version: int, adapter: str | None) -> bool:
+def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
     """True if rank 0 waits for lists of this version."""
-    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, adapter, record.epoch)
+    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
     return is_wanted and record.holder is not None
 
 

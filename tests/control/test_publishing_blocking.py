@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import rollbus
 from rollbus.schemas.errors import InvalidRequest
-from tests.control.support import MODEL
+from tests.control.support import MODEL, write_adapter
 from tests.control.test_publishing import stepped, weights
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,16 @@ def test_without_asyncio(nats_url: str, fleet: str) -> None:
     assert threads == {threading.current_thread()}
     with pytest.raises(rollbus.BusClosed, match="not entered"):
         publisher.publish_blocking(weights(1), version=3)
+
+
+def test_an_adapter_without_asyncio(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """From a folder, and from tensors that are drawn on the caller's thread."""
+    folder = write_adapter(tmp_path / "adapter")
+    with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        first = publisher.publish_adapter_blocking("tuned", folder, version=1, update=False)
+        second = publisher.publish_adapter_blocking("tuned", weights(1), version=2, config={"r": 2}, update=False)
+    assert (first.num_tensors, second.num_tensors) == (2, 2)
+    assert first.objects.rpartition("/")[0] == second.objects.rpartition("/")[0]
 
 
 async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> None:
