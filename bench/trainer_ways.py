@@ -106,9 +106,6 @@ class _Nowhere:
     def record_admission(self, child: ChildRequest, waited_s: float) -> None:
         pass
 
-    def record_first_token(self, child: ChildRequest) -> None:
-        pass
-
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
         pass
 

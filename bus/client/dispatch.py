@@ -1,8 +1,8 @@
 """How requests get to the workers: through the queue, or straight to one at which they are placed. On the bus thread.
 
-Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, following
-the first of its group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What
-has left the queue without a worker's offer is an orphan, and is published again.
+Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, in the
+line of groups, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What has left
+the queue without a worker's offer is an orphan, and is published again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from .children import ChildRequest, OpenCall
 from .config import ClientConfig
 from .durations import DurationsByModel
 from .exchange import AttemptCoordinator
-from .placement import RequestPlacement
+from .placement import Placed, RequestPlacement
 from .prefill import PrefillDispatcher
 from .presence_watcher import PresenceWatcher
 
@@ -121,10 +121,7 @@ class RequestDispatcher:
         self._remove_published(child)
         self.publisher.add_room(child.open_call.model, child.lane)
         self.placement.record_admission(child)
-
-    def record_first_token(self, child: ChildRequest) -> None:
-        """The worker that is to finish it has made a token: those that follow it may go there."""
-        self._add_all(self.placement.release_to_worker(child))
+        self.wake()
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
         """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop.
@@ -134,13 +131,8 @@ class RequestDispatcher:
         """
         self._remove_published(child)
         self.prefill.release(child, refusal)
-        self._add_all(self.placement.remove(child, refusal))
-
-    def _add_all(self, children: Sequence[ChildRequest]) -> None:
-        """Put these into the line."""
-        if children:
-            self._pending.extend(children)
-            self._woken.set()
+        self.placement.remove(child, refusal)
+        self.wake()
 
     def _remove_published(self, child: ChildRequest) -> None:
         self._queued.pop(child, None)
@@ -173,7 +165,7 @@ class RequestDispatcher:
 
     def wake(self) -> None:
         """What waits in a line may have become possible."""
-        if self._pending or self.prefill.num_waiting:
+        if self._pending or self.prefill.num_waiting or self.placement.num_waiting:
             self._woken.set()
 
     def restart_timers(self) -> None:
@@ -192,6 +184,8 @@ class RequestDispatcher:
                 for (decision, _), group in groupby(decisions, lambda each: (each[1], each[0].open_call)):
                     await self._send(decision, *(child for child, _ in group))
             await self._publish_pending()
+            if self._nats.is_connected and not self.publisher.is_full:
+                await self._publish_placed(self.placement.pop_placed())
 
     async def _publish_pending(self) -> None:
         """Try each that stands in the line once; while nothing does, no name here keeps the last one's result."""
@@ -207,19 +201,25 @@ class RequestDispatcher:
         """Publish its current attempt, with what goes to the same worker, or put it into the line again."""
         if child.state not in UNPUBLISHED:
             return
+        possible = self._possible(child)
+        if not possible.is_target_known or child.awaits_prefill(possible):
+            await self._send(possible, child)
+        else:
+            await self._publish_placed(self.placement.place(child))
+
+    async def _publish_placed(self, placed: Sequence[Placed]) -> None:
+        for worker, children in placed:
+            await self._send(replace(self._possible(children[0]), direct_to=worker), *children)
+
+    def _possible(self, child: ChildRequest) -> on.PublishingPossible:
         open_call = child.open_call
-        possible = on.PublishingPossible(
+        return on.PublishingPossible(
             max_bytes=self._max_bytes,
             is_served=self._watcher.snapshot.is_served(open_call.model),
             is_target_known=self._set_target(open_call),
             num_prefill_workers=self.prefill.num_workers(open_call.model),
             prefill_min_tokens=self._prefill_min_tokens,
         )
-        if not possible.is_target_known or child.awaits_prefill(possible):
-            await self._send(possible, child)
-            return
-        for worker, children in self.placement.place(child):
-            await self._send(replace(possible, direct_to=worker), *children)
 
     @property
     def _max_bytes(self) -> int:
@@ -320,7 +320,6 @@ class RequestDispatcher:
             self.wake()
             # Also without a connection: workers that had gone before it was lost do not come back unheard.
             self.fail_unserved(self._worker_grace_s)
-            self._add_all(self.placement.pop_late())
             if self._nats.is_connected:
                 await self._find_orphans()
 

@@ -53,9 +53,6 @@ class RequestPublisher(Protocol):
     def record_admission(self, child: ChildRequest, waited_s: float) -> None:
         """A worker has it, so long after it was published."""
 
-    def record_first_token(self, child: ChildRequest) -> None:
-        """The worker that is to finish it has made a token."""
-
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
         """Expect nothing more of what was published; `refusal` says why no worker took it."""
 
@@ -192,7 +189,6 @@ class AttemptCoordinator:
                     open_call.call.deliver(chunks)
                 case on.ClearSuspicion():
                     self._clear_suspicion(child)
-                    self._publisher.record_first_token(child)
                 case on.Complete():
                     self._clear_suspicion(child)
                     if not any(other.is_open for other in open_call.children):

@@ -1,19 +1,22 @@
-"""At which workers requests are placed, and which of them wait for the first of their group. On the bus thread.
+"""At which workers requests are placed, and which of them wait for the worker of their group. On the bus thread.
 
-The decisions are those of `PlacementPolicy` and `Followers`. This part tells them what the client sends and sees.
+`PlacementPolicy` decides where a request goes that is due. This part tells it what the client sends and sees, and gives
+room that workers have to the groups that wait in `GroupLine`: first to those whose prompt the worker has.
 """
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import groupby
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.presence import WorkerPresence
 from ..protocol.fleet.presence_table import FleetSnapshot, LostWorker, PresenceTable
-from ..protocol.placement.followers import Followers
+from ..protocol.placement.group_line import GroupLine
 from ..protocol.placement.policy import Placement, PlacementPolicy, PlacementReason, PlacementWanted
 from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, hint_hash, piece_hashes
 from ..protocol.placement.worker_load import WorkerLoad
@@ -21,7 +24,8 @@ from .children import ChildRequest
 
 __all__ = ["Placed", "PlacementStats", "RequestPlacement"]
 
-QUEUED = Placement(None, PlacementReason.QUEUED)
+MAX_LOOKED_AT: Final = 32
+"""Groups that are looked at when a worker has room: some hundred microseconds, however long the line is."""
 
 
 @dataclass(slots=True)
@@ -73,21 +77,31 @@ class RequestPlacement:
         self._seen: FleetSnapshot | None = None
         # These are bounded by the requests in flight.
         self._held: dict[ChildRequest, _Held] = {}
-        self._followers: Followers[ChildRequest] = Followers()
-        # Where those go that have followed the first of their group; None: to the queue.
-        self._decided: dict[ChildRequest, str | None] = {}
+        self._unanswered: Counter[str] = Counter()
+        self._lines: dict[str, GroupLine[ChildRequest]] = {}
+        # By model: the request that looks for a worker through the queue, for the groups that wait.
+        self._scouts: dict[str, ChildRequest] = {}
         self.stats = PlacementStats()
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<RequestPlacement held={len(self._held)} {self._followers}>"
+        return f"<RequestPlacement held={len(self._held)} waiting={self.num_waiting}>"
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the worker of their group."""
+        return sum(map(len, self._lines.values()))
 
     # What workers announce.
 
     def update(self, presence: WorkerPresence) -> None:
         """Take the announcement of a worker that the table has taken."""
         if self._is_on and self._table.get(presence.worker) is presence:
-            self._policy(presence.model).update(presence, time.monotonic())
+            policy, now = self._policy(presence.model), time.monotonic()
+            policy.update(presence, now)
+            # What it has not answered yet had not come when it announced its room.
+            for _ in range(self._unanswered[presence.worker]):
+                policy.loads.placed(presence.worker, 0, now)
 
     def remove_worker(self, gone: LostWorker) -> None:
         """A worker is gone."""
@@ -120,31 +134,41 @@ class RequestPlacement:
     def place(self, child: ChildRequest) -> Sequence[Placed]:
         """Decide where a request goes that is due, and the other samples of its call that are.
 
-        A request of which nothing is returned follows the first of its group, until `release_to_worker` or another
-        method returns it.
+        A request of which nothing is returned waits for the worker of its group, until `pop_placed` returns it.
         """
-        if child in self._followers:
+        open_call, now = child.open_call, time.monotonic()
+        line = self._lines.setdefault(open_call.model, GroupLine())
+        if child in line:
             return ()
-        if child in self._decided:
-            return self._place_decided(child)
-        request = child.open_call.call.request
-        is_due = child.may_be_placed and (child.is_first_attempt or request.session_id is not None)
+        is_due = child.may_be_placed and (child.is_first_attempt or open_call.call.request.session_id is not None)
         if not self._is_on or not is_due:
             return (Placed(None, [child]),)
-        able, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
-        siblings = [other for other in child.open_call.children if self._is_due_with(other, child)]
-        policy, now = self._policy(child.open_call.model), time.monotonic()
-        if len(siblings) > 1:
+        able, wanted, scope = self._wanted(child, self._loads(open_call.model))
+        siblings = [other for other in open_call.children if self._is_due_with(other, child)]
+        policy = self._policy(open_call.model)
+        # A prompt that is too short to be remembered is not worth a wait.
+        may_wait = wanted.group is not None and bool(wanted.pieces)
+        if may_wait and len(line):
+            placements: Sequence[Placement] = ()
+        elif len(siblings) > 1:
             placements = policy.place_group(wanted, len(siblings), able, now)
         else:
             placements = [policy.place(wanted, able, now)]
-        return self._send_out(siblings, placements, wanted, scope, now)
+        placed = self._note_all(siblings, placements, wanted, scope, now)
+        left = [other for other in siblings if other not in self._held]
+        if may_wait:
+            for other in left:
+                line.add(wanted.group or 0, other, now)
+            return placed
+        return *placed, *self._queue(left)
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
         is_equal = other.state is child.state and other.is_first_attempt and other.may_be_placed
-        return other is child or (
-            child.is_first_attempt and is_equal and other not in self._followers and other not in self._decided
-        )
+        return other is child or (child.is_first_attempt and is_equal)
+
+    def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
+        self.stats.placed[PlacementReason.QUEUED] += len(children)
+        return [Placed(None, [child]) for child in children]
 
     def _wanted(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
@@ -177,90 +201,110 @@ class RequestPlacement:
             open_call.pieces = scope, piece_hashes(prompt, scope)
         return open_call.pieces[1]
 
-    def _send_out(
+    def _note_all(
         self,
-        siblings: Sequence[ChildRequest],
+        children: Sequence[ChildRequest],
         placements: Sequence[Placement],
         wanted: PlacementWanted,
         scope: PrefixScope,
         now: float,
-        *,
-        may_follow: bool = True,
-    ) -> Sequence[Placed]:
-        """Note where samples go; those that find no room follow the first of their group, if its prompt is unknown."""
-        policy = self._policy(siblings[0].open_call.model)
+    ) -> list[Placed]:
+        """Note where samples of one request go, as far as their workers have room; returns them by worker."""
+        loads = self._policy(children[0].open_call.model).loads
         together: dict[str, list[ChildRequest]] = {}
-        alone: list[Placed] = []
-        for child, placement in zip(siblings, placements, strict=True):
-            worker = placement.worker
-            if worker is not None and policy.loads.free_slots(worker, now) > 0:
+        for child, placement in zip(children, placements, strict=False):
+            self._forget(child)
+            if placement.worker is not None and loads.free_slots(placement.worker, now) > 0:
                 self._note(child, placement, wanted, scope, now)
-                together.setdefault(worker, []).append(child)
-                self._lead(child, wanted)
-            elif not (may_follow and self._follow(child, wanted, now)):
-                self.stats.placed[PlacementReason.QUEUED] += 1
-                alone.append(Placed(None, [child]))
-        return *(Placed(worker, children) for worker, children in together.items()), *alone
+                together.setdefault(placement.worker, []).append(child)
+        return [Placed(worker, found) for worker, found in together.items()]
 
     def _note(
         self, child: ChildRequest, placement: Placement, wanted: PlacementWanted, scope: PrefixScope, now: float
     ) -> None:
-        policy = self._policy(child.open_call.model)
-        if child in self._held:
-            # The connection did not take its message.
-            policy.loads.ended(self._held[child].worker)
         self.stats.placed[placement.reason] += 1
-        policy.placed(wanted, placement, now)
-        self._held[child] = _Held(placement.worker or "", wanted, scope, placement.cached_tokens)
+        self._policy(child.open_call.model).placed(wanted, placement, now)
+        held = self._held[child] = _Held(placement.worker or "", wanted, scope, placement.cached_tokens)
+        self._unanswered[held.worker] += 1
 
-    # Groups.
+    def _note_answer(self, held: _Held) -> None:
+        """Its worker has it, or will not get it."""
+        if held.expected is not None and not held.is_admitted:
+            self._unanswered[held.worker] -= 1
+            if not self._unanswered[held.worker]:
+                del self._unanswered[held.worker]
 
-    def _lead(self, child: ChildRequest, wanted: PlacementWanted) -> None:
-        group = child.open_call.model, wanted.group
-        if wanted.group is not None and wanted.pieces and self._followers.leader(group) is None:
-            self._followers.lead(group, child)
+    def _forget(self, child: ChildRequest) -> None:
+        """It is not where it was placed: the connection did not take its message."""
+        held = self._held.pop(child, None)
+        if held is not None:
+            self._note_answer(held)
+            self._policy(child.open_call.model).loads.ended(held.worker)
 
-    def _follow(self, child: ChildRequest, wanted: PlacementWanted, now: float) -> bool:
-        """Return True if the request is to wait for the first of its group; it may be that one from now on."""
-        # A prompt that is too short to be remembered is not worth a wait.
-        if wanted.group is None or not wanted.pieces or self._is_cached(child, wanted, now):
-            return False
-        leader = self._followers.leader((child.open_call.model, wanted.group))
-        if leader is None or leader is child:
-            self._lead(child, wanted)
-            return False
-        self._followers.follow(leader, child, now)
-        return True
+    # Groups that wait.
 
-    def _is_cached(self, child: ChildRequest, wanted: PlacementWanted, now: float) -> bool:
-        cached = self._policy(child.open_call.model).index.longest(wanted.pieces, now)
-        return max(cached.values(), default=0) >= len(wanted.pieces) * PIECE_TOKENS
+    def pop_placed(self) -> list[Placed]:
+        """Return the requests that wait no longer, as workers have room for them or nobody had for long."""
+        now = time.monotonic()
+        return [placed for model, line in self._lines.items() if len(line) for placed in self._pop(model, line, now)]
 
-    def release_to_worker(self, leader: ChildRequest) -> list[ChildRequest]:
-        """The first of a group has a token: return those that followed it, which go to its worker, if there is room."""
-        return self._decide(self._followers.release(leader), leader.worker)
+    def _pop(self, model: str, line: GroupLine[ChildRequest], now: float) -> list[Placed]:
+        found = self._queue(line.pop_late(now))
+        holders_of: dict[int, Set[str]] = {}
+        for group, children in line.first(MAX_LOOKED_AT):
+            holders = holders_of[group] = self._holders(children[0], now)
+            found += self._give_room(children, holders, line, now)
+        # Room that is left is of no use to groups whose worker is full, unless it is worth another prompt.
+        for group, children in line.first(MAX_LOOKED_AT):
+            others = children[len(children) // 2 :]
+            if holders_of.get(group) and len(others) > 1:
+                found += self._give_room(others, frozenset(), line, now, min_room=2)
+        if len(line) and not any(holders_of.values()) and model not in self._scouts:
+            # Workers may have room that they have not announced yet.
+            [(_, [scout, *_])] = line.first(1)
+            line.remove(scout)
+            self._scouts[model] = scout
+            found += self._queue([scout])
+        return found
 
-    def pop_late(self) -> list[ChildRequest]:
-        """Return those that have followed for long enough: they go to the first one's worker, or to the queue."""
-        late = self._followers.pop_late(time.monotonic())
-        return [child for child, leader in late for child in self._decide([child], leader.worker)]
+    def _holders(self, child: ChildRequest, now: float) -> set[str]:
+        """Return the workers that have the prompt of a group, or compute it."""
+        _, wanted, _ = self._wanted(child, self._loads(child.open_call.model))
+        index, whole = self._policy(child.open_call.model).index, len(wanted.pieces) * PIECE_TOKENS
+        holders = {worker for worker, cached in index.longest(wanted.pieces, now).items() if cached >= whole}
+        last = None if wanted.group is None else index.last_holder(wanted.group, now)
+        return holders if last is None else holders | {last}
 
-    def _decide(self, children: list[ChildRequest], worker: str | None) -> list[ChildRequest]:
-        self._decided.update(dict.fromkeys(children, worker))
-        return children
-
-    def _place_decided(self, child: ChildRequest) -> Sequence[Placed]:
-        """Send out one that has followed, with other samples of its call that go to the same worker."""
-        worker, now = self._decided[child], time.monotonic()
-        siblings = [other for other in child.open_call.children if self._decided.get(other, "") == worker]
-        for other in siblings:
-            del self._decided[other]
-        _, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
-        placement = QUEUED
-        if worker is not None:
-            tokens = len(wanted.pieces) * PIECE_TOKENS
-            placement = Placement(worker, PlacementReason.PLACED_GROUP, tokens)
-        return self._send_out(siblings, [placement] * len(siblings), wanted, scope, now, may_follow=False)
+    def _give_room(
+        self,
+        children: Sequence[ChildRequest],
+        holders: Set[str],
+        line: GroupLine[ChildRequest],
+        now: float,
+        min_room: int = 1,
+    ) -> list[Placed]:
+        """Place requests of one group that wait: at workers that have their prompt, else where there is most room."""
+        able, wanted, _ = self._wanted(children[0], self._loads(children[0].open_call.model))
+        free = [load for load in able if load.room(now) >= min_room and (not holders or load.worker in holders)]
+        if not free:
+            return []
+        free.sort(key=lambda load: -load.room(now))
+        whole = len(wanted.pieces) * PIECE_TOKENS
+        rooms = [load.worker for load in free[: None if holders else 1] for _ in range(load.room(now))]
+        placements = [
+            Placement(worker, PlacementReason.PLACED_GROUP, whole if i or holders else 0)
+            for i, worker in enumerate(rooms)
+        ]
+        found: list[Placed] = []
+        for _, calls in groupby(children[: len(placements)], lambda child: child.open_call):
+            samples = list(calls)
+            _, wanted, scope = self._wanted(samples[0], able)
+            found += self._note_all(samples, placements[: len(samples)], wanted, scope, now)
+            del placements[: len(samples)]
+        for child in (child for placed in found for child in placed.children):
+            line.remove(child)
+        line.note_room(now)
+        return found
 
     # Prefill legs, which have a line of their own.
 
@@ -291,25 +335,33 @@ class RequestPlacement:
         if held is None:
             _, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
             held = self._held[child] = _Held(child.worker, wanted, scope, None)
+        self._end_scout(child)
+        self._note_answer(held)
         policy = self._policy(child.open_call.model)
         held.is_admitted = True
         held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
 
-    def remove(self, child: ChildRequest, refusal: RequestError | None) -> list[ChildRequest]:
-        """Its attempt is over; returns those that followed it, which go to the queue if it has no worker.
+    def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
+        """Its attempt is over, and it waits for nothing.
 
         Args:
             refusal: why nobody took it; None: it was taken, or nobody wants it any more.
         """
-        self._followers.remove(child)
-        self._decided.pop(child, None)
+        line = self._lines.get(child.open_call.model)
+        if line is not None:
+            line.remove(child)
+        if refusal is None:
+            self._end_scout(child)
         held = self._held.pop(child, None)
         if held is not None:
+            self._note_answer(held)
             self._settle(child, held, refusal)
-        if refusal is not None:
-            # It goes to the queue, where another worker may compute its prompt.
-            return []
-        return self._decide(self._followers.release(child), child.worker if child.stream.end is not None else None)
+
+    def _end_scout(self, child: ChildRequest) -> None:
+        model = child.open_call.model
+        if self._scouts.get(model) is child:
+            del self._scouts[model]
+            self._lines[model].note_room(time.monotonic())
 
     def _settle(self, child: ChildRequest, held: _Held, refusal: RequestError | None) -> None:
         policy, stream, now = self._policy(child.open_call.model), child.stream, time.monotonic()

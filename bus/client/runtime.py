@@ -137,6 +137,7 @@ class ClientRuntime:
 
     def _on_worker_heard(self, presence: WorkerPresence) -> None:
         self.dispatcher.placement.update(presence)
+        self.dispatcher.wake()
 
     def _on_fleet_change(self) -> None:
         self.dispatcher.wake()

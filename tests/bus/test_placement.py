@@ -98,7 +98,7 @@ def num_tables(rb: rollbus.Client) -> str:
     return repr(rb._registry._runtime.dispatcher.placement)
 
 
-EMPTY = "<RequestPlacement held=0 <Followers leaders=0 following=0>>"
+EMPTY = "<RequestPlacement held=0 waiting=0>"
 
 
 async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str) -> None:
@@ -188,24 +188,26 @@ async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) ->
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
-async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: str, group_id: str | None) -> None:
-    """Only the first is in the queue; at its first token the others go to its worker, which has room by then."""
+async def test_without_room_the_others_wait_for_the_worker_of_the_first(
+    nats_url: str, fleet: str, group_id: str | None
+) -> None:
+    """Only the first is in the queue; the others go to the worker that takes it, as soon as that has room."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
         await both.frame(both.a, admitted=[first.key])
-        await both.announce(both.a, free_slots=8)
+        await both.announce(both.b, free_slots=1)
         assert (both.a.requests.qsize(), both.b.requests.qsize()) == (0, 0)
-        await both.frame(both.a, chunk(first.key, 0, 7))
-        followers = [await both.a.take() for _ in range(1 if group_id is None else 2)]
-        assert all(each.queued is None for each in followers)
-        await both.frame(both.a, chunk(first.key, 1, 7, total=2))
-        for each in followers:
+        await both.announce(both.a, free_slots=8)
+        others = [await both.a.take() for _ in range(1 if group_id is None else 2)]
+        assert all(each.queued is None for each in others)
+        await both.frame(both.a, chunk(first.key, 0, 7, 7, total=2))
+        for each in others:
             await both.frame(both.a, *(chunk(key, 0, 7, 7, total=2) for key in each.keys), admitted=each.keys)
         results = [await task for task in completing]
         assert num_tables(both.rb) == EMPTY
 
-    assert sum(len(each.keys) for each in followers) == 2
+    assert sum(len(each.keys) for each in others) == 2
     assert sum(1 + len(result.siblings) for result in results) == 3
     assert both.placed() == {PlacementReason.QUEUED: 1, PlacementReason.PLACED_GROUP: 2}
 
@@ -217,44 +219,46 @@ def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) ->
     return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
 
 
-async def test_followers_of_a_worker_that_stays_full_take_the_queue(nats_url: str, fleet: str) -> None:
-    """At the first token there is no room: they go to the queue, and wait for nobody any more."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(both.rb.complete(long(3, max_tokens=2)))
-        [first] = await both.take_queued(1)
-        await both.frame(both.a, chunk(first.key, 0, 7), admitted=[first.key])
-        others = await both.take_queued(2)
-        assert {each.queued.lane for each in others if each.queued} == {"normal"}
-        await both.frame(both.a, chunk(first.key, 1, 7, total=2))
-        for each in others:
-            await both.frame(both.a, chunk(each.key, 0, 7, 7, total=2), admitted=[each.key])
-        await completing
-        assert num_tables(both.rb) == EMPTY
-
-    assert both.placed() == {PlacementReason.QUEUED: 3}
-
-
-async def test_followers_of_a_dead_worker_go_to_the_queue_at_once(nats_url: str, fleet: str) -> None:
-    """The first one's worker dies before its first token: each goes on by itself."""
+async def test_those_that_wait_take_each_slot_that_is_given_up(nats_url: str, fleet: str) -> None:
+    """A request of this client ends at the worker of a group: the next of the group goes there at once."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
         await both.frame(both.a, admitted=[first.key])
-        await until_true(lambda: "following=2" in num_tables(both.rb))
+        await both.announce(both.a, free_slots=1)
+        for _ in range(2):
+            worker, each = await both.take_direct()
+            assert (worker.name, len(each.keys)) == ("a", 1)
+            await both.answer(worker, each)
+        await both.frame(both.a, chunk(first.key, 0, 7, total=1))
+        await completing
+        assert num_tables(both.rb) == EMPTY
+
+
+async def test_a_dead_worker_is_not_waited_for(nats_url: str, fleet: str) -> None:
+    """The worker of a group dies: its request is resumed, and the others look for another worker."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[first.key])
+        await until_true(lambda: "waiting=2" in num_tables(both.rb))
         await both.a.announce(WorkerState.STOPPED)
-        taken = await both.take_queued(3)
-        for each in taken:
-            await both.answer(both.b, each)
+        resumed, scout = await both.take_queued(2)
+        await both.announce(both.b, free_slots=8)
+        await both.answer(both.b, resumed)
+        await both.answer(both.b, scout)
+        worker, last = await both.take_direct()
+        await both.answer(worker, last)
         generation = await completing
         assert num_tables(both.rb) == EMPTY
 
-    assert sorted((each.key.child, each.key.attempt) for each in taken) == [(0, 1), (1, 0), (2, 0)]
+    assert {(each.key.child, each.key.attempt) for each in (resumed, scout)} == {(0, 1), (1, 0)}
     assert [each.attempts for each in (generation, *generation.siblings)] == [2, 1, 1]
 
 
-async def test_followers_wait_for_a_bounded_time(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_for_room_is_bounded(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody admits the first one: the others go to the queue all the same."""
-    monkeypatch.setattr("rollbus.bus.protocol.placement.followers.FOLLOW_S", 0.1)
+    monkeypatch.setattr("rollbus.bus.protocol.placement.group_line.NO_ROOM_S", 0.1)
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         for each in await both.take_queued(3):
@@ -264,7 +268,7 @@ async def test_followers_wait_for_a_bounded_time(nats_url: str, fleet: str, monk
 
 
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
-async def test_followers_that_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
+async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
     """Aborted, left by their caller, or too late: nothing of them is published, and nothing stays."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         timeout_s = 0.5 if ending == "timeout" else None
@@ -272,13 +276,13 @@ async def test_followers_that_end_are_forgotten(nats_url: str, fleet: str, endin
         [led] = await both.take_queued(1)
         call = long(2, request_id="r", group_id="g", timeout_s=timeout_s)
         others = tasks.create_task(outcome(both.rb.complete(call)))
-        await until_true(lambda: "following=2" in num_tables(both.rb) or others.done())
+        await until_true(lambda: "waiting=2" in num_tables(both.rb) or others.done())
         if ending == "abort":
             await both.rb.abort(["r"])
         elif ending == "leave":
             others.cancel()
         await asyncio.wait([others])
-        await until_true(lambda: "following=0" in num_tables(both.rb))
+        await until_true(lambda: "waiting=0" in num_tables(both.rb))
         await both.answer(both.a, led)
         await first
         assert num_tables(both.rb) == EMPTY

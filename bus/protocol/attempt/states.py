@@ -41,8 +41,8 @@ class RequestState(enum.StrEnum):
     """Where the current attempt of a child request is, as its client knows."""
 
     WAITING = "waiting"
-    """Nothing of the current attempt was published. The client publishes it when a worker of the model is there, and it
-    waits no longer for the worker of the first request of its group."""
+    """Nothing of the current attempt was published. The client publishes it when a worker of the model is there, and
+    when it waits no longer for the worker of its group."""
     AWAITING_PREFILL = "awaiting_prefill"
     """The request waits for room at a prefill worker. After 2 s at most, a decode worker serves it alone."""
     READY = "ready"
