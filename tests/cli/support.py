@@ -144,6 +144,15 @@ class Terminal:
             if not self._read():
                 raise AssertionError(f"it ended without {words!r}:\n{self.text}")
 
+    def read_to_match(self, pattern: str) -> None:
+        """Read until something that was shown matches; the test's own time limit ends the wait.
+
+        Ctrl-C within a drawing that is larger than the terminal's buffer loses the rest of it: read to its end before.
+        """
+        while not re.search(pattern, self.text):
+            if not self._read():
+                raise AssertionError(f"it ended without {pattern!r}:\n{self.text}")
+
     def press_ctrl_c(self) -> None:
         """Interrupt it as a person does."""
         os.write(self._end, b"\x03")

@@ -87,7 +87,7 @@ def test_status_shows_the_workers(nats: str) -> None:
 def test_status_is_watched_in_place(nats: str) -> None:
     """On a terminal the tables are drawn again where they stand; Ctrl-C ends that with 0, with the last ones left."""
     with on_terminal("status", "--watch", "--nats", nats) as terminal:
-        terminal.read_until("Ctrl-C ends", times=2)
+        terminal.read_to_match(r"(?s)Ctrl-C ends.*Ctrl-C ends.*max_model_len[^┘]*┘")
         terminal.press_ctrl_c()
         code = terminal.read_to_end()
 
