@@ -170,7 +170,8 @@ class Terminal:
             if part == "\r\n":
                 lines.append("")
             elif part == "\x1b[1A":
-                lines.pop()
+                # At the top the cursor stays, as when a part of what is drawn over was lost.
+                lines[-1:] = [] if len(lines) > 1 else [""]
             elif part == "\x1b[2K":
                 lines[-1] = ""
             elif part != "\r" and not part.startswith("\x1b"):
