@@ -158,7 +158,7 @@ class RequestPlacement:
         left = [other for other in siblings if other not in self._held]
         if may_wait:
             for other in left:
-                line.add(wanted.group or 0, other, now)
+                line.add(other.lane, wanted.group or 0, other, now)
             return placed
         return *placed, *self._queue(left)
 

@@ -7,8 +7,10 @@ is better.
 
 import itertools
 import math
-from collections.abc import Hashable
-from typing import Final, Generic, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Final, Generic, TypeVar, get_args
+
+from ....schemas.request import Lane
 
 __all__ = ["NO_ROOM_S", "GroupLine"]
 
@@ -22,50 +24,55 @@ class GroupLine(Generic[K]):
     """The requests of one client and model that wait, by group. Bounded by its requests in flight."""
 
     def __init__(self) -> None:
-        # Groups in order of arrival, and in each its requests, with when they came.
-        self._groups: dict[int, dict[K, float]] = {}
-        self._group_of: dict[K, int] = {}
+        # By lane, groups in order of arrival, and in each its requests, with when they came.
+        self._lanes: dict[Lane, dict[int, dict[K, float]]] = {lane: {} for lane in get_args(Lane)}
+        self._place_of: dict[K, tuple[Lane, int]] = {}
         self._had_room_at = -math.inf
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<GroupLine groups={len(self._groups)} waiting={len(self)}>"
+        return f"<GroupLine groups={sum(map(len, self._lanes.values()))} waiting={len(self)}>"
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._group_of)
+        return len(self._place_of)
 
     def __contains__(self, key: K) -> bool:
         """It waits."""
-        return key in self._group_of
+        return key in self._place_of
 
-    def add(self, group: int, key: K, now: float) -> None:
+    def add(self, lane: Lane, group: int, key: K, now: float) -> None:
         """Have a request wait that does not."""
-        self._groups.setdefault(group, {})[key] = now
-        self._group_of[key] = group
+        self._lanes[lane].setdefault(group, {})[key] = now
+        self._place_of[key] = lane, group
 
     def remove(self, key: K) -> None:
         """It waits no longer; without effect on what does not wait."""
-        group = self._group_of.pop(key, None)
-        if group is not None:
-            del self._groups[group][key]
-            if not self._groups[group]:
-                del self._groups[group]
+        place = self._place_of.pop(key, None)
+        if place is not None:
+            lane, group = place
+            groups = self._lanes[lane]
+            del groups[group][key]
+            if not groups[group]:
+                del groups[group]
 
     def note_room(self, now: float) -> None:
         """A request that waited has found room: the others wait on."""
         self._had_room_at = now
 
     def first(self, count: int) -> list[tuple[int, list[K]]]:
-        """Return the first `count` groups, each with its requests."""
-        return [(group, list(keys)) for group, keys in itertools.islice(self._groups.items(), count)]
+        """Return the first `count` groups, each with its requests: those of the queue's earlier lanes come first."""
+        return [(group, list(keys)) for group, keys in itertools.islice(self._groups(), count)]
 
     def pop_late(self, now: float) -> list[K]:
         """Return those that have waited for long enough, in order, the requests of a group side by side."""
         since = now - NO_ROOM_S
         if self._had_room_at > since:
             return []
-        late = [key for keys in self._groups.values() for key, came in keys.items() if came <= since]
+        late = [key for _, keys in self._groups() for key, came in keys.items() if came <= since]
         for key in late:
             self.remove(key)
         return late
+
+    def _groups(self) -> Iterator[tuple[int, dict[K, float]]]:
+        return itertools.chain.from_iterable(groups.items() for groups in self._lanes.values())

@@ -4,13 +4,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollbus.bus.protocol.placement.group_line import NO_ROOM_S, GroupLine
+from rollbus.schemas.request import Lane
 
 
 def line_of(*keys: str) -> GroupLine[str]:
     """A line whose requests came at 0, in groups that their first letters name."""
     line: GroupLine[str] = GroupLine()
     for key in keys:
-        line.add(ord(key[0]), key, 0)
+        line.add("normal", ord(key[0]), key, 0)
     return line
 
 
@@ -23,10 +24,19 @@ def test_groups_stand_in_order_of_arrival_with_all_of_theirs() -> None:
     assert ("b1" in line, "c1" in line, len(line)) == (False, True, 3)
 
 
+def test_earlier_lanes_come_first() -> None:
+    """As in the queue: what resumes, then high, normal and low, whenever they came."""
+    line: GroupLine[str] = GroupLine()
+    lanes: tuple[Lane, ...] = ("low", "normal", "high", "resume", "normal")
+    for number, lane in enumerate(lanes):
+        line.add(lane, number, f"{number}", 0)
+    assert [keys for _, keys in line.first(9)] == [["3"], ["2"], ["1"], ["4"], ["0"]]
+
+
 def test_a_wait_without_room_is_bounded() -> None:
     """Nobody finds room: who waits leaves after the limit, those of a group side by side."""
     line = line_of("a1", "b1", "a2")
-    line.add(ord("c"), "late", 1)
+    line.add("normal", ord("c"), "late", 1)
     assert line.pop_late(NO_ROOM_S - 0.1) == []
     assert line.pop_late(NO_ROOM_S) == ["a1", "a2", "b1"]
     assert line.pop_late(NO_ROOM_S + 1) == ["late"]
@@ -54,7 +64,7 @@ class Lines(RuleBasedStateMachine):
     def add(self, group: int) -> None:
         """A request comes."""
         key, self.num_added = self.num_added, self.num_added + 1
-        self.line.add(group, key, self.now)
+        self.line.add("normal", group, key, self.now)
         self.waiting[key] = group, self.now
 
     @precondition(lambda self: self.waiting)
