@@ -6,7 +6,7 @@ room that workers have to the groups that wait in `GroupLine`: first to those wh
 
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -250,22 +250,31 @@ class RequestPlacement:
 
     def _pop(self, model: str, line: GroupLine[ChildRequest], now: float) -> list[Placed]:
         found = self._queue(line.pop_late(now))
-        holders_of: dict[int, Set[str]] = {}
-        for group, children in line.first(MAX_LOOKED_AT):
-            holders = holders_of[group] = self._holders(children[0], now)
-            found += self._give_room(children, holders, line, now)
+        for _, children in self._while_room(model, line, now):
+            found += self._give_room(children, self._holders(children[0], now), line, now)
         # Room that is left is of no use to groups whose worker is full, unless it is worth another prompt.
-        for group, children in line.first(MAX_LOOKED_AT):
+        for _, children in self._while_room(model, line, now):
             others = children[len(children) // 2 :]
-            if holders_of.get(group) and len(others) > 1:
+            if len(others) > 1 and self._holders(children[0], now):
                 found += self._give_room(others, frozenset(), line, now, min_room=2)
-        if len(line) and not any(holders_of.values()) and model not in self._scouts:
+        first = line.first(MAX_LOOKED_AT) if model not in self._scouts else []
+        if first and not any(self._holders(children[0], now) for _, children in first):
             # Workers may have room that they have not announced yet.
-            [(_, [scout, *_])] = line.first(1)
+            [(_, [scout, *_]), *_] = first
             line.remove(scout)
             self._scouts[model] = scout
             found += self._queue([scout])
         return found
+
+    def _while_room(
+        self, model: str, line: GroupLine[ChildRequest], now: float
+    ) -> Iterator[tuple[int, list[ChildRequest]]]:
+        """Yield the first groups of a line, as long as some worker has room."""
+        loads = self._loads(model)
+        for group in line.first(MAX_LOOKED_AT):
+            if all(load.room(now) <= 0 for load in loads):
+                return
+            yield group
 
     def _holders(self, child: ChildRequest, now: float) -> set[str]:
         """Return the workers that have the prompt of a group, or compute it."""
