@@ -312,8 +312,13 @@ class RequestPlacement:
             del placements[: len(samples)]
         for child in (child for placed in found for child in placed.children):
             line.remove(child)
-        line.note_room(now)
+        if self._has_most(children[0].open_call.model):
+            line.note_room(now)
         return found
+
+    def _has_most(self, model: str) -> bool:
+        """Return True if at least half of what the workers of a model run is this client's."""
+        return 2 * len(self._held) >= sum(load.running for load in self._loads(model))
 
     # Prefill legs, which have a line of their own.
 

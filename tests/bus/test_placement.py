@@ -267,6 +267,27 @@ async def test_a_wait_for_room_is_bounded(nats_url: str, fleet: str, monkeypatch
         assert num_tables(both.rb) == EMPTY
 
 
+async def test_a_fleet_full_of_others_is_not_waited_for(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot after slot is found, and most of what the workers run is other clients': the rest go to the queue."""
+    monkeypatch.setattr("rollbus.bus.protocol.placement.group_line.NO_ROOM_S", 0.5)
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        await both.announce(both.b, in_flight=1000)
+        completing = tasks.create_task(both.rb.complete(long(255)))
+        [taken] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[taken.key])
+        both.a.free_slots, num_placed = 1, -1
+        while num_placed < 0 or taken.queued is None:
+            num_placed += 1
+            await both.a.announce()
+            worker, taken = await both.take()
+            await both.answer(worker, taken)
+        completing.cancel()
+
+    assert num_placed < 254
+
+
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
 async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
     """Aborted, left by their caller, or too late: nothing of them is published, and nothing stays."""

@@ -75,6 +75,7 @@ class HandWorker:
     incarnation: str = "life-1"
     link: int = 0
     free_slots: int = 1
+    in_flight: int = 0
     weight_version: int = 0
     cache_epoch: int = 0
     reads_siblings: bool = False
@@ -98,6 +99,7 @@ class HandWorker:
             state=state,
             weight_version=self.weight_version,
             free_slots=self.free_slots,
+            in_flight=self.in_flight,
             uptime_s=0.0,
             lease_s=lease_s,
             start_left_s=self.start_left_s,

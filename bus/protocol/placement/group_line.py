@@ -1,8 +1,8 @@
 """Requests of groups that wait in the client for a worker with room. Time is passed in; nothing here waits.
 
 In the queue the requests of a group would be spread over all workers, each of which computes their prompt. Here they
-wait for the worker that has it. They wait no longer than others find room: where nobody does for some time, the queue
-is better.
+wait for the worker that has it. They wait on while others in the line find room, if the fleet is mostly this client's.
+Else, and where nobody finds room, the queue is better: other clients' requests would pass them.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class GroupLine(Generic[K]):
                 del groups[group]
 
     def note_room(self, now: float) -> None:
-        """A request that waited has found room: the others wait on."""
+        """A request that waited has found room, and the others may wait on."""
         self._had_room_at = now
 
     def first(self, count: int) -> list[tuple[int, list[K]]]:
