@@ -46,6 +46,11 @@ class Hands:
         """Admit all samples of a message, and end each with one token."""
         await self.frame(worker, *(chunk(key, 0, 7, total=1) for key in taken.keys), admitted=taken.keys)
 
+    async def admit(self, worker: HandWorker, taken: Taken) -> None:
+        """Admit a request of the queue, and wait until the client knows: announcements come by another way."""
+        await self.frame(worker, admitted=[taken.key])
+        await until_true(lambda: "held=1" in num_tables(self.rb))
+
     async def take_direct(self) -> tuple[HandWorker, Taken]:
         """The next request that comes, which comes directly, and its worker."""
         worker, taken = await self.take()
@@ -195,7 +200,7 @@ async def test_without_room_the_others_wait_for_the_worker_of_the_first(
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
-        await both.frame(both.a, admitted=[first.key])
+        await both.admit(both.a, first)
         await both.announce(both.b, free_slots=1)
         assert (both.a.requests.qsize(), both.b.requests.qsize()) == (0, 0)
         await both.announce(both.a, free_slots=8)
@@ -224,7 +229,7 @@ async def test_those_that_wait_take_each_slot_that_is_given_up(nats_url: str, fl
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
-        await both.frame(both.a, admitted=[first.key])
+        await both.admit(both.a, first)
         await both.announce(both.a, free_slots=1)
         for _ in range(2):
             worker, each = await both.take_direct()
@@ -240,7 +245,7 @@ async def test_a_dead_worker_is_not_waited_for(nats_url: str, fleet: str) -> Non
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
-        await both.frame(both.a, admitted=[first.key])
+        await both.admit(both.a, first)
         await until_true(lambda: "waiting=2" in num_tables(both.rb))
         await both.a.announce(WorkerState.STOPPED)
         resumed, scout = await both.take_queued(2)
@@ -276,7 +281,7 @@ async def test_a_fleet_full_of_others_is_not_waited_for(
         await both.announce(both.b, in_flight=1000)
         completing = tasks.create_task(both.rb.complete(long(255)))
         [taken] = await both.take_queued(1)
-        await both.frame(both.a, admitted=[taken.key])
+        await both.admit(both.a, taken)
         both.a.free_slots, num_placed = 1, -1
         while num_placed < 0 or taken.queued is None:
             num_placed += 1
