@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from bench.placement_engine import Job
 from bench.placement_traces import Conversation
 from rollbus.bus.protocol.placement.policy import Placement, PlacementPolicy, PlacementReason, PlacementWanted
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, hint_hash, piece_hashes
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
 from rollbus.bus.protocol.queue.rendezvous import rendezvous
 from rollbus.schemas.presence import WorkerPresence
@@ -67,7 +67,7 @@ class SessionsOnly(QueueOnly):
         return [worker if self._free[worker] else None] * count
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Remember who served the session last."""
+        """Remember the worker that served the session last."""
         self._last[session_of(job.conversation)] = worker
 
 
@@ -171,11 +171,6 @@ class Ours(QueueOnly):
 
 def _wanted(job: Job) -> PlacementWanted:
     conversation, scope = job.conversation, PrefixScope()
-    session, group = conversation.name if conversation.is_session else None, conversation.group
-    return PlacementWanted(
-        prompt_tokens=len(job.prompt),
-        pieces=piece_hashes(job.prompt, scope),
-        session=None if session is None else hint_hash("session", session, scope),
-        session_id=session,
-        group=None if group is None else hint_hash("group", group, scope),
-    )
+    session_id = conversation.name if conversation.is_session else None
+    pieces = piece_hashes(job.prompt, scope)
+    return PlacementWanted.of(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollbus.bus.protocol.placement.policy import PlacementPolicy, PlacementWanted
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, hint_hash, piece_hashes
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
 __all__ = ["measure_decisions"]
@@ -72,8 +72,7 @@ def _policy(num_workers: int) -> PlacementPolicy:
 
 def _wanted(token_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", session_id: str | None = None) -> PlacementWanted:
     scope = PrefixScope()
-    session = None if session_id is None else hint_hash("session", session_id, scope)
-    return PlacementWanted(len(token_ids), piece_hashes(token_ids, scope), session, session_id)
+    return PlacementWanted.of(len(token_ids), piece_hashes(token_ids, scope), scope, session_id=session_id)
 
 
 def _fastest_us(decide: Callable[[], object]) -> float:

@@ -18,7 +18,7 @@ from ...schemas.presence import WorkerPresence
 from ..protocol.fleet.presence_table import FleetSnapshot, LostWorker, PresenceTable
 from ..protocol.placement.group_line import GroupLine
 from ..protocol.placement.policy import Placement, PlacementPolicy, PlacementReason, PlacementWanted
-from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, hint_hash, piece_hashes
+from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from ..protocol.placement.worker_load import WorkerLoad
 from .children import ChildRequest
 
@@ -179,15 +179,15 @@ class RequestPlacement:
         able = [load for load in loads if load.weight_version >= version and (lora is None or lora in load.loras)]
         lora_version = 0 if lora is None else max((load.loras[lora] for load in able), default=0)
         scope = PrefixScope(lora, lora_version, asked.cache_salt)
-        session, group = asked.session_id, asked.group_id
-        if group is None and len(child.open_call.children) > 1:
-            group = child.open_call.request_id
-        wanted = PlacementWanted(
-            prompt_tokens=asked.prompt_len,
-            pieces=self._pieces(child, scope),
-            session=None if session is None else hint_hash("session", session, scope),
-            session_id=session,
-            group=None if group is None else hint_hash("group", group, scope),
+        group_id = asked.group_id
+        if group_id is None and len(child.open_call.children) > 1:
+            group_id = child.open_call.request_id
+        wanted = PlacementWanted.of(
+            asked.prompt_len,
+            self._pieces(child, scope),
+            scope,
+            session_id=asked.session_id,
+            group_id=group_id,
             is_for_able_only=len(able) < len(loads),
         )
         return able, wanted, scope
@@ -244,7 +244,7 @@ class RequestPlacement:
     # Groups that wait.
 
     def pop_placed(self) -> list[Placed]:
-        """Return the requests that wait no longer, as workers have room for them or nobody had for long."""
+        """Return the requests that wait no longer: workers have room for them, or had none for long."""
         now = time.monotonic()
         return [placed for model, line in self._lines.items() if len(line) for placed in self._pop(model, line, now)]
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ....schemas.presence import WorkerPresence
 from ..queue.rendezvous import rendezvous
-from .prefix_index import PIECE_TOKENS, CacheId, PrefixIndex
+from .prefix_index import PIECE_TOKENS, CacheId, PrefixIndex, PrefixScope, hint_hash
 from .worker_load import LoadTable, WorkerLoad
 
 __all__ = ["Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
@@ -62,6 +62,31 @@ class PlacementWanted:
     """`hint_hash` of the group of requests that share its prompt, and that may be separate calls."""
     is_for_able_only: bool = False
     """Some worker that serves the model is not able to serve this request."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt_tokens: int,
+        pieces: tuple[int, ...],
+        scope: PrefixScope,
+        *,
+        session_id: str | None = None,
+        group_id: str | None = None,
+        is_for_able_only: bool = False,
+    ) -> "PlacementWanted":
+        """Return what the placement of a request depends on, by the names of its session and its group.
+
+        Args:
+            pieces: `piece_hashes` of the prompt, made with the same `scope`.
+        """
+        return cls(
+            prompt_tokens=prompt_tokens,
+            pieces=pieces,
+            session=None if session_id is None else hint_hash("session", session_id, scope),
+            session_id=session_id,
+            group=None if group_id is None else hint_hash("group", group_id, scope),
+            is_for_able_only=is_for_able_only,
+        )
 
 
 class Placement(NamedTuple):

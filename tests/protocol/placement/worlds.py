@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbus.bus.protocol.placement.policy import PlacementPolicy, PlacementWanted
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, hint_hash, piece_hashes
+from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 
@@ -36,12 +36,12 @@ def wanted(
     is_for_able_only: bool = False,
 ) -> PlacementWanted:
     """A request for the placement of a prompt."""
-    return PlacementWanted(
-        prompt_tokens=len(token_ids),
-        pieces=piece_hashes(token_ids, scope),
-        session=None if session is None else hint_hash("session", session, scope),
+    return PlacementWanted.of(
+        len(token_ids),
+        piece_hashes(token_ids, scope),
+        scope,
         session_id=session,
-        group=None if group is None else hint_hash("group", group, scope),
+        group_id=group,
         is_for_able_only=is_for_able_only,
     )
 
