@@ -67,7 +67,7 @@ class Played:
 
 
 class LeastLoaded(PlacementPolicy):
-    """The worker with the most free slots, whatever it has cached."""
+    """Each request goes to the worker with the most free slots, whatever that worker has cached."""
 
     def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
         """Decide where a request goes."""
@@ -92,7 +92,7 @@ class LeastLoaded(PlacementPolicy):
 
 
 class Static(PlacementPolicy):
-    """The worker of the hash of the session, whether or not it has room: who asks waits for it."""
+    """The hash of the session chooses the worker, and the client waits until that worker has room."""
 
     def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
         """Decide where a request goes."""
@@ -207,7 +207,7 @@ class Player:
 
 
 class _Room:
-    """How many samples may be under way; who comes first is first."""
+    """Room for the samples that may be under way: requests get it in the order in which they ask."""
 
     def __init__(self, size: int) -> None:
         self._free = size

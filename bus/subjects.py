@@ -110,7 +110,7 @@ class Subjects:
         return f"{self._root}.req.*.{encode_token(model)}.{lane}"
 
     def direct(self, client: str, worker: str) -> str:
-        """Where `client` hands a request to the worker of its session."""
+        """Where `client` hands requests to the worker at which it places them."""
         return self._pair("direct", client, worker)
 
     def directs_to(self, worker: str) -> str:

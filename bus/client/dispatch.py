@@ -242,7 +242,7 @@ class RequestDispatcher:
                         self.prefill.count_fallback(child, reason)
                     case _:
                         self._coordinator.execute(child, (instruction,))
-        # What goes to one worker under one attempt number goes in one message, if it reads such messages.
+        # Samples for one worker under one attempt number go in one message, if that worker reads such messages.
         for (worker, kv, _, _), group in groupby(published, self._message_of):
             await self._publish([child for _, child in group], worker, kv)
 

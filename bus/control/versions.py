@@ -301,7 +301,7 @@ class VersionStore:
         self._epoch = self.record.epoch
         logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
-            # Nobody else can commit any more, and there is nothing of one's own yet.
+            # No other publisher can commit any more, and this one has stored nothing yet.
             await self._delete_leftovers(key, 0.0)
         except RollbusError as error:
             logger.warning("versions.not_cleaned model=%s error=%s", self._model, error)

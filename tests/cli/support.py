@@ -140,9 +140,7 @@ class Terminal:
 
     def read_until(self, words: str, *, times: int = 1) -> None:
         """Read until these were shown so many times; the test's own time limit ends the wait."""
-        while self.text.count(words) < times:
-            if not self._read():
-                raise AssertionError(f"it ended without {words!r}:\n{self.text}")
+        self.read_to_match(f"(?s){'.*?'.join([re.escape(words)] * times)}")
 
     def read_to_match(self, pattern: str) -> None:
         """Read until something that was shown matches; the test's own time limit ends the wait.

@@ -2,7 +2,7 @@
 
 In the queue the requests of a group would be spread over all workers, each of which computes their prompt. Here they
 wait for the worker that has it. They wait on while others in the line find room, if the fleet is mostly this client's.
-Else, and where nobody finds room, the queue is better: other clients' requests would pass them.
+Else, and where none of them finds room, they go to the queue: there, other clients' requests do not pass them.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from ....schemas.request import Lane
 __all__ = ["NO_ROOM_S", "GroupLine"]
 
 NO_ROOM_S: Final = 2.0
-"""How long the line waits while nobody in it finds room: about what a worker needs for a long prompt itself."""
+"""How long requests wait while none in the line finds room: about what a worker needs for a long prompt itself."""
 
 K = TypeVar("K", bound=Hashable)
 

@@ -34,7 +34,7 @@ RUNNING_SLOWDOWN: Final = 0.01
 SLOW: Final = 1.5
 """A worker that takes less than this times as long as the typical worker counts as equal, as rates are noisy."""
 SLOWEST: Final = 16.0
-"""A worker counts as at most this many times slower than the typical one, whatever it announces."""
+"""The policy takes no worker for more than this many times slower than the typical one, whatever it announces."""
 TYPICAL_S: Final = 1.0
 """How long the typical rates are used before they are computed again from those of all workers."""
 
