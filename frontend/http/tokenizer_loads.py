@@ -89,10 +89,10 @@ class TokenizerLoads:
                 found.set_result(load_tokenizer(folder))
             except TokenizerUnavailable as exc:
                 found.set_exception(exc)
-            finally:
-                if not found.done():
-                    # A panic of the tokenizers library, which is no `Exception`: Python logs it as this thread's end.
-                    found.set_exception(TokenizerUnavailable(f"no tokenizer in {folder}: a library failed"))
+            # A panic of the tokenizers library is no `Exception`.
+            except BaseException as exc:
+                logger.error("tokenizer.load_panicked folder=%s", folder, exc_info=exc)
+                found.set_exception(TokenizerUnavailable(f"no tokenizer in {folder}: a library failed"))
 
 
 def _error_of(load: asyncio.Future[Tokenizer]) -> BaseException | None:

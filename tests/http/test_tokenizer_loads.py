@@ -42,8 +42,9 @@ async def test_a_malformed_tokenizer_ends_no_service(
     assert logged.startswith(f"tokenizer.load_failed error=no tokenizer in {tmp_path}")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_panic_of_a_library_is_an_error_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_panic_of_a_library_is_an_error_as_any_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of Rust is no `Exception`; a load that failed is done again only for a request."""
     loads, panics = TokenizerLoads(), [True, True]
 
@@ -63,6 +64,7 @@ async def test_a_panic_of_a_library_is_an_error_as_any_other(tmp_path: Path, mon
     with pytest.raises(TokenizerUnavailable, match="a library failed"):
         await loads.tokenizer(tmp_path)
     assert await loads.tokenizer(tmp_path) is byte_level()
+    assert caplog.messages.count(f"tokenizer.load_panicked folder={tmp_path}") == 2
 
 
 async def test_a_service_stops_while_a_load_hangs(
