@@ -332,8 +332,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Rises whenever its prefix cache was emptied, or may have been: by a load of weights, a flush, or a sleep. What
     this incarnation cached in an earlier epoch is gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
-    """Seconds since the oldest prefix was used that its prefix cache still has; what was used earlier is gone. None:
-    it has forgotten none since the cache was emptied, or its engine does not say, as vLLM."""
+    """Seconds since the oldest prefix was used that its prefix cache may still have; what was used earlier is gone,
+    unless a request holds it. None: it may have forgotten none, or its engine does not say."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

@@ -39,9 +39,10 @@ class Engine(Protocol):
 
     @property
     def oldest_prefix_s(self) -> float | None:
-        """Seconds since the oldest prefix in its prefix cache was used; what was used earlier is forgotten.
+        """Seconds since the oldest prefix was used that its prefix cache may still have.
 
-        None: it has forgotten none since the cache was emptied, or does not say.
+        What was used earlier is forgotten, unless a request holds it. None: it may have forgotten none, or it does not
+        say.
         """
 
     async def start(self) -> None:

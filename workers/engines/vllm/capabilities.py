@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ....schemas.limits import MAX_LOGPROBS
 from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
 from ....schemas.rows import dtype_for
+from ..prefix_age import PrefixAge
 from .kv.config import describe_connector
 from .launch import CPU_UNUSED_LORAS, OWN_SLOTS
 from .params import extra_names
@@ -16,7 +17,7 @@ from .routing import returns_routing, routing_refusal
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 
-__all__ = ["Refusals", "describe_engine", "describe_routing", "find_refusals"]
+__all__ = ["Refusals", "describe_engine", "describe_routing", "find_refusals", "prefix_age_of"]
 
 
 @dataclass(slots=True)
@@ -103,6 +104,19 @@ def find_refusals(config: "VllmConfig") -> Refusals:
     elif not config.model_config.enable_sleep_mode:
         refusals.sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
     return refusals
+
+
+def prefix_age_of(config: "VllmConfig") -> PrefixAge | None:
+    """Return what counts how old the prefixes of an engine with this configuration are, once it has started.
+
+    None: it keeps none, or has several prefix caches, which turn over apart from each other.
+    """
+    cache, parallel = config.cache_config, config.parallel_config
+    if not cache.enable_prefix_caching or not cache.num_gpu_blocks or parallel.data_parallel_size > 1:
+        return None
+    # A block has that many tokens on each of the workers that share a context.
+    block_tokens = cache.block_size * parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return PrefixAge(cache.num_gpu_blocks * block_tokens, block_tokens)
 
 
 def _may_span_machines(config: "VllmConfig") -> bool:

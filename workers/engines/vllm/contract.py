@@ -82,11 +82,12 @@ CONTRACT: tuple[Need, ...] = (
     Need("vllm.config:ModelConfig", has="enable_return_routed_experts", until=(0, 31)),
     Need(
         "vllm.config:ParallelConfig",
-        has="data_parallel_size distributed_executor_backend nnodes pipeline_parallel_size tensor_parallel_size "
-        "use_ray worker_extension_cls world_size world_size_across_dp",
+        has="data_parallel_size decode_context_parallel_size distributed_executor_backend nnodes "
+        "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size use_ray worker_extension_cls "
+        "world_size world_size_across_dp",
     ),
     Need("vllm.config:SchedulerConfig", has="max_num_seqs policy"),
-    Need("vllm.config:CacheConfig", has="block_size cache_dtype"),
+    Need("vllm.config:CacheConfig", has="block_size cache_dtype enable_prefix_caching num_gpu_blocks"),
     Need("vllm.config:LoadConfig", has="load_format"),
     Need("vllm.config:LoRAConfig", has="max_cpu_loras max_lora_rank max_loras"),
     Need("vllm.config:DeviceConfig", has="device_type"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,15 +17,14 @@ from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
 from ....schemas.weights import Verified
 from ..engine import RequestStep, TokenBatch
-from .adapters import Adapters
 from .calls import Calls, check_supported
-from .capabilities import describe_engine, find_refusals
+from .capabilities import describe_engine, prefix_age_of
+from .controls import Controls
 from .feeds import CoreFeed, Feed, RequestMaker
 from .generate_feed import GenerateFeed
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config
 from .kv.params import decode_params
-from .kv_watch import KvWatch
 from .launch import Launch
 from .loaded import LoadSerials
 from .outputs import OpenRequests
@@ -32,7 +32,6 @@ from .params import to_vllm
 from .routing import preempts_only_paused
 from .threads import to_the_end
 from .warm_up import warm_up_rounds
-from .weights import VllmWeightLoader
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -86,11 +85,9 @@ class VllmEngine:
         self._requests = OpenRequests(None, rows_with_tokens=False)
         self._capabilities: Capabilities | None = None
         self._loaded = LoadSerials()
-        self._controls: _Controls | None = None
+        self._controls: Controls | None = None
         self._is_paused = False
         self._is_closed = False
-        self.oldest_prefix_s: float | None = None
-        """Not known: engine cores keep the times of a sample of blocks at most, with `kv_cache_metrics`."""
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "starting" if self._capabilities is None else "running"
@@ -113,6 +110,12 @@ class VllmEngine:
         """Its load, as the engine cores reported it with their last steps."""
         return EngineStats() if self._feed is None else self._feed.meter.stats()
 
+    @property
+    def oldest_prefix_s(self) -> float | None:
+        """Seconds since the oldest prefix can have been used that its cache still has; see `PrefixAge`."""
+        age = None if self._feed is None else self._feed.meter.prefix_age
+        return None if age is None else age.oldest_s(time.monotonic())
+
     async def start(self) -> None:
         """Load the model in a thread, so that the event loop stays free, and warm up.
 
@@ -125,7 +128,7 @@ class VllmEngine:
             unless_started.push_async_callback(self._shut_down)
             await to_the_end(self._launch.run, on_cancel=self._launch.cancel)
             self._capabilities = describe_engine(self._launch.llm.vllm_config, self._role)
-            self._controls = _Controls(self._launch.llm, self._loaded, self._capabilities)
+            self._controls = Controls(self._launch.llm, self._loaded, self._capabilities)
             await self._prepare_workers(self._controls.calls)
             await self._controls.kv_watch.start()
             await self._open(self._launch.llm)
@@ -336,7 +339,7 @@ class VllmEngine:
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
                         raise _Unfit(f"a first request failed: {step.error}")
-        feed.meter.restart()
+        feed.meter.restart(prefix_age_of(self._launch.llm.vllm_config))
 
     async def _shut_down(self) -> None:
         llm = self._launch.pop_llm()
@@ -377,24 +380,7 @@ class VllmEngine:
             raise EngineDead("the engine is not running")
         return self._feed
 
-    def _running(self) -> "_Controls":
+    def _running(self) -> "Controls":
         if self._controls is None or self._is_closed:
             raise EngineDead("the engine is not running")
         return self._controls
-
-
-class _Controls:
-    """What there is for a started engine besides its requests."""
-
-    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:
-        self.refusals = find_refusals(llm.vllm_config)
-        self.calls = Calls(llm)
-        self.kv_watch = KvWatch(self.calls)
-        self.weights = VllmWeightLoader(
-            llm,
-            self.calls,
-            loaded,
-            load_refusal=self.refusals.weight_updates,
-            transfer_refusal=self.refusals.weight_transfer,
-        )
-        self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)

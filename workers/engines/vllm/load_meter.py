@@ -4,6 +4,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ....schemas.presence import EngineStats
+from ..prefix_age import PrefixAge
 from ..token_rates import TokenRates
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class LoadMeter:
         self._replicas: dict[int, _Replica] = {}
         self._has_stats = False
         self._preemptions = self._queries = self._hits = 0
+        self.prefix_age: PrefixAge | None = None
+        """Has counted what was computed; None: nothing says which prefixes are gone."""
 
     def add(self, outputs: "EngineCoreOutputs") -> None:
         """Count one step of one engine core."""
@@ -38,11 +41,13 @@ class LoadMeter:
         made = outputs.outputs
         if made:
             # Without a loop in Python: there may be a thousand requests in a step.
-            num_tokens = sum(map(len, map(new_tokens, made)))
+            num_made = num_tokens = sum(map(len, map(new_tokens, made)))
             for output in filter(events_of, made):
-                num_tokens -= self._add_events(output, replica.rates)
-            if num_tokens or any(map(new_tokens, made)):
+                num_tokens -= self._add_events(output, replica.rates, outputs.timestamp)
+            if num_made:
                 replica.rates.end_step(outputs.timestamp, num_tokens)
+                if self.prefix_age is not None:
+                    self.prefix_age.add(num_made, outputs.timestamp)
         replica.told_at = outputs.timestamp
         stats = outputs.scheduler_stats
         if stats is not None:
@@ -53,7 +58,7 @@ class LoadMeter:
             self._queries += stats.prefix_cache_stats.queries
             self._hits += stats.prefix_cache_stats.hits
 
-    def _add_events(self, output: "EngineCoreOutput", rates: TokenRates) -> int:
+    def _add_events(self, output: "EngineCoreOutput", rates: TokenRates, at: float) -> int:
         """Count what happened to a request before this output; return its tokens that are first ones."""
         from vllm.v1.engine import EngineCoreEventType
 
@@ -65,10 +70,13 @@ class LoadMeter:
         scheduled_at = [event.timestamp for event in events if event.type == EngineCoreEventType.SCHEDULED]
         if scheduled_at:
             rates.add_prefill(prefill.num_computed_tokens, scheduled_at[0])
+        if self.prefix_age is not None:
+            self.prefix_age.add(prefill.num_computed_tokens, at, num_begun=1)
         return len(output.new_token_ids)
 
-    def restart(self) -> None:
+    def restart(self, prefix_age: PrefixAge | None = None) -> None:
         """Forget counts and rates: what was compiled meanwhile says nothing of the speed. The state now stays."""
+        self.prefix_age = prefix_age
         self._preemptions = self._queries = self._hits = 0
         for replica in self._replicas.values():
             replica.rates = TokenRates()
