@@ -89,8 +89,8 @@ class TokenizerLoads:
                 found.set_result(load_tokenizer(folder))
             except TokenizerUnavailable as exc:
                 found.set_exception(exc)
-            # A panic of the tokenizers library is no `Exception`.
             except BaseException as exc:
+                # Boundary of one load: a panic of the tokenizers library is no `Exception`.
                 logger.error("tokenizer.load_panicked folder=%s", folder, exc_info=exc)
                 found.set_exception(TokenizerUnavailable(f"no tokenizer in {folder}: a library failed"))
 
