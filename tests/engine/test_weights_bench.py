@@ -1,5 +1,7 @@
-"""`bench.weights` measures what it says: its trainer changes as much as a real one, and saves checkpoints."""
+"""`bench.weights` measures what it says: its trainer changes as much as a real one, and its link is as slow as told."""
 
+import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.ways import running
 from bench.weights_trainer import FILE, INIT_STD, MEASURED, Trainer
 
 NEAR = 0.15
@@ -50,3 +53,38 @@ def test_what_changes_is_what_is_saved(checkpoint: Path, tmp_path: Path) -> None
     assert all(torch.equal(saved[name], trainer.tensors[name]) for name in saved)
     num_changed = sum(int((saved[name] != before[name]).sum()) for name in saved)
     assert share == pytest.approx(100 * num_changed / (512 * 1024 + 64))
+
+
+async def test_a_link_passes_on_all_bytes_no_faster_than_it_may() -> None:
+    """In both directions; and when one side ends, the other does."""
+    sent, rate = bytes(range(256)) * 8192, 8
+    received = asyncio.Queue[bytes]()
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = await reader.readexactly(len(sent))
+        writer.write(data)
+        await received.put(data)
+        await received.put(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    async with server, running("link", "bench.weights_link", _url(server.sockets[0].getsockname()), rate) as link:
+        answer = await link.ask("url")
+        host, port = str(answer["url"]).removeprefix("nats://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        began = time.monotonic()
+        writer.write(sent)
+        there = await received.get()
+        back = await reader.readexactly(len(sent))
+        seconds = time.monotonic() - began
+        writer.close()
+        rest = await received.get()
+
+    assert there == back == sent
+    # A burst of a hundredth of a second may go at once.
+    assert seconds > 2 * len(sent) / (rate * 10**6) - 0.05
+    assert rest == b""
+
+
+def _url(address: tuple[str, int]) -> str:
+    return f"nats://{address[0]}:{address[1]}"
