@@ -111,8 +111,10 @@ def make_conversation(index: int, num_tokens: int) -> Turns:
     turns, start = [], 0
     for turn in range(NUM_TURNS):
         first, end = (num_tokens * part // (2 * NUM_TURNS) for part in (2 * turn + 1, 2 * turn + 2))
+        request = rollbus.GenerateRequest(prompt_token_ids=token_ids[:first])
         generation = rollbus.Generation(
-            request_id=f"{index}.{turn}",
+            request=request,
+            request_id=request.request_id,
             child=0,
             prompt_len=first,
             token_ids=token_ids[first:end],

@@ -25,6 +25,8 @@ class Generation:
     `error` set, and what had arrived until then.
     """
 
+    request: GenerateRequest
+    """As the caller gave it; the same object, for siblings too. So a result that is kept keeps its prompt."""
     request_id: str
     child: int
     """Which of n samples."""
@@ -116,6 +118,7 @@ def _join(
 ) -> Generation:
     stream, end = sample.stream, sample.stream.end
     return Generation(
+        request=request,
         request_id=request.request_id,
         child=sample.child,
         prompt_len=request.prompt_len,

@@ -37,6 +37,7 @@ async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:
         generation = await rb.complete(request)
 
     check_generation(generation, request)
+    assert generation.request is request
     assert generation.finish_reason == "length"
     assert len(generation.token_ids) == 8
     assert set(generation.weight_versions) == {3}
@@ -87,6 +88,7 @@ async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
         streamed = [c async for c in rb.generate(GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling))]
 
     assert [g.child for g in (first, *first.siblings)] == [0, 1, 2]
+    assert {id(g.request) for g in first.siblings} == {id(first.request)}
     np.testing.assert_array_equal(first.siblings[0].token_ids, second.token_ids)
     assert not np.array_equal(first.token_ids, second.token_ids)
     assert sorted(c.child for c in streamed if c.is_terminal) == [0, 1, 2]
@@ -145,6 +147,7 @@ async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None
         results = {g.request_id: g async for g in rb.complete_many(requests)}
         for name, (request, message) in bad.items():
             assert results[name].finish_reason == "error"
+            assert results[name].request is request
             with pytest.raises(RequestRejected, match=message):
                 await rb.complete(request)
     for request in good:

@@ -101,13 +101,12 @@ async def undisturbed(
 
 def _generation(request: GenerateRequest, outputs: dict[str, _Output]) -> Generation:
     first, *others = (
-        _child(request.request_id, child, outputs[f"{request.request_id}/{child}"])
-        for child in range(request.sampling.n)
+        _child(request, child, outputs[f"{request.request_id}/{child}"]) for child in range(request.sampling.n)
     )
-    return _child(request.request_id, 0, outputs[f"{request.request_id}/0"], tuple(others)) if others else first
+    return _child(request, 0, outputs[f"{request.request_id}/0"], tuple(others)) if others else first
 
 
-def _child(request_id: str, child: int, output: _Output, siblings: tuple[Generation, ...] = ()) -> Generation:
+def _child(asked: GenerateRequest, child: int, output: _Output, siblings: tuple[Generation, ...] = ()) -> Generation:
     request, steps = output.request, output.steps
     rows = [step.routed_experts for step in steps if step.routed_experts is not None]
     logprobs = [step.logprobs for step in steps if step.logprobs is not None]
@@ -115,7 +114,8 @@ def _child(request_id: str, child: int, output: _Output, siblings: tuple[Generat
     prompt = [step.prompt_logprobs for step in steps if step.prompt_logprobs is not None]
     prompt_ids, prompt_tops = _tops(part.top for part in prompt)
     return Generation(
-        request_id=request_id,
+        request=asked,
+        request_id=asked.request_id,
         child=child,
         prompt_len=request.prompt_len,
         token_ids=np.concatenate([step.token_ids for step in steps]),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbus import FinishReason, Generation, TokenMasks
+from rollbus import FinishReason, GenerateRequest, Generation, TokenMasks
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
 from rollbus.frontend.cli.prompts import Defaults, PromptLine, parse_prompt
 from rollbus.frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
@@ -18,6 +18,7 @@ PROMPTS = [parse_prompt(i, json.dumps({"prompt_token_ids": [i]}).encode(), Defau
 def generation(index: int, child: int = 0, **fields: Any) -> Generation:
     """A finished result of two tokens whose expert ids tell which it is."""
     values: dict[str, Any] = {
+        "request": GenerateRequest(prompt_token_ids=[index], request_id=f"input-{index}"),
         "request_id": f"input-{index}",
         "child": child,
         "prompt_len": 1,

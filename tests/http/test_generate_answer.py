@@ -27,6 +27,7 @@ WANTED = rollbus.GenerateRequest(
     prompt_token_ids=[1, 2, 3], sampling=rollbus.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1)
 )
 RESULT = rollbus.Generation(
+    request=WANTED,
     request_id=WANTED.request_id,
     child=0,
     prompt_len=3,

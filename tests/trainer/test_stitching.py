@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus import Generation
+from rollbus import GenerateRequest, Generation
 from rollbus.schemas.chunk import FinishReason
 from rollbus.trainer import PackError, Sample, Stitcher, StitchError, pack
 from tests.trainer.builders import FakeTurn, assert_same, rows_of, sample_of, spoken, turn_of
@@ -297,7 +297,8 @@ def test_a_generation_is_a_turn() -> None:
     stitcher.add(
         whole.token_ids[:3],
         Generation(
-            request_id="r", child=0, prompt_len=3, finish_reason=FinishReason.LENGTH, token_ids=first.token_ids,
+            request=GenerateRequest(prompt_token_ids=whole.token_ids[:3]), request_id="r", child=0, prompt_len=3,
+            finish_reason=FinishReason.LENGTH, token_ids=first.token_ids,
             logprobs=first.logprobs, weight_versions=first.weight_versions, start=first.start,
             routed_experts=first.routed_experts,
         ),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollbus import Generation
+from rollbus import GenerateRequest, Generation
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, request_error
 from rollbus.trainer import PackError, Stitcher, StitchError
@@ -94,7 +94,8 @@ def test_a_failed_generation_is_refused() -> None:
     """What had arrived of it is no answer of the policy: it is refused, with the reason it gives."""
     whole, first, _ = spoken()
     failed = Generation(
-        request_id="r", child=0, prompt_len=3, finish_reason=FinishReason.ERROR, token_ids=first.token_ids,
+        request=GenerateRequest(prompt_token_ids=whole.token_ids[:3]), request_id="r", child=0, prompt_len=3,
+        finish_reason=FinishReason.ERROR, token_ids=first.token_ids,
         logprobs=first.logprobs, weight_versions=first.weight_versions, start=first.start,
         routed_experts=first.routed_experts, error=request_error(ErrorCode.WORKER_LOST, "its lease expired"),
     )  # fmt: skip
