@@ -1,17 +1,15 @@
 """The client that trainers use: requests in, chunks or finished generations out."""
 
-import asyncio
 import os
-import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
-from ...schemas.errors import BusBroken, BusClosed, NoWorkers, RequestError
+from ...schemas.errors import BusBroken, BusClosed
 from ...schemas.limits import (
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
@@ -23,12 +21,12 @@ from ...schemas.request import GenerateRequest
 from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
 from ..subjects import Subjects
+from .batch import Batch, RequestSource
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry, check_ids
-from .calls import Call
 from .config import ClientConfig
 from .fleet import Fleet
-from .generation import Generation, join_samples
+from .generation import Generation
 from .runtime import ClientStats
 
 __all__ = ["Client", "ClientStats", "connect", "registry_of"]
@@ -218,66 +216,45 @@ class Client:
 
     async def complete_many(
         self,
-        requests: Iterable[GenerateRequest],
+        requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest],
         *,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         times: BatchTimes | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Results of many requests in the order in which they finish, `max_in_flight` at a time.
 
-        `requests` is taken from as there is room, so that it may be endless. No more are taken while results of more
-        than `max_unread_bytes` wait to be read. A request that fails harms no other: it comes as a `Generation` with
-        `finish_reason` ERROR and `error` set. Leaving the loop aborts what is open.
+        `requests` is drawn from as there is room, so that it may be endless. No more are drawn while results of more
+        than `max_unread_bytes` wait to be read. Results come also while an async iterable waits for its next request. A
+        request that fails harms no other: it comes as a `Generation` with `finish_reason` ERROR and `error` set.
+        Leaving the loop aborts what is open, and cancels what an async iterable is doing for its next request.
 
         Args:
             times: is told when requests are complete: how long 50, 90, 99 and 100 % of them took.
 
         Raises:
             NoWorkers: no worker is left to take the next request; every result before it has been yielded.
+            InvalidRequest: `requests` cannot be iterated, or has something else than requests.
             ValueError: `max_in_flight` is below 1.
+            Exception: whatever `requests` raised; what is open is aborted.
         """
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
-        registry = self._registry
-        times = BatchTimes() if times is None else times
-        times.start(time.monotonic())
-        source = iter(requests)
-        request = next(source, None)
-        in_flight: set[Call] = set()
-        # Every call ends once, so that there is always room.
-        ended: asyncio.Queue[Call] = asyncio.Queue(max_in_flight)
-        no_workers: NoWorkers | None = None
-
-        def on_end(call: Call) -> None:
-            if call.result is not None:
-                times.add(call.result.ended_at)
-            ended.put_nowait(call)
-
+        batch = Batch(self._registry, max_in_flight=max_in_flight, max_unread_bytes=self._max_unread_bytes, times=times)
+        source = RequestSource(requests, batch)
         try:
-            while request is not None or in_flight:
-                # With nothing in flight nothing can end: then unread results of others must not hold up this.
-                has_room = not in_flight or (
-                    len(in_flight) < max_in_flight and registry.unread_bytes < self._max_unread_bytes
-                )
-                if request is None or not has_room or not ended.empty():
-                    yield _remove_ended(registry, in_flight, await ended.get())
-                    continue
-                opened = await _try_open(registry, request)
-                if isinstance(opened, NoWorkers):
-                    request, no_workers = None, opened
-                    continue
-                if isinstance(opened, Call):
-                    in_flight.add(opened)
-                    opened.when_ended(on_end)
+            while True:
+                if batch.has_room and not source.is_over:
+                    request = await source.draw()
+                    refused = None if request is None else await batch.open(request)
+                    if refused is not None:
+                        yield refused
+                elif batch.num_in_flight:
+                    yield await batch.next_result()
                 else:
-                    times.add(time.monotonic())
-                    yield join_samples(request, (), opened)
-                request = next(source, None)
+                    break
         finally:
-            for call in in_flight:
-                registry.remove(call)
-        if no_workers is not None:
-            raise no_workers
+            batch.close()
+            await source.close()
+        if batch.no_workers is not None:
+            raise batch.no_workers
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.
@@ -301,18 +278,3 @@ def registry_of(client: Client) -> CallRegistry:
         BusClosed: the client is not connected.
     """
     return client._registry
-
-
-async def _try_open(registry: CallRegistry, request: GenerateRequest) -> Call | RequestError:
-    """Open a call, or say why it was refused."""
-    try:
-        return await registry.open(request, streams=False)
-    except RequestError as exc:
-        return exc
-
-
-def _remove_ended(registry: CallRegistry, in_flight: set[Call], call: Call) -> Generation:
-    """The result of a call that has ended."""
-    in_flight.remove(call)
-    registry.remove(call)
-    return call.generation()

@@ -1,0 +1,184 @@
+"""The requests of one `complete_many`: those under way, and those that its caller still has to give."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import Any
+
+from ...schemas.checks import describe
+from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
+from ...schemas.request import GenerateRequest
+from .batch_times import BatchTimes
+from .call_registry import CallRegistry
+from .calls import Call
+from .generation import Generation, join_samples
+
+__all__ = ["Batch", "RequestSource", "check_iterable", "check_request"]
+
+
+class Batch:
+    """Requests under way, and results in the order in which they end. Starts its times; use it from the caller's loop.
+
+    Args:
+        max_unread_bytes: of results of the client that no caller has read; above it no more requests are opened.
+
+    Raises:
+        ValueError: `max_in_flight` is below 1.
+    """
+
+    def __init__(
+        self, registry: CallRegistry, *, max_in_flight: int, max_unread_bytes: int, times: BatchTimes | None
+    ) -> None:
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
+        self._registry = registry
+        self._max_in_flight = max_in_flight
+        self._max_unread_bytes = max_unread_bytes
+        self._times = BatchTimes() if times is None else times
+        self._times.start(time.monotonic())
+        self._in_flight: set[Call] = set()
+        # Calls in flight that have ended, each once.
+        self._ended: deque[Call] = deque()
+        self.news = asyncio.Event()
+        """Set when a request has ended; others may set it too."""
+        self.no_workers: NoWorkers | None = None
+        """Why no more requests are opened: no worker was left to take the last one."""
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<Batch in_flight={len(self._in_flight)} ended={len(self._ended)}>"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose results were not taken."""
+        return len(self._in_flight)
+
+    @property
+    def has_result(self) -> bool:
+        """True if `next_result` need not wait."""
+        return bool(self._ended)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another request may be opened before the next result is taken. Any thread may ask."""
+        if self._ended or self.no_workers is not None:
+            return False
+        # With nothing in flight nothing can end: then unread results of others must not hold up this.
+        return not self._in_flight or (
+            len(self._in_flight) < self._max_in_flight and self._registry.unread_bytes < self._max_unread_bytes
+        )
+
+    async def open(self, request: GenerateRequest) -> Generation | None:
+        """Open a request; its result if it was refused at once, else None. Without a worker, `no_workers` is set."""
+        try:
+            call = await self._registry.open(request, streams=False)
+        except NoWorkers as exc:
+            self.no_workers = exc
+            return None
+        except RequestError as exc:
+            self._times.add(time.monotonic())
+            return join_samples(request, (), exc)
+        self._in_flight.add(call)
+        call.when_ended(self._on_end)
+        return None
+
+    def _on_end(self, call: Call) -> None:
+        if call.result is not None:
+            self._times.add(call.result.ended_at)
+        self._ended.append(call)
+        self.news.set()
+
+    async def next_result(self) -> Generation:
+        """Wait until one of the requests in flight has ended, and take its result."""
+        while not self._ended:
+            self.news.clear()
+            await self.news.wait()
+        call = self._ended.popleft()
+        self._in_flight.remove(call)
+        self._registry.remove(call)
+        return call.generation()
+
+    def close(self) -> None:
+        """Abort what is in flight."""
+        for call in self._in_flight:
+            self._registry.remove(call)
+
+
+class RequestSource:
+    """Draws requests from what the caller gave, one at a time, and none before it is asked for.
+
+    Raises:
+        InvalidRequest: `requests` cannot be iterated.
+    """
+
+    def __init__(self, requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest], batch: Batch) -> None:
+        self._source = aiter(requests) if isinstance(requests, AsyncIterable) else iter(check_iterable(requests))
+        self._batch = batch
+        self._drawing: asyncio.Task[GenerateRequest] | None = None
+        self.is_over = False
+
+    async def draw(self) -> GenerateRequest | None:
+        """Return the next request; None: there is no more, or one of the batch ended before the next was there.
+
+        Cancellation: a request that is on its way is drawn by the next call.
+
+        Raises:
+            InvalidRequest: it is no request.
+            Exception: whatever the source raised.
+        """
+        try:
+            if isinstance(self._source, Iterator):
+                return check_request(next(self._source))
+            if self._drawing is None:
+                self._drawing = self._start_drawing(self._source)
+            while not self._drawing.done() and not self._batch.has_result:
+                self._batch.news.clear()
+                await self._batch.news.wait()
+            if not self._drawing.done():
+                return None
+            drawing, self._drawing = self._drawing, None
+            return check_request(drawing.result())
+        except (StopIteration, StopAsyncIteration):
+            self.is_over = True
+            return None
+
+    def _start_drawing(self, source: AsyncIterator[GenerateRequest]) -> asyncio.Task[GenerateRequest]:
+        async def draw() -> GenerateRequest:
+            return await anext(source)
+
+        # Not in a task group: that would cancel the task which reads the results, also while it is elsewhere.
+        drawing = asyncio.get_running_loop().create_task(draw(), name="client.draw")
+        drawing.add_done_callback(lambda _: self._batch.news.set())
+        return drawing
+
+    async def close(self) -> None:
+        """Cancel the drawing that is under way, and wait until the source has cleaned up."""
+        if self._drawing is not None:
+            self._drawing.cancel()
+            await asyncio.wait({self._drawing})
+            if not self._drawing.cancelled():
+                # Asked for, or asyncio complains that nobody has.
+                self._drawing.exception()
+
+
+def check_iterable(requests: Iterable[GenerateRequest]) -> Iterable[GenerateRequest]:
+    """Return what requests can be drawn from.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    if not isinstance(requests, Iterable):
+        raise InvalidRequest(field="requests", problem=f"is {describe(requests)}", allowed="requests, in an iterable")
+    return requests
+
+
+def check_request(drawn: Any) -> GenerateRequest:
+    """Return what was drawn.
+
+    Raises:
+        InvalidRequest: it is no request.
+    """
+    if not isinstance(drawn, GenerateRequest):
+        raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed="GenerateRequest")
+    return drawn

@@ -1,0 +1,128 @@
+"""What `complete_many` draws its requests from: lists, iterators and async iterables."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import rollbus
+from rollbus.schemas.errors import InvalidRequest
+from tests.support.fleet import StartServed, until_idle
+from tests.support.requests import endless, greedy, short
+from tests.support.streams import all_of
+
+REQUESTS = [short(f"r{index}") for index in range(20)]
+
+
+async def later(*requests: Any) -> AsyncIterator[Any]:
+    """The requests, each after the loop has turned."""
+    for request in requests:
+        await asyncio.sleep(0)
+        yield request
+
+
+def ids_of(results: list[rollbus.Generation]) -> list[str]:
+    """The ids of results, sorted."""
+    return sorted(result.request_id for result in results)
+
+
+@pytest.mark.parametrize("source", ["list", "iterator", "async"])
+async def test_every_kind_of_source(one_worker: StartServed, source: str) -> None:
+    """All requests of a source have a result, whatever kind of iterable it is."""
+    async with one_worker() as (rb, *_):
+        sources: dict[str, Any] = {"list": REQUESTS, "iterator": iter(REQUESTS), "async": later(*REQUESTS)}
+        results = [result async for result in rb.complete_many(sources[source], max_in_flight=3)]
+
+    assert ids_of(results) == sorted(request.request_id for request in REQUESTS)
+    assert all(result.error is None for result in results)
+
+
+async def test_an_async_source_may_wait_for_results(one_worker: StartServed) -> None:
+    """A source that gives the next request only after the result of the one before does not block the batch."""
+    returned = asyncio.Event()
+
+    async def one_by_one() -> AsyncIterator[rollbus.GenerateRequest]:
+        for index in range(3):
+            returned.clear()
+            yield short(f"r{index}")
+            await returned.wait()
+
+    async with one_worker() as (rb, *_):
+        results = []
+        async for result in rb.complete_many(one_by_one()):
+            results.append(result.request_id)
+            returned.set()
+
+    assert results == ["r0", "r1", "r2"]
+
+
+async def test_requests_are_drawn_as_there_is_room(one_worker: StartServed) -> None:
+    """Of an endless source no more is drawn than what was opened."""
+    drawn = []
+
+    async def endless_source() -> AsyncIterator[rollbus.GenerateRequest]:
+        for index in range(10**9):
+            drawn.append(index)
+            yield short(f"r{index}")
+
+    async with one_worker() as (rb, *_):
+        results = rb.complete_many(endless_source(), max_in_flight=4)
+        async with contextlib.aclosing(results):
+            taken = [await anext(results) for _ in range(5)]
+
+    assert len(taken) == 5
+    assert len(drawn) <= 4 + 5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_a_source_raises_ends_the_batch(one_worker: StartServed, is_async: bool) -> None:
+    """The error comes out of the loop, and what is open is aborted."""
+
+    def fails() -> Iterator[rollbus.GenerateRequest]:
+        yield endless()
+        raise KeyError("no more prompts")
+
+    async def fails_later() -> AsyncIterator[rollbus.GenerateRequest]:
+        for request in fails():
+            yield request
+
+    async with one_worker() as (rb, _, engine):
+        with pytest.raises(KeyError, match="no more prompts"):
+            await all_of(rb.complete_many(fails_later() if is_async else fails()))
+        await until_idle(engine, rb)
+
+
+async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
+    """A loop that is left while an async source waits: the source is cancelled and has cleaned up."""
+    seen = []
+
+    async def waits() -> AsyncIterator[rollbus.GenerateRequest]:
+        yield short("first")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("cleaned up")
+
+    async with one_worker() as (rb, *_):
+        async with contextlib.aclosing(rb.complete_many(waits())) as results:
+            assert (await anext(results)).request_id == "first"
+        assert seen == ["cleaned up"]
+        assert (await rb.complete(short("after"))).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (None, "requests is None; allowed: requests, in an iterable"),
+        (greedy(1, 1), "requests is "),
+        ([greedy(1, 1), None], "requests has None; allowed: GenerateRequest"),
+    ],
+)
+async def test_what_is_no_source_is_refused(one_worker: StartServed, requests: Any, message: str) -> None:
+    """By the argument's name; a hole in a list does not end the batch early without a word."""
+    async with one_worker() as (rb, *_):
+        with pytest.raises(InvalidRequest) as caught:
+            await all_of(rb.complete_many(requests))
+    assert message in str(caught.value)
