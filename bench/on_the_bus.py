@@ -82,5 +82,6 @@ async def worker_process(
     try:
         yield worker
     finally:
-        worker.terminate()
+        if worker.returncode is None:
+            worker.terminate()
         await worker.wait()

@@ -10,19 +10,25 @@ The traces are those of `bench.placement_traces`, the ways those of `bench.place
 `computed` is prompt tokens that engines computed, over those of one engine that forgets nothing. `throughput` is tokens
 a second by those of `queue` in the same round. `p50_s` to `p100_s` are the seconds until so many percent of the samples
 had ended; `p99_longest` is the time to 99 % by that of the queue if the trainer sends the longest first, as only one
-that knows the lengths can. `wait_s` is the longest time to a first token. `decision_us` is the median of real time that
-a decision of the simulation took. Simulated workers and synthetic ones are of `EngineShape` and of `SYNTHETIC`.
+that knows the lengths can. `wait_p50_s` and `wait_p99_s` are of the times to first tokens. `wait_s` is the longest of
+them; on a bus it is the longest time in which any open sample got no token, as after a kill. `lost` is samples without
+all of their tokens. Beside a flood, times are those of the client that does not flood, and tokens are those of both.
+`decision_us` is the median of real time that a decision of the simulation took.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from safetensors.numpy import save_file
 
 import rollbus
 from bench.on_the_bus import START_S, worker_process
@@ -31,13 +37,13 @@ from bench.placement_engine import EngineShape
 from bench.placement_peer import MODES, play_on_dynamo
 from bench.placement_sim import Simulation, Way
 from bench.placement_traces import TRACES, Shape, Trace, least_computed, make_trace
-from bench.placement_ways import WAYS
+from bench.placement_ways import SLOW, WAYS
 from bench.report import Report, add_arguments, percentile, spreads
 from bench.ways import Way as PlayerProcess
 from bench.ways import running
 from rollbus.bus.nats.embedded import EmbeddedServer
 
-__all__ = ["FLEETS", "Fleet", "run_fleet", "simulate"]
+__all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "simulate"]
 
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
@@ -49,9 +55,13 @@ SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
     "static": Static,
     "ours": Ours,
 }
+SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", "aside"})
+"""Without faults, and with one client."""
 LARGE: Final = 256
 """Simulated fleets above this many workers take minutes for a trace: they play those of `PLAYED_LARGE`, once."""
 PLAYED_LARGE: Final = ("groups", "tails", "nothing", "slow-nothing")
+IDLE_S: Final = 0.1
+"""Between looks whether the fleet is idle."""
 PERCENTS: Final = (50, 90, 99, 100)
 
 
@@ -79,7 +89,7 @@ class Fleet:
 FLEETS: Final = {
     "synthetic": Fleet(
         name="synthetic",
-        model_args=("--engine", "synthetic", "--model", "synthetic"),
+        model_args=("--engine", "synthetic", "--model", "synthetic", "--lease-s", "3"),
         engine_args={
             "step_s": 0.01,
             "max_num_seqs": 16,
@@ -163,7 +173,7 @@ def run_simulated(args: argparse.Namespace, report: Report) -> None:
     engine = EngineShape()
     for num_workers in args.simulated:
         is_large = num_workers > LARGE
-        for name in [name for name in args.traces if not is_large or name in PLAYED_LARGE]:
+        for name in [name for name in args.traces if name in (PLAYED_LARGE if is_large else SIMULATED_TRACES)]:
             found: dict[str, list[dict[str, float]]] = {}
             for seed in range(1 if is_large else args.rounds):
                 slots = num_workers * engine.slots
@@ -176,24 +186,37 @@ def run_simulated(args: argparse.Namespace, report: Report) -> None:
             add_rows(report, f"{num_workers} simulated", make_trace(name, Shape(slots=8)).name, found)
 
 
+async def keep_worker(url: str, *worker_args: str) -> None:
+    """Run a worker, and another one when it was killed, until cancelled."""
+    while True:
+        async with worker_process(url, *worker_args) as worker:
+            await worker.wait()
+
+
 @asynccontextmanager
 async def started(
     fleet: Fleet, num_workers: int, num_slow: int, ways: Sequence[str]
 ) -> AsyncIterator[tuple[rollbus.Client, dict[str, PlayerProcess]]]:
     """Start a fleet, a client of the bench's own, and a process for each way."""
     async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        save_file({"weight": np.zeros(4, np.float32)}, Path(folder, "model.safetensors"))
         server = await stack.enter_async_context(EmbeddedServer())
         rb = await stack.enter_async_context(rollbus.connect(server.url))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for number in range(num_workers):
-            slow = fleet.slow_args if number < num_slow else None
-            options = ["--engine-args", json.dumps({**fleet.engine_args, **(slow or {})})]
-            await stack.enter_async_context(worker_process(server.url, *fleet.model_args, *options))
+            is_slow = number < num_slow
+            engine_args = {**fleet.engine_args, **((is_slow and fleet.slow_args) or {})}
+            options = ["--engine-args", json.dumps(engine_args), "--weight-root", folder]
+            options += ["--worker-id", f"{SLOW}{number}", "--listen-s", "0"] if is_slow else []
+            worker = tasks.create_task(keep_worker(server.url, *fleet.model_args, *options))
+            stack.callback(worker.cancel)
             # One after the other: engines that start at once look at the same free memory.
             await rb.fleet.wait_for_workers(number + 1, timeout_s=START_S)
         players = {}
         for way in ways:
             numbers = (fleet.slots, fleet.block_tokens, int(fleet.caches_outputs))
-            player = running(way, "bench.placement_ways", way, server.url, *numbers)
+            player = running(way, "bench.placement_ways", way, server.url, *numbers, folder)
             players[way] = await stack.enter_async_context(player)
         yield rb, players
 
@@ -203,15 +226,24 @@ async def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Have all ways play a trace in turns; returns the figures of each round by way."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in players}
+    num_workers = len(rb.fleet.workers)
     # The first round warms engines and clients up, and is not counted.
     for number in range(rounds + 1):
         for way, player in players.items():
+            # Whoever was killed in the turn before is there again, and a flood is over.
+            await rb.fleet.wait_for_workers(num_workers, timeout_s=START_S)
+            while True:
+                if not any(worker.in_flight for worker in (await rb.fleet.state()).workers):
+                    break
+                await asyncio.sleep(IDLE_S)
             await rb.fleet.flush_cache()
             drawn = replace(shape, seed=number, rounds=shape.rounds if number else 1)
-            answer = await player.ask(name, json.dumps(asdict(drawn), separators=(",", ":")))
+            question = json.dumps(asdict(drawn), separators=(",", ":"))
+            answer = await player.ask(name, question)
             if number:
                 placed = {"placed_percent": 100 * (answer["placed"] - answer["refused"]) / len(answer["ended_s"])}
-                found[way].append({**_figures(answer), **placed, "refused": answer["refused"]})
+                other = {"refused": answer["refused"], "lost": answer["lost"], "wait_s": answer["silent_s"]}
+                found[way].append({**_figures(answer), **placed, **other})
     return found
 
 
@@ -220,6 +252,8 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
         "computed": answer["computed"] / answer["least"],
         "tokens_per_s": answer["tokens"] / answer["seconds"],
         **times(answer["ended_s"]),
+        "wait_p50_s": percentile(answer["first_s"], 50),
+        "wait_p99_s": percentile(answer["first_s"], 99),
         "wait_s": max(answer["first_s"]),
     }
 
@@ -243,7 +277,7 @@ async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
     """Add the rows of Dynamo's router on its mocker, with as many workers as are simulated of ours."""
     shape = EngineShape()
     for num_workers in [count for count in args.simulated if count <= LARGE]:
-        for name in args.traces:
+        for name in [name for name in args.traces if name in SIMULATED_TRACES]:
             slots = num_workers * shape.slots
             found: dict[str, list[dict[str, float]]] = {way: [] for way in MODES}
             for seed, (way, mode) in itertools.product(range(args.rounds), MODES.items()):

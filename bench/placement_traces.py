@@ -80,6 +80,10 @@ class Trace:
     """Samples at once."""
     num_slow: int = 0
     """Workers at half the speed."""
+    has_faults: bool = False
+    """A worker is killed at a third of the samples, and the fleet gets new weights at two thirds."""
+    is_beside_flood: bool = False
+    """Another client sends all groups at once meanwhile, again and again."""
 
     @property
     def num_tokens(self) -> int:
@@ -233,6 +237,19 @@ def _mixed(shape: Shape, make: _Maker) -> Trace:
     return Trace("mixed", tuple(conversations[i] for i in order), shape.in_flight, num_slow=1)
 
 
+def _race(shape: Shape, make: _Maker) -> Trace:
+    """All that is mixed, twice as long, with faults."""
+    return replace(_mixed(replace(shape, rounds=2 * shape.rounds), make), name="mixed, with faults", has_faults=True)
+
+
+def _aside(shape: Shape, make: _Maker) -> Trace:
+    """Short prompts that share nothing, four at a time, beside another client that floods the fleet."""
+    conversations = tuple(
+        Conversation(f"b{i}", (Turn(make.prompt(256), make.near(shape.short)),)) for i in range(shape.samples // 4)
+    )
+    return Trace("beside a flood", conversations, 4, is_beside_flood=True)
+
+
 TRACES: Final[dict[str, Callable[[Shape, _Maker], Trace]]] = {
     "groups": _groups,
     "group-ids": _group_ids,
@@ -245,6 +262,8 @@ TRACES: Final[dict[str, Callable[[Shape, _Maker], Trace]]] = {
     "slow-nothing": lambda shape, make: replace(_nothing(shape, make), name="one slow, no locality", num_slow=1),
     "hot": _hot,
     "mixed": _mixed,
+    "race": _race,
+    "aside": _aside,
 }
 """By the name on the command line."""
 

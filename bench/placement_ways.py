@@ -1,9 +1,10 @@
 """The ways to choose a worker that `bench.placement` compares on real buses, each in a process of its own.
 
-    python -m bench.placement_ways WAY URL SLOTS BLOCK_TOKENS CACHES_OUTPUTS
+    python -m bench.placement_ways WAY URL SLOTS BLOCK_TOKENS CACHES_OUTPUTS WEIGHTS
 
 It is a way of `bench.ways`: each line `TRACE SHAPE`, with a `Shape` as JSON, has it play that trace, and the answer is
-a `Played`. The numbers are those of one worker's engine. All ways send the same requests:
+a `Played`. The numbers are those of one worker's engine; WEIGHTS is the folder that the fleet is updated with in traces
+with faults. All ways send the same requests:
 
 - `queue`: `placement=False`; workers pull, and nothing else happens;
 - `sessions`: groups and conversations are sessions, and nothing is remembered of prompts;
@@ -13,13 +14,15 @@ a `Played`. The numbers are those of one worker's engine. All ways send the same
 """
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 from unittest import mock
 
@@ -41,11 +44,19 @@ from rollbus.bus.protocol.placement.prefix_index import PrefixIndex
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
 from rollbus.bus.protocol.queue.rendezvous import rendezvous
 
-__all__ = ["WAYS", "Played", "Player", "patched"]
+__all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
 
 POLICY: Final = "rollbus.bus.client.placement.PlacementPolicy"
 """What the clients of other ways have another one of."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
+SETTLE_S: Final = 2.0
+"""Until a flood has filled what it may fill."""
+FLOOD_ROUNDS: Final = 4
+"""Requests of a flood for each slot of the fleet."""
+MAX_FLOODS: Final = 100
+"""Times that a flood is repeated: longer than what is played beside it."""
+SLOW: Final = "slow"
+"""How ids of slow workers begin: those are not killed."""
 
 
 @dataclass(slots=True)
@@ -54,12 +65,17 @@ class Played:
 
     seconds: float = 0.0
     tokens: int = 0
+    """That were generated."""
     computed: int = 0
     """Prompt tokens that engines computed."""
     ended_s: list[float] = field(default_factory=list)
     """Of each sample, since the beginning."""
     first_s: list[float] = field(default_factory=list)
     """Of each sample, from when it was asked for to its first token."""
+    silent_s: float = 0.0
+    """The longest time in which a sample that was open got no token."""
+    lost: int = 0
+    """Samples without all of their tokens."""
     placed: int = 0
     refused: int = 0
     least: int = 0
@@ -108,9 +124,9 @@ class Static(PlacementPolicy):
         return [self.place(wanted, able, now)] * count
 
 
-def patched(way: str) -> ExitStack:
+def patched(way: str) -> contextlib.ExitStack:
     """Return a context in which clients choose as `way` says."""
-    stack = ExitStack()
+    stack = contextlib.ExitStack()
     if way in ("least", "static"):
         stack.enter_context(mock.patch(POLICY, LeastLoaded if way == "least" else Static))
     if way == "sessions":
@@ -126,28 +142,37 @@ class Player:
         slots: of one worker.
         block_tokens: that its engine caches together.
         caches_outputs: it caches generated tokens as well.
+        weights: a checkpoint for the fleet's updates.
     """
 
-    def __init__(self, rb: rollbus.Client, way: str, slots: int, block_tokens: int, *, caches_outputs: bool) -> None:
+    def __init__(
+        self, rb: rollbus.Client, way: str, slots: int, block_tokens: int, *, caches_outputs: bool, weights: str
+    ) -> None:
         self._rb = rb
         self._way = way
+        self._weights = weights
         self._block_tokens = block_tokens
         self._caches_outputs = caches_outputs
         self._lines: defaultdict[str, _Room] = defaultdict(lambda: _Room(slots))
         self._played = Played()
         self._prompts: list[tuple[Tokens, list[Tokens]]] = []
         self._began = 0.0
+        # By the number of samples that have ended: what happens then.
+        self._strikes: dict[int, Callable[[], Coroutine[None, None, None]]] = {}
 
     async def play(self, trace: Trace) -> Played:
         """Send a trace, at most so many samples at once, and wait until all have ended."""
-        self._played, self._began = Played(tokens=trace.num_tokens), time.monotonic()
+        self._played, self._began = Played(), time.monotonic()
         self._prompts.clear()
+        if trace.has_faults:
+            num_samples = sum(one.samples * len(one.turns) for one in trace.conversations)
+            self._strikes = {num_samples // 3: self._kill, num_samples * 2 // 3: self._update}
         before = self._rb.stats()
         room = _Room(trace.max_in_flight)
         async with asyncio.TaskGroup() as tasks:
             for conversation in trace.conversations:
                 await room.acquire(conversation.samples, conversation.room)
-                tasks.create_task(self._converse(conversation, room))
+                tasks.create_task(self._converse(conversation, room, tasks))
         self._played.seconds = time.monotonic() - self._began
         after = self._rb.stats()
         self._played.placed = sum(after.placed.values()) - sum(before.placed.values())
@@ -156,7 +181,32 @@ class Player:
         self._played.least = least_computed(self._prompts, self._block_tokens)
         return self._played
 
-    async def _converse(self, conversation: Conversation, room: "_Room") -> None:
+    async def play_beside(self, trace: Trace, rival: "Player", flood: Trace) -> Played:
+        """Play a trace while another client floods the fleet without end; its tokens count too."""
+        endless = replace(flood, conversations=flood.conversations * MAX_FLOODS)
+        async with asyncio.TaskGroup() as tasks:
+            flooding = tasks.create_task(rival.play(endless))
+            await asyncio.sleep(SETTLE_S)
+            before = rival._played.tokens
+            played = await self.play(trace)
+            flooding.cancel()
+        played.tokens += rival._played.tokens - before
+        played.lost += rival._played.lost
+        return played
+
+    async def _kill(self) -> None:
+        """Kill a worker; whoever started it starts another one."""
+        pids = {worker.worker: worker.pid for worker in self._rb.fleet.workers}
+        os.kill(next(pid for name, pid in sorted(pids.items()) if pid and not name.startswith(SLOW)), signal.SIGKILL)
+
+    async def _update(self) -> None:
+        """Give the fleet new weights, while its requests go on."""
+        version = 1 + max(worker.weight_version for worker in self._rb.fleet.workers)
+        # The worker that was killed gets them when it is there again.
+        with contextlib.suppress(rollbus.CommandIncomplete):
+            await self._rb.fleet.update_weights(self._weights, version=version, clear_cache=True)
+
+    async def _converse(self, conversation: Conversation, room: "_Room", tasks: asyncio.TaskGroup) -> None:
         before = np.empty(0, np.int32)
         for turn in conversation.turns:
             prompt = np.concatenate([before, turn.new_tokens])
@@ -168,19 +218,28 @@ class Player:
                 line.release(conversation.samples)
             else:
                 before = await self._ask(conversation, turn, prompt)
+            for count in [count for count in self._strikes if count <= len(self._played.ended_s)]:
+                tasks.create_task(self._strikes.pop(count)())
         room.release(conversation.samples)
 
     async def _ask(self, conversation: Conversation, turn: Turn, prompt: Tokens) -> Tokens:
         """Send one request; returns prompt and tokens of its first sample."""
         asked, played = time.monotonic(), self._played
         tokens: list[list[int]] = [[] for _ in range(conversation.samples)]
-        async for chunk in self._rb.generate(self._request(conversation, turn, prompt)):
-            if not tokens[chunk.child] and chunk.num_tokens:
-                played.first_s.append(time.monotonic() - asked)
-            tokens[chunk.child] += chunk.token_ids.tolist()
-            if chunk.end is not None:
-                played.ended_s.append(time.monotonic() - self._began)
-                played.computed += len(prompt) - (chunk.end.cached_tokens or 0)
+        heard = [asked] * conversation.samples
+        with contextlib.suppress(rollbus.RequestError):
+            async for chunk in self._rb.generate(self._request(conversation, turn, prompt)):
+                now = time.monotonic()
+                if not tokens[chunk.child] and chunk.num_tokens:
+                    played.first_s.append(now - asked)
+                played.silent_s, heard[chunk.child] = max(played.silent_s, now - heard[chunk.child]), now
+                tokens[chunk.child] += chunk.token_ids.tolist()
+                played.tokens += chunk.num_tokens
+                if chunk.end is not None:
+                    played.ended_s.append(now - self._began)
+                    # A request that was resumed has found more than its prompt.
+                    played.computed += max(len(prompt) - (chunk.end.cached_tokens or 0), 0)
+        played.lost += sum(len(one) != turn.max_tokens for one in tokens)
         sequences: list[Tokens] = [np.concatenate([prompt, np.array(one, np.int32)]) for one in tokens]
         self._prompts.append((prompt, sequences if self._caches_outputs else [prompt] * len(sequences)))
         return sequences[0]
@@ -231,21 +290,32 @@ class _Room:
 WAYS: Final = ("queue", "sessions", "least", "static", "ours")
 
 
-async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outputs: bool) -> None:
+async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outputs: bool, weights: str) -> None:
     """Be a way."""
     with patched(way):
-        async with rollbus.connect(url, placement=way != "queue") as rb:
+        async with (
+            rollbus.connect(url, placement=way != "queue") as rb,
+            rollbus.connect(url, placement=way != "queue") as other,
+        ):
             await rb.fleet.wait_for_workers(timeout_s=START_S)
-            player = Player(rb, way, slots, block_tokens, caches_outputs=caches_outputs)
+            await other.fleet.wait_for_workers()
+            player, rival = (
+                Player(one, way, slots, block_tokens, caches_outputs=caches_outputs, weights=weights)
+                for one in (rb, other)
+            )
 
             async def measure(question: list[str]) -> dict[str, Any]:
-                trace, shape = question
-                return asdict(await player.play(make_trace(trace, Shape(**json.loads(shape)))))
+                name, shape = question[0], Shape(**json.loads(question[1]))
+                trace = make_trace(name, shape)
+                if trace.is_beside_flood:
+                    flood = make_trace("flood", replace(shape, rounds=FLOOD_ROUNDS))
+                    return asdict(await player.play_beside(trace, rival, flood))
+                return asdict(await player.play(trace))
 
             await answer(measure)
 
 
 if __name__ == "__main__":
-    name, address, *numbers = sys.argv[1:]
+    name, address, *numbers, folder = sys.argv[1:]
     worker_slots, tokens, caches = map(int, numbers)
-    uvloop.run(run(name, address, worker_slots, tokens, caches_outputs=bool(caches)))
+    uvloop.run(run(name, address, worker_slots, tokens, caches_outputs=bool(caches), weights=folder))

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.placement import FLEETS, SIMULATED, run_fleet, simulate
+from bench.placement import FLEETS, SIMULATED, SIMULATED_TRACES, run_fleet, simulate
 from bench.placement_engine import EngineShape
 from bench.placement_sim import Simulation
-from bench.placement_traces import TRACES, Shape, block_keys, least_computed, make_trace
+from bench.placement_traces import Shape, block_keys, least_computed, make_trace
 from bench.placement_ways import WAYS
 from bench.report import Report, Spread
 
@@ -29,7 +29,7 @@ def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", SIMULATED)
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", SIMULATED_TRACES)
 def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
     """In a simulation: each sample of each turn ends once, and no engine computes less than there is to compute."""
     trace = make_trace(name, SHAPE)
@@ -79,3 +79,17 @@ async def test_every_way_plays_a_trace_on_a_bus() -> None:
     assert isinstance(placed, Spread)
     assert placed.median > 0
     assert rows["queue"]["placed_percent"] == Spread(0, 0, 0)
+
+
+@pytest.mark.slow
+async def test_a_kill_an_update_and_a_flood_lose_nothing() -> None:
+    """The killed worker is replaced, all get the weights, and each sample of either client has all of its tokens."""
+    fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2, long=4))
+    report = Report("placement")
+    args = argparse.Namespace(traces=["race", "aside"], ways=["queue", "ours"], rounds=1)
+    await run_fleet(fleet, 2, args, report)
+
+    assert [(row["trace"], row["way"]) for row in report.rows] == [
+        (trace, way) for trace in ("mixed, with faults", "beside a flood") for way in ("queue", "ours")
+    ]
+    assert [row["lost"] for row in report.rows] == [Spread(0, 0, 0)] * 4
