@@ -1,19 +1,20 @@
 """Where requests go: the queue alone, sessions, least load, static shards, and placement by prefixes and groups.
 
     python -m bench.placement [--fleets simulated synthetic vllm] [--traces groups ...] [--ways queue ours ...]
-                              [--simulated 64 1000] [--workers 4] [--vllm-workers 2] [--rounds 3] [--dynamo PYTHON]
+                              [--simulated 64] [--workers 4] [--vllm-workers 2] [--rounds 3] [--dynamo PYTHON]
                               [--json FILE]
 
 The traces are those of `bench.placement_traces`, the ways those of `bench.placement_choices` (simulated) and of
 `bench.placement_ways` (on a bus). All ways play the same trace in turns; on a bus all caches are flushed before each.
+Without options it plays what is recorded, in a quarter of an hour; with all traces and ways it takes an hour.
 
-`computed` is prompt tokens that engines computed, over those of one engine that forgets nothing. `throughput` is tokens
-a second by those of `queue` in the same round. `p50_s` to `p100_s` are the seconds until so many percent of the samples
-had ended; `p99_longest` is the time to 99 % by that of the queue if the trainer sends the longest first, as only one
-that knows the lengths can. `wait_p50_s` and `wait_p99_s` are of the times to first tokens. `wait_s` is the longest of
-them; on a bus it is the longest time in which any open sample got no token, as after a kill. `lost` is samples without
-all of their tokens. Beside a flood, times are those of the client that does not flood, and tokens are those of both.
-`decision_us` is the median of real time that a decision of the simulation took.
+`throughput` is tokens a second by those of `queue` in the same round. `computed` is prompt tokens that engines
+computed, over those of one engine that forgets nothing. `wait_p50_s` and `wait_p99_s` are of the times to first tokens.
+`wait_s` is the longest of them; on a bus it is the longest time in which any open sample got no token, as after a kill.
+`lost` is samples without all of their tokens. Beside a flood, times are those of the client that does not flood, and
+tokens are those of both. `p99_longest` is the time to 99 % of the samples by that of the queue if the trainer sends the
+longest first, as only one that knows the lengths can. `decision_us` is the median of real time that a decision of the
+simulation took.
 """
 
 import argparse
@@ -57,12 +58,13 @@ SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
 }
 SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", "aside"})
 """Without faults, and with one client."""
-LARGE: Final = 256
-"""Simulated fleets above this many workers take minutes for a trace: they play those of `PLAYED_LARGE`, once."""
-PLAYED_LARGE: Final = ("groups", "tails", "nothing", "slow-nothing")
+COMPARED: Final = ("tokens_per_s", "p99_s")
+"""Figures that have no columns: they are there for the ratios."""
+RECORDED_WAYS: Final = ("queue", "static", "ours")
+LARGE: Final = 32
+"""Simulated fleets above this many workers play each trace once, as they take minutes for some."""
 IDLE_S: Final = 0.1
 """Between looks whether the fleet is idle."""
-PERCENTS: Final = (50, 90, 99, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Fleet:
     """Generated tokens stay in the prefix cache too."""
     shape: Shape
     """Of traces, for one worker."""
+    recorded: tuple[str, ...]
+    """Traces that are played if none are named."""
 
 
 FLEETS: Final = {
@@ -103,6 +107,7 @@ FLEETS: Final = {
         block_tokens=16,
         caches_outputs=False,
         shape=Shape(slots=16, rounds=2, long=64),
+        recorded=("groups", "flood", "agents", "nothing", "race", "aside"),
     ),
     "vllm": Fleet(
         name="vllm",
@@ -120,6 +125,7 @@ FLEETS: Final = {
         block_tokens=32,
         caches_outputs=True,
         shape=Shape(slots=16, rounds=2, long=64),
+        recorded=("groups", "agents", "nothing"),
     ),
 }
 
@@ -132,17 +138,16 @@ def simulate(trace: Trace, way: str, num_workers: int, shape: EngineShape) -> di
     return {
         "computed": sum(engine.prefilled for engine in played.engines.values()) / least,
         "tokens_per_s": trace.num_tokens / max(job.ended_at for job in played.jobs),
-        **times([job.ended_at for job in played.jobs]),
-        "wait_s": max(job.first_at - job.arrived_at for job in played.jobs),
+        "p99_s": percentile([job.ended_at for job in played.jobs], 99),
+        **waits([job.first_at - job.arrived_at for job in played.jobs]),
         "placed_percent": 100 * (played.placed - played.refused) / len(played.jobs),
-        "refused": played.refused,
         "decision_us": 1e6 * percentile(played.decisions_s, 50),
     }
 
 
-def times(ended_s: Sequence[float]) -> dict[str, float]:
-    """Return when so many percent of all samples had ended."""
-    return {f"p{percent}_s": percentile(ended_s, percent) for percent in PERCENTS}
+def waits(first_s: Sequence[float]) -> dict[str, float]:
+    """Return how long samples waited for their first tokens."""
+    return {"wait_p50_s": percentile(first_s, 50), "wait_p99_s": percentile(first_s, 99), "wait_s": max(first_s)}
 
 
 def add_rows(
@@ -159,7 +164,8 @@ def add_rows(
                 {**own, "p99_longest": own["p99_s"] / longest["p99_s"]}
                 for own, longest in zip(compared, found["longest"], strict=True)
             ]
-        report.add(fleet=fleet, trace=trace, way=way, **spreads(compared))
+        rows = [{name: value for name, value in one.items() if name not in COMPARED} for one in compared]
+        report.add(fleet=fleet, trace=trace, way=way, **spreads(rows))
 
 
 def longest_first(trace: Trace) -> Trace:
@@ -172,10 +178,9 @@ def run_simulated(args: argparse.Namespace, report: Report) -> None:
     """Add the rows of all simulated fleets."""
     engine = EngineShape()
     for num_workers in args.simulated:
-        is_large = num_workers > LARGE
-        for name in [name for name in args.traces if name in (PLAYED_LARGE if is_large else SIMULATED_TRACES)]:
+        for name in [name for name in args.traces or TRACES if name in SIMULATED_TRACES]:
             found: dict[str, list[dict[str, float]]] = {}
-            for seed in range(1 if is_large else args.rounds):
+            for seed in range(args.rounds if num_workers <= LARGE else 1):
                 slots = num_workers * engine.slots
                 trace = make_trace(name, Shape(slots=slots, busy=BUSY, long=256, seed=seed))
                 for way in args.ways:
@@ -242,8 +247,7 @@ async def measure(
             answer = await player.ask(name, question)
             if number:
                 placed = {"placed_percent": 100 * (answer["placed"] - answer["refused"]) / len(answer["ended_s"])}
-                other = {"refused": answer["refused"], "lost": answer["lost"], "wait_s": answer["silent_s"]}
-                found[way].append({**_figures(answer), **placed, **other})
+                found[way].append({**_figures(answer), "wait_s": answer["silent_s"], "lost": answer["lost"], **placed})
     return found
 
 
@@ -251,10 +255,8 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
     return {
         "computed": answer["computed"] / answer["least"],
         "tokens_per_s": answer["tokens"] / answer["seconds"],
-        **times(answer["ended_s"]),
-        "wait_p50_s": percentile(answer["first_s"], 50),
-        "wait_p99_s": percentile(answer["first_s"], 99),
-        "wait_s": max(answer["first_s"]),
+        "p99_s": percentile(answer["ended_s"], 99),
+        **waits(answer["first_s"]),
     }
 
 
@@ -262,7 +264,7 @@ async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, re
     """Add the rows of a fleet on a bus; traces with a slow worker have one of their own."""
     shape = replace(fleet.shape, slots=fleet.slots * num_workers, busy=BUSY)
     by_slow: dict[int, list[str]] = {}
-    for name in args.traces:
+    for name in args.traces or fleet.recorded:
         by_slow.setdefault(make_trace(name, shape).num_slow, []).append(name)
     for num_slow, names in by_slow.items():
         if num_slow and fleet.slow_args is None:
@@ -276,8 +278,8 @@ async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, re
 async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
     """Add the rows of Dynamo's router on its mocker, with as many workers as are simulated of ours."""
     shape = EngineShape()
-    for num_workers in [count for count in args.simulated if count <= LARGE]:
-        for name in [name for name in args.traces if name in SIMULATED_TRACES]:
+    for num_workers in args.simulated:
+        for name in [name for name in args.traces or TRACES if name in SIMULATED_TRACES]:
             slots = num_workers * shape.slots
             found: dict[str, list[dict[str, float]]] = {way: [] for way in MODES}
             for seed, (way, mode) in itertools.product(range(args.rounds), MODES.items()):
@@ -294,9 +296,9 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Where requests go.")
     parser.add_argument("--fleets", nargs="+", choices=["simulated", *FLEETS], default=["simulated", *FLEETS])
-    parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="`queue` among them")
-    parser.add_argument("--simulated", type=int, nargs="+", default=[64, 1000], help="workers that are simulated")
+    parser.add_argument("--traces", nargs="+", choices=list(TRACES), help="default: what is recorded")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=RECORDED_WAYS, help="`queue` among them")
+    parser.add_argument("--simulated", type=int, nargs="+", default=[64], help="workers that are simulated")
     parser.add_argument("--workers", type=int, default=4, help="with synthetic engines")
     parser.add_argument("--vllm-workers", type=int, default=2, help="with vLLM and a tiny MoE")
     parser.add_argument("--dynamo", type=Path, help="a Python that has Dynamo: `bench.placement_peer` says how")
