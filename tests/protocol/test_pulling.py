@@ -233,6 +233,19 @@ def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_
     assert world.plan.lanes_waiting(world.now) is None
 
 
+def test_a_worker_whose_room_is_taken_at_once_knows_from_its_first_pulls_that_the_queue_is_empty() -> None:
+    """Requests that clients placed there took its slots before the last lane had answered; nothing stands on it."""
+    world = World(room=4)
+    while world.plan.lanes_waiting(world.now) is None:
+        world.pull()
+        # Its room is gone while the pull on the last lane is under way.
+        world.room = 0 if "low=1" in repr(world.plan) else world.room
+        world.receive()
+    assert world.plan.lanes_waiting(world.now) == ()
+    assert world.pull() == []
+    assert not any(lane == "low" for lane, _ in world.standing.values())
+
+
 def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
     """What a lane had besides its last message may wait still, until a pull finds nothing there."""
     world = World(room=10)

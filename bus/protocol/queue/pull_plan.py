@@ -94,6 +94,8 @@ class _LaneState:
     """Messages that the lane had besides the last one that came; 0: none, or the worker does not know."""
     is_empty: bool = False
     """The lane had no more messages just now. Forgotten where no standing pull follows at once."""
+    seen_empty_at: float = -math.inf
+    """When an answer said last that the lane has no messages, or a pull was found standing on it."""
     not_before: float = 0.0
     few_until: float = 0.0
     """Until then no probe limits the size of messages."""
@@ -111,7 +113,6 @@ class PullPlan:
         self._few = max(1, min(MAX_BATCH, PULLED_BYTES // max(1, max_payload)))
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
-        self._all_stood_at = -math.inf
 
     def __repr__(self) -> str:
         """One line: what is under way."""
@@ -151,17 +152,19 @@ class PullPlan:
                     break
         for state in self._lanes.values():
             state.is_empty = False
-        if all(state.left and state.is_standing for state in self._lanes.values()):
-            self._all_stood_at = now
+            if state.left and state.is_standing:
+                state.seen_empty_at = now
         return pulls
 
     def lanes_waiting(self, now: float) -> tuple[Lane, ...] | None:
         """Return the lanes that had more requests when they were asked last; None: it is not known.
 
-        It is known that none has any for as long as pulls that were found standing on every lane can stand.
+        It is known that none has any for as long after each was seen empty as a pull can stand, also where the worker
+        has had no room since.
         """
         waiting = tuple(lane for lane, state in self._lanes.items() if state.waiting)
-        return waiting if waiting or now - self._all_stood_at <= STANDING_S else None
+        oldest = min(state.seen_empty_at for state in self._lanes.values())
+        return waiting if waiting or now - oldest <= STANDING_S else None
 
     def _pull(self, lane: Lane, state: _LaneState, count: int, now: float) -> Pull:
         state.is_standing = state.is_empty
@@ -197,13 +200,14 @@ class PullPlan:
                 state.waiting = 0
                 state.not_before = now + RETRY_S if answer is PullStatus.REFUSED else 0.0
                 state.is_empty = not state.left and answer is PullStatus.EMPTY
+                if answer is PullStatus.EMPTY:
+                    state.seen_empty_at = now
 
     def reset(self) -> None:
         """Nothing is under way any more: the connection was lost, or the inbox closed."""
-        self._all_stood_at = -math.inf
         for state in self._lanes.values():
             state.left = state.waiting = 0
-            state.is_empty = False
+            state.is_empty, state.seen_empty_at = False, -math.inf
             state.not_before = state.few_until = 0.0
 
     def next_at(self, now: float) -> float | None:
