@@ -237,14 +237,8 @@ class PlacementPolicy:
         whole = _whole(wanted)
         if weights.get(order[len(order) // 2].worker, 0) >= whole:
             return self._place_apart(wanted, count, able, now)
-        rooms = {load: load.room(now) for load in order}
-        limit = SIBLINGS_PER_PIECE * len(wanted.pieces)
-        limited = {load: min(room, limit) for load, room in rooms.items()}
-        rooms = limited if sum(limited.values()) >= count else rooms
-        # Where the prompt has to be computed, a sample alone saves nothing.
-        useful = {load: room for load, room in rooms.items() if room > (load.worker not in cached)}
         placements: list[Placement] = []
-        for load, share in _shares(_fewest(useful, count), count).items():
+        for load, share in _group_shares(wanted, count, cached, order, now).items():
             held = cached.get(load.worker, 0)
             usual = PlacementReason.PLACED_PREFIX if held else PlacementReason.PLACED_GROUP
             reason = reasons.get(load.worker, usual)
@@ -297,14 +291,13 @@ def _by_work(
 ) -> list[WorkerLoad]:
     """Return the workers by how much each has to do until the request has ended there, the least first."""
     tokens = wanted.prompt_tokens + STEP_TOKENS
+    weight_of = weights.get
+    # Mostly a worker is not slow and has computed what it got.
     works = [
-        load.slowness
-        * (
-            tokens
-            - weights.get(load.worker, 0)
-            + RUNNING_TOKENS * load.running
-            + (BACKLOG_SHARE * load.backlog(now) if load.has_backlog else 0)
-        )
+        tokens - weight_of(load.worker, 0) + RUNNING_TOKENS * load.running
+        if load.computing_until <= now and load.slowness == 1
+        else load.slowness
+        * (tokens - weight_of(load.worker, 0) + RUNNING_TOKENS * load.running + BACKLOG_SHARE * load.backlog(now))
         for load in able
     ]
     # Of workers that are equal, each prompt has another first one, so that clients do not all choose the same.
@@ -312,9 +305,28 @@ def _by_work(
     return [able[i] for i in sorted(range(start - len(able), start), key=works.__getitem__)]
 
 
+def _group_shares(
+    wanted: PlacementWanted, count: int, cached: Mapping[str, int], order: Sequence[WorkerLoad], now: float
+) -> dict[WorkerLoad, int]:
+    """Return how many samples of one prompt each worker gets, of those that get any; together `count` at most."""
+    limit = SIBLINGS_PER_PIECE * len(wanted.pieces)
+    if limit >= count:
+        # Mostly the first worker has room for all.
+        for load in order:
+            if load.room(now) >= count:
+                return {load: count}
+    # Where the prompt has to be computed, a sample alone saves nothing.
+    rooms = {load: room for load in order if (room := load.room(now)) > (load.worker not in cached)}
+    limited = {load: min(room, limit) for load, room in rooms.items()}
+    return _shares(_fewest(limited if sum(limited.values()) >= count else rooms, count), count)
+
+
 def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
     """Return the first worker with room for `count` requests, else the first of those with the most room."""
-    return max(rooms, key=lambda load: min(rooms[load], count))
+    for load, room in rooms.items():
+        if room >= count:
+            return load
+    return max(rooms, key=rooms.__getitem__)
 
 
 def _fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:

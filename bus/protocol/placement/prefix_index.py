@@ -197,21 +197,21 @@ class PrefixIndex:
                 break
             known.append(holders)
         found: dict[str, int] = {}
-        seen, oldest = 0, now - MAX_AGE_S
+        seen, oldest, numbered = 0, now - MAX_AGE_S, self._numbered
         for depth in range(len(known), 0, -1):
             holders = known[depth - 1]
             # The workers that hold deeper pieces were found there.
             new = holders.mask & ~seen
+            tokens, used_at = depth * PIECE_TOKENS, holders.used_at
             while new:
-                bit = new & -new
-                new ^= bit
-                number = bit.bit_length() - 1
-                cache, used_at = self._numbered[number], holders.used_at[number]
-                if cache.since <= used_at >= oldest:
-                    found[cache.id.worker] = depth * PIECE_TOKENS
-                    seen |= bit
+                number = new.bit_length() - 1
+                new ^= 1 << number
+                cache = numbered[number]
+                if cache.since <= used_at[number] >= oldest:
+                    found[cache.id.worker] = tokens
                 else:
                     self._discard(number, pieces[depth - 1])
+            seen |= holders.mask
         return found
 
     def last_holder(self, piece: int, now: float) -> str | None:

@@ -1,5 +1,6 @@
 """What is known of each worker's load: its last announcement, and what this client has counted since then."""
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ MAX_REFUSALS: Final = 8
 FULL_KV: Final = 0.95
 """Share of a KV cache in use from which a worker counts as full: another request may take that of a running one."""
 DEFAULT_PREFILL_RATE: Final = 8_000.0
-"""Prompt tokens a second of a worker that has announced no rate yet."""
+"""Prompt tokens a second of a worker that has announced no rate yet, while no other worker has."""
 MIN_RATE: Final = 1.0
 MAX_RATE: Final = 1e9
 """Announced rates, in tokens a second, count as at least and at most this: no quotient of them overflows."""
@@ -56,18 +57,17 @@ class WorkerLoad:
     """How many times as long as the typical worker it takes for the same work; 1: about as long, or less."""
     prefill_rate: float | None = None
     """Prompt tokens that it computes a second; None: not announced yet."""
+    assumed_rate: float = DEFAULT_PREFILL_RATE
+    """As `prefill_rate`; while that is not known, the median of the other workers."""
     token_s: float | None = None
     """Seconds for one token of a request that runs alone, computed from announced rates; None: not known yet."""
     closed_until: float = 0.0
     """Until then nothing is placed there."""
     refusals: int = 0
     """Times that it was closed since it last admitted what was placed there."""
-    has_backlog: bool = False
-    """False: `backlog` is 0."""
+    computing_until: float = -math.inf
+    """By its rate, it has computed all prompts of this client then."""
     _mean_running: float = 0.0
-    # Prompt tokens that it had to compute, and when that was counted; from then on they go down by its rate.
-    _backlog: float = 0.0
-    _backlog_at: float = 0.0
 
     def room(self, now: float) -> int:
         """Return how many more requests may be placed there."""
@@ -75,17 +75,21 @@ class WorkerLoad:
 
     def backlog(self, now: float) -> float:
         """Return how many prompt tokens of this client's requests it has yet to compute, estimated by its rate."""
-        rate = DEFAULT_PREFILL_RATE if self.prefill_rate is None else self.prefill_rate
-        return max(self._backlog - rate * (now - self._backlog_at), 0.0)
+        return max(self.computing_until - now, 0.0) * self.assumed_rate
 
     def add_backlog(self, tokens: int, now: float) -> None:
         """Count prompt tokens that it has to compute."""
-        self._backlog, self._backlog_at = self.backlog(now) + tokens, now
-        self.has_backlog = self._backlog > 0
+        self.computing_until = max(self.computing_until, now) + tokens / self.assumed_rate
 
-    def update_rates(self, stats: EngineStats, now: float) -> None:
+    def assume_rate(self, typical: float | None, now: float) -> None:
+        """Count with its own prefill rate from now on, or with that of the typical worker, if one is known."""
+        rate = self.prefill_rate or typical or DEFAULT_PREFILL_RATE
+        if rate != self.assumed_rate:
+            backlog = self.backlog(now)
+            self.assumed_rate, self.computing_until = rate, now + backlog / rate
+
+    def update_rates(self, stats: EngineStats) -> None:
         """Handle announced rates; a rate that is not announced stays as it was."""
-        self.add_backlog(0, now)
         if stats.prefill_tokens_per_s:
             self.prefill_rate = max(_limit(stats.prefill_tokens_per_s), RATE_KEPT * (self.prefill_rate or 0.0))
         if stats.decode_tokens_per_s and stats.running:
@@ -134,7 +138,7 @@ class LoadTable:
         load.weight_version = presence.weight_version
         load.loras = {lora.name: lora.version for lora in presence.loras}
         if presence.engine_stats is not None:
-            load.update_rates(presence.engine_stats, now)
+            load.update_rates(presence.engine_stats)
             if (presence.engine_stats.kv_cache_use or 0) >= FULL_KV:
                 load.free_slots = 0
         if now >= self._typical_until:
@@ -142,6 +146,7 @@ class LoadTable:
             self._typical_prefill_rate = _median([load.prefill_rate for load in self._loads.values()])
             self._typical_token_s = _median([load.token_s for load in self._loads.values()])
         load.slowness = self._slowness(load)
+        load.assume_rate(self._typical_prefill_rate, now)
 
     def _slowness(self, load: WorkerLoad) -> float:
         # A slow worker is slow at both. A worker that computes more prompts makes fewer tokens meanwhile, and one that

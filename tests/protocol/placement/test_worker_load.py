@@ -147,10 +147,24 @@ def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
 
     assert load_of(table).backlog(2.25) == 500
     assert load_of(table).backlog(9) == 0
-    table.update(presence("a"), 9)
-    assert load_of(table).has_backlog is True
-    table.update(presence("a", engine_stats=rates()), 9)
-    assert load_of(table).has_backlog is False
+
+
+def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
+    """It has just started; where no worker has announced a rate, all count with a constant."""
+    table = LoadTable()
+    for now, rate in enumerate((None, 1000, 2000, 4000)):
+        table.update(presence(str(now), engine_stats=rates(prefill=rate)), now)
+    table.placed("0", 24_000, 3)
+    assert load_of(table, "0").backlog(4) == 16_000
+
+    for worker in ("0", "new"):
+        table.update(presence(worker), 4)
+    table.placed("new", 12_000, 4)
+    # The median of the other rates, also for what was placed before.
+    assert load_of(table, "0").backlog(5) == 16_000 - 2000
+    assert load_of(table, "new").backlog(5) == 12_000 - 2000
+    table.update(presence("new", engine_stats=rates(prefill=500)), 5)
+    assert load_of(table, "new").backlog(7) == 10_000 - 1000
 
 
 @pytest.mark.parametrize(

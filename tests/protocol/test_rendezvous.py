@@ -1,0 +1,33 @@
+"""Clients that do not talk to each other choose the same worker for a key."""
+
+from collections import Counter
+
+import pytest
+
+from rollbus.bus.protocol.queue.rendezvous import rendezvous
+
+WORKERS = [f"worker-{i}" for i in range(16)]
+KEYS = [f"session-{i}" for i in range(16_000)]
+
+
+def test_it_depends_on_the_names_alone() -> None:
+    """On neither the order of the workers nor the process."""
+    assert [rendezvous(key, WORKERS) for key in KEYS] == [rendezvous(key, WORKERS[::-1]) for key in KEYS]
+    assert [rendezvous(key, WORKERS) for key in ("a", "b", "c")] == ["worker-14", "worker-2", "worker-3"]
+
+
+def test_workers_get_about_as_many_keys_each() -> None:
+    """Each gets its share within a tenth."""
+    counts = Counter(rendezvous(key, WORKERS) for key in KEYS)
+    assert set(counts) == set(WORKERS)
+    assert all(900 <= count <= 1100 for count in counts.values())
+
+
+@pytest.mark.parametrize("gone", WORKERS[::5])
+def test_a_worker_that_goes_moves_its_own_keys_alone(gone: str) -> None:
+    """They are spread over all the others."""
+    left = [worker for worker in WORKERS if worker != gone]
+    before = {key: rendezvous(key, WORKERS) for key in KEYS}
+    after = {key: rendezvous(key, left) for key in KEYS}
+    assert all(after[key] == before[key] for key in KEYS if before[key] != gone)
+    assert {after[key] for key in KEYS if before[key] == gone} == set(left)
