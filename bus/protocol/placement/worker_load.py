@@ -25,6 +25,8 @@ DEFAULT_PREFILL_RATE: Final = 8_000.0
 MIN_RATE: Final = 1.0
 MAX_RATE: Final = 1e9
 """Announced rates, in tokens a second, count as at least and at most this: no quotient of them overflows."""
+MAX_REQUESTS: Final = 1_000_000
+"""Announced numbers of requests count as at most this: no worker has so many, and any number may be announced."""
 RATE_KEPT: Final = 0.995
 """Share of the best prefill rate that an announcement leaves, half in two minutes: an engine announces a low rate while
 it computes only the short ends of cached prompts."""
@@ -134,7 +136,8 @@ class LoadTable:
             closed_until, refusals = (0.0, 0) if load is None else (load.closed_until, load.refusals)
             load = WorkerLoad(presence.worker, presence.incarnation, closed_until=closed_until, refusals=refusals)
             self._loads[presence.worker] = load
-        load.free_slots, load.running = presence.free_slots, presence.in_flight
+        load.free_slots = min(presence.free_slots, MAX_REQUESTS)
+        load.running = min(presence.in_flight, MAX_REQUESTS)
         load.weight_version = presence.weight_version
         load.loras = {lora.name: lora.version for lora in presence.loras}
         if presence.engine_stats is not None:

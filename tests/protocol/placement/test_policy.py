@@ -15,7 +15,7 @@ from rollbus.bus.protocol.placement.policy import (
     PlacementWanted,
 )
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
+from rollbus.bus.protocol.placement.worker_load import MAX_REQUESTS, WorkerLoad
 from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import fleet, loads, presence, prompt, wanted
 
@@ -347,3 +347,15 @@ def test_a_cache_that_is_not_known_is_no_error() -> None:
     policy.remove("new")
 
     assert policy.place(wanted(prompt(1)), able, 3) == QUEUED
+
+
+@pytest.mark.parametrize("fields", [{"in_flight": 10**400}, {"free_slots": 10**400}, {"cache_epoch": 10**400}])
+def test_no_announced_number_keeps_requests_from_being_placed(fields: dict[str, int]) -> None:
+    """JSON has numbers that no float can hold: whoever announces them is one worker among others (H62)."""
+    policy = fleet(presence("a"), presence("b"), presence("liar", **fields))
+    able = loads(policy, "a", "b", "liar")
+    request = wanted(prompt(1), session="s", group="g")
+    placements = [policy.place(request, able, 1), *policy.place_group(request, 4, able, 1)]
+
+    assert None not in {placement.worker for placement in placements}
+    assert policy.loads.free_slots("liar", 1) <= MAX_REQUESTS
