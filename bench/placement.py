@@ -61,6 +61,7 @@ SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", 
 COMPARED: Final = ("tokens_per_s", "p99_s")
 """Figures that have no columns: they are there for the ratios."""
 RECORDED_WAYS: Final = ("queue", "static", "ours")
+RECORDED_SIMULATED: Final = ("groups", "flood", "tails", "nothing", "slow-nothing", "mixed")
 LARGE: Final = 32
 """Simulated fleets above this many workers play each trace once, as they take minutes for some."""
 IDLE_S: Final = 0.1
@@ -178,7 +179,7 @@ def run_simulated(args: argparse.Namespace, report: Report) -> None:
     """Add the rows of all simulated fleets."""
     engine = EngineShape()
     for num_workers in args.simulated:
-        for name in [name for name in args.traces or TRACES if name in SIMULATED_TRACES]:
+        for name in [name for name in args.traces or RECORDED_SIMULATED if name in SIMULATED_TRACES]:
             found: dict[str, list[dict[str, float]]] = {}
             for seed in range(args.rounds if num_workers <= LARGE else 1):
                 slots = num_workers * engine.slots
