@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import hashlib
+import os
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +85,8 @@ class FolderReader:
 
         Args:
             into: a file of this process alone; folders above it are made.
-            on_bytes: called with the number of bytes that came, again and again; not for a file that is there.
+            on_bytes: called with the number of bytes that came, again and again: with 0, on the thread of the disk,
+                while a file that is there is read.
 
         Raises:
             ControlError: `bad_source`: it is not in the folder, or is damaged; `storage`: NATS or the disk failed.
@@ -91,7 +94,7 @@ class FolderReader:
         info = self._info(name)
         expected = decode_digest(info)
         with _disk_errors(info, into):
-            if await self.run(is_whole, into, info.size, expected):
+            if await self.run(is_whole, into, info.size, expected, lambda: on_bytes(0)):
                 return
             file = NewFile(into)
             try:
@@ -126,8 +129,13 @@ class FolderReader:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(nats: Connection, objects: str, rate: TokenBucket | None) -> AsyncIterator[FolderReader]:
+async def open_reader(
+    nats: Connection, objects: str, rate: TokenBucket | None, *, nice: int = 0
+) -> AsyncIterator[FolderReader]:
     """Read the descriptions of a folder, and let its objects be read for a block.
+
+    Args:
+        nice: how far the thread of the disk stands back where others want its core; only on Linux.
 
     Raises:
         ControlError: `bad_source`: nothing is there, it is not the folder that was signed, or a name could lead out
@@ -143,11 +151,16 @@ async def open_reader(nats: Connection, objects: str, rate: TokenBucket | None) 
     if nats.signatures.are_demanded:
         check_folder(objects, infos)
     # One thread writes and removes, in that order, also when the waiting for it was cancelled.
-    disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
+    disk = ThreadPoolExecutor(1, thread_name_prefix="objects", initializer=_stand_back, initargs=(nice,))
     try:
         yield FolderReader(nats, objects, infos, disk, pace)
     finally:
         disk.shutdown(wait=False)
+
+
+def _stand_back(nice: int) -> None:
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 @contextlib.contextmanager

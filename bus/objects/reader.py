@@ -22,11 +22,14 @@ class ObjectReader:
         name: of whoever fetches, for the server's monitoring.
         fetch_rate: bytes in a second, at least 1, over all that is fetched at a time; None: no limit. While one
             object is slowed down, up to 4 MiB of it may already be on their way.
+        nice: how far the thread that hashes and writes stands back where others want its core. As no more than those
+            4 MiB come before it has written them, the whole fetch is then as slow as it.
     """
 
-    def __init__(self, server: str | Server, *, name: str, fetch_rate: int | None = None) -> None:
+    def __init__(self, server: str | Server, *, name: str, fetch_rate: int | None = None, nice: int = 0) -> None:
         self._server = server
         self._name = name
+        self._nice = nice
         self._rate = None if fetch_rate is None else TokenBucket(fetch_rate, time.monotonic())
 
     def __repr__(self) -> str:
@@ -45,7 +48,7 @@ class ObjectReader:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 nats = await stack.enter_async_context(connected(self._server, name=f"{self._name}-objects"))
-                folder = await stack.enter_async_context(open_reader(nats, objects, self._rate))
+                folder = await stack.enter_async_context(open_reader(nats, objects, self._rate, nice=self._nice))
             except (BusBroken, BusClosed) as error:
                 raise ControlError(ControlCode.STORAGE, f"objects:{objects} cannot be fetched: {error}") from error
             yield folder

@@ -1,6 +1,7 @@
 """Single objects of a stored folder: fetched once, checked, within bounds, at a limited rate."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -122,3 +123,15 @@ def test_a_token_bucket_lets_small_transfers_pass() -> None:
     bucket = TokenBucket(1000, 0.0)
     assert all(bucket.spend(100, now / 10) == 0 for now in range(100))
     assert bucket.spend(1000, 9.9) > 0
+
+
+async def test_only_the_thread_that_hashes_and_writes_stands_back(nats_url: str, tmp_path: Path) -> None:
+    """The event loop, which has tokens to pass on, keeps its priority."""
+    source = write_folder(tmp_path / "source", a=1)
+    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
+        objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
+        for nice in (0, 10):
+            async with ObjectReader(nats_url, name="test", nice=nice).open_folder(objects) as folder:
+                own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+                disk = await folder.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                assert disk == max(own, nice)

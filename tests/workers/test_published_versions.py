@@ -68,7 +68,7 @@ async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: P
         for seed in range(1, 6):
             source = await versions.publish(weights)
             folder = await sources.checkpoint(source, stages.append)
-            with sources.using(folder):
+            async with sources.using(folder):
                 assert files_in(folder) == folder_content(weights)
             link = versions.links[-1]
             assert folder.name == link.digest
@@ -102,7 +102,7 @@ async def test_a_version_that_was_damaged_on_the_machine_is_built_again(
     async with chain(nats_url, tmp_path) as versions:
         [*_, newest] = await publish_steps(versions, 2)
         folder = await sources.checkpoint(versions.source(), ignore)
-        with other.using(await other.checkpoint(versions.source(), ignore)):
+        async with other.using(await other.checkpoint(versions.source(), ignore)):
             pass
         path = folder / "model.safetensors"
         if is_lost:
@@ -119,7 +119,7 @@ async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Pat
     late, slow = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "slow")
     async with chain(nats_url, tmp_path) as versions:
         steps = await publish_steps(versions, 1)
-        with slow.using(await slow.checkpoint(versions.source(), ignore)):
+        async with slow.using(await slow.checkpoint(versions.source(), ignore)):
             pass
         for seed in (7, 8, 9):
             steps.append(stepped(steps[-1], seed))

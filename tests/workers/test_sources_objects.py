@@ -66,6 +66,44 @@ async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Pat
     assert stages == ["fetching", "checking", "checking"]
 
 
+@pytest.mark.parametrize(
+    ("is_loaded", "code"), [(False, ControlCode.STORAGE), (True, ControlCode.HALF_WRITTEN)], ids=["before", "meanwhile"]
+)
+async def test_a_staged_folder_that_somebody_changes_is_not_used(
+    nats_url: str, tmp_path: Path, is_loaded: bool, code: ControlCode
+) -> None:
+    """Neither between its check and its load, nor while an engine reads it; staged again, it is right."""
+    folder = write_checkpoint(tmp_path / "step-1", fill=1)
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(folder)
+        fetched = await sources.checkpoint(source, ignore)
+        async with sources.using(fetched) as verify_unchanged:
+            await verify_unchanged()
+        if not is_loaded:
+            change(fetched)
+        with pytest.raises(ControlError, match=f"files of {fetched} were changed") as caught:
+            await change_while_loaded(sources, fetched)
+        assert caught.value.code is code
+
+        async with sources.using(await sources.checkpoint(source, ignore)) as verify_unchanged:
+            await verify_unchanged()
+        assert files_in(fetched) == files_in(folder)
+
+
+async def change_while_loaded(sources: Sources, folder: Path) -> None:
+    """Change a folder while an engine reads it."""
+    async with sources.using(folder) as verify_unchanged:
+        change(folder)
+        await verify_unchanged()
+
+
+def change(folder: Path) -> None:
+    """Write other content of the same size into a file."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    os.utime(file, ns=(0, 0))  # a moment of its own, whatever the clock of the disk is like
+
+
 async def test_an_adapter_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
     """No shared disk is needed for adapters either."""
     folder = write_adapter(tmp_path / "lora")
@@ -108,12 +146,12 @@ async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None
         steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in range(5)]
         first = await sources.checkpoint(steps[0], ignore)
 
-        with sources.using(first):
+        async with sources.using(first):
             others = [await sources.checkpoint(source, ignore) for source in steps[1:4]]
             assert kept(tmp_path) == {first, *others[1:]}
         await sources.checkpoint(steps[1], ignore)
         assert first in kept(tmp_path)
-        with sources.using(others[2]):
+        async with sources.using(others[2]):
             pass
         last = await sources.checkpoint(steps[4], ignore)
 
@@ -128,7 +166,7 @@ async def test_new_content_under_an_old_name_is_fetched(
     monkeypatch.setattr(staged, "UPLOAD_GOOD_S", 3600.0 if is_loaded else 0.0)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
-        with sources.using(await sources.checkpoint(source, ignore)):
+        async with sources.using(await sources.checkpoint(source, ignore)):
             pass
         await delete_prefix(uploads.nats, f"{uploads.bucket}/step-1")
         folder = write_checkpoint(tmp_path / "step-1", fill=2)
@@ -237,7 +275,7 @@ async def test_a_damaged_folder_is_fetched_anew(
         fetched = await sources.checkpoint(source, ignore)
         late = worker(nats_url, tmp_path, "w2")
         for one in (sources, late):
-            with one.using(await one.checkpoint(source, ignore)):
+            async with one.using(await one.checkpoint(source, ignore)):
                 pass
         if boot == "another":
             monkeypatch.setattr(folder_store, "boot_id", lambda: "another boot")

@@ -264,7 +264,7 @@ async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_pa
                 (path / "model.safetensors").unlink()
                 (path / "model.safetensors").symlink_to("nothing")
 
-        with pytest.raises(ControlError, match="cannot be read") as caught:
+        with pytest.raises(ControlError, match="were changed: stage its source again") as caught:
             await worker.weights.update(update(path, 2), take_away)
 
         assert type(caught.value) is ControlError

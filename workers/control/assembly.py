@@ -11,6 +11,7 @@ from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher
 from ..sources import Sources
+from ..sources.quiet_threads import NICE
 from .ack_publisher import AckPublisher
 from .command_handler import CommandHandler
 from .loras import Loras
@@ -34,7 +35,9 @@ def make_sources(config: WorkerConfig) -> Sources:
         cache=Path(config.cache_dir) / config.fleet,
         model=config.model,
         worker=config.worker_id,
-        objects=ObjectReader(config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate),
+        objects=ObjectReader(
+            config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate, nice=NICE
+        ),
         stage_bytes=config.stage_bytes,
     )
 

@@ -184,13 +184,13 @@ class WeightManager:
 
     async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
         """Replace the weights by those of a checkpoint that was checked."""
+        async with self._sources.using(path) as verify_unchanged:
 
-        async def load() -> Verified | None:
-            verified = await self._in_flight.runner.engine.load_weights(path)
-            await self._sources.verify_unchanged(path)
-            return verified
+            async def load() -> Verified | None:
+                verified = await self._in_flight.runner.engine.load_weights(path)
+                await verify_unchanged()
+                return verified
 
-        with self._sources.using(path):
             try:
                 fingerprint = await fingerprint_of(path)
             except OSError as error:  # nothing was touched yet: the present weights stay good

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ from .builder import Builder, fetch_files, verify_version
 from .folder_store import FolderStore, Hold, PartialFolder
 from .progress import Progress
 from .published import read_manifest
-from .quiet_threads import run_quietly
+from .quiet_threads import Scratch, run_quietly
 from .stamps import files_stamp
 from .tensor_files import check_no_others, verify_file
 
@@ -151,10 +152,14 @@ class Fetcher:
             await verify_version(manifest, path, progress)
             names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
         else:
-            for name, info in folder.names.items():
-                await asyncio.to_thread(verify_file, path / name, decode_digest(info).hex())
+            files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}
+            await run_quietly(partial(_verify_file, file, sha256) for file, sha256 in files.items())
             names = {*folder.names}
         await asyncio.to_thread(check_no_others, path, names)
+
+
+def _verify_file(file: Path, sha256: str, _scratch: Scratch) -> None:
+    verify_file(file, sha256)
 
 
 @contextlib.asynccontextmanager

@@ -1,11 +1,9 @@
 """Checkpoints that a path names: read ahead into memory before an engine reads them, and watched for changes."""
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from ...schemas.errors import ControlCode, ControlError
 from .checkpoint import CONFIG, INDEX
 from .headers import Tensor
 from .progress import Progress
@@ -51,22 +49,12 @@ class WatchedFolders:
             del self._folders[next(iter(self._folders))]
             self._notes = {folder: self._notes[folder] for folder in self._folders.values()}
 
-    async def verify_unchanged(self, folder: Path) -> None:
-        """Compare the files of a folder with what was noted of it, if anything was.
-
-        Raises:
-            ControlError: `half_written`: they differ, so that nobody knows what an engine has read.
-        """
-        notes = self._notes.get(folder)
-        if notes is not None and await asyncio.to_thread(_is_changed, notes):
-            raise ControlError(ControlCode.HALF_WRITTEN, f"files of {folder} were changed while they were loaded")
-
-
-def _is_changed(notes: FileNotes) -> bool:
-    try:
-        return any(_note(path) != noted for path, noted in notes.items())
-    except OSError:
-        return True
+    def is_changed(self, folder: Path) -> bool:
+        """Compare the files of a folder with what was noted of it, if anything was. Blocks."""
+        try:
+            return any(_note(path) != noted for path, noted in self._notes.get(folder, {}).items())
+        except OSError:
+            return True
 
 
 def _note(path: Path) -> tuple[int, int]:

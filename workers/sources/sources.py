@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +32,8 @@ from .roots import allowed_folder, bad_source
 from .staged import StagedFolders
 
 __all__ = ["Report", "Sources", "Staged"]
+
+VerifyUnchanged = Callable[[], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +142,15 @@ class Sources:
         checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
         return await self._get(source, report, self._adapters, checks, is_any_age=is_reload)
 
-    @contextlib.contextmanager
-    def using(self, folder: Path) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def using(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
         """Let `folder` stay while an engine reads it, and from then on as the present weights if that goes well.
 
+        Yields a function that compares the files with what they were when the folder was checked. Call it after the
+        load; it raises ControlError (`half_written`) if they differ, so that nobody knows what the engine has read.
+
         Raises:
-            ControlError: `storage`: it was deleted meanwhile.
+            ControlError: `storage`: it was deleted or changed since it was checked.
         """
         hold = None
         if folder.parent == self._checkpoints.store.root:
@@ -155,20 +160,20 @@ class Sources:
         with contextlib.ExitStack() as stack:
             if hold is not None:
                 stack.callback(hold.release)
-            yield
+            changed = f"files of {folder} were changed"
+            if await self._is_changed(folder, hold):
+                raise ControlError(ControlCode.STORAGE, f"{changed}: stage its source again")
+
+            async def verify_unchanged() -> None:
+                if await self._is_changed(folder, hold):
+                    raise ControlError(ControlCode.HALF_WRITTEN, f"{changed} while they were loaded")
+
+            yield verify_unchanged
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
             self._present.release()
         self._present = hold
-
-    async def verify_unchanged(self, folder: Path) -> None:
-        """Compare the files of a folder that a path named with what they were when it was checked.
-
-        Raises:
-            ControlError: `half_written`: they were changed meanwhile, so that nobody knows what an engine has read.
-        """
-        await self._watched.verify_unchanged(folder)
 
     async def clean_up(self) -> None:
         """Delete what nobody needs: older generations, what killed builders left, and the cache of older releases."""
@@ -183,6 +188,11 @@ class Sources:
         if self._present is not None:
             self._present.release()
             self._present = None
+
+    async def _is_changed(self, folder: Path, hold: Hold | None) -> bool:
+        if hold is not None:
+            return not await asyncio.to_thread(hold.is_unchanged)
+        return await asyncio.to_thread(self._watched.is_changed, folder)
 
     async def _get(
         self,

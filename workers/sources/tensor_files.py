@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PIECE_BYTES: Final = 4 * 1024**2
-"""Of a file that is hashed and not changed."""
+"""Hashed at a time: who waits for this process sees that it gets on, however little of a core it has."""
 
 OnBytes = Callable[[int], None]
 """Called with the bytes that were just done, on any thread."""
@@ -160,10 +160,14 @@ class _BuildJob:
                 raise bad_source(
                     f"the tensor {entry.name[:200]!r} cannot be made of {change.file.name}: {error}"
                 ) from error
-        _check_sha256(entry, hashlib.sha256(content.data).hexdigest())
+        sha = hashlib.sha256()
+        for begin in range(0, entry.size, PIECE_BYTES):
+            piece = content.data[begin : begin + PIECE_BYTES]
+            sha.update(piece)
+            self._on_bytes(len(piece))
+        _check_sha256(entry, sha.hexdigest())
         with _opened(self._path, os.O_WRONLY) as fd:
             _write(fd, content, self._offset)
-        self._on_bytes(entry.size)
 
 
 class _VerifyJob:
@@ -181,8 +185,8 @@ class _VerifyJob:
             piece = scratch.get(min(PIECE_BYTES, self._entry.size - begin))
             _read(self._path, self._offset + begin, piece)
             sha.update(piece.data)
+            self._on_bytes(len(piece))
         _check_sha256(self._entry, sha.hexdigest())
-        self._on_bytes(self._entry.size)
 
 
 def _check_sha256(entry: TensorEntry, found: str) -> None:
