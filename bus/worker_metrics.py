@@ -62,8 +62,9 @@ WORKER_COUNTERS: Final = {
     "returned": "Requests that it has given back to the queue",
     "given_up": "Requests that it has given up because its lease had run out",
     "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
-    "cached_prompt_tokens": "Prompt tokens of requests with a first token that its engine had cached or fetched; the"
-    " other prompt tokens it computed, whether or not another worker had them",
+    "cached_prompt_tokens": "Prompt tokens of requests with a first token that its engine had cached or fetched",
+    "recomputed_prompt_tokens": "The other prompt tokens of the same requests: its engine computed them, whether or not"
+    " another worker had them",
     "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
     "routing_bytes": "Routed experts that its engine has made, raw",
     "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",

@@ -239,6 +239,9 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cached_prompt_tokens: NotNegative = 0
     """Of the prompt tokens of requests with a first token, those that its engine did not compute: it had them in its
     prefix cache, or fetched them."""
+    recomputed_prompt_tokens: NotNegative = 0
+    """Of the prompt tokens of requests with a first token, all others: its engine computed them, whether or not another
+    worker had them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -71,4 +71,5 @@ class WorkerStats:
             placed=self.intake.placed,
             placements_refused=self.intake.refused,
             cached_prompt_tokens=links.cached_prompt_tokens,
+            recomputed_prompt_tokens=links.recomputed_prompt_tokens,
         )

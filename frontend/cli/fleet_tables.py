@@ -133,10 +133,7 @@ def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 
 
 def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """What prefix caches saved, and what was placed: the cells of `PREFIX_COLUMNS` for workers that had a request.
-
-    A request whose first token has not come counts as recomputed so far.
-    """
+    """What prefix caches saved, and what was placed: the cells of `PREFIX_COLUMNS` for workers that had a request."""
     rows = []
     for worker in workers:
         counters, stats = worker.counters, worker.engine_stats
@@ -148,7 +145,7 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
                 worker.worker,
                 NONE if ratio is None else f"{100 * ratio:.1f} %",
                 f"{counters.prompt_tokens:,}",
-                f"{counters.prompt_tokens - counters.cached_prompt_tokens:,}",
+                f"{counters.recomputed_prompt_tokens:,}",
                 f"{counters.placed:,}",
                 f"{counters.placements_refused:,}",
             ]

@@ -1,5 +1,6 @@
 """From an HTTP request to a request for tokens: what all routes that generate have in common."""
 
+import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from starlette.requests import Request
 
 from ... import bus
 from ...schemas import limits
-from ...schemas.checks import describe
+from ...schemas.checks import check_name, describe
 from ...schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
@@ -91,7 +92,7 @@ def build_request(
     """Make the request for tokens, checked against the model: nothing has been published yet.
 
     The headers' part is done here: `X-Request-Id`, `X-Session-ID`, `X-Group-ID` and `traceparent`; so is the
-    deadline.
+    deadline. On the bus, the names of sessions and groups are those of this user.
 
     Args:
         sampling: fields of `rollbus.SamplingParams`; `max_tokens` None: the rest of the model's context.
@@ -112,18 +113,31 @@ def build_request(
     timeout_s = fields.get("timeout_s")
     if timeout_s is None:
         timeout_s = _header_timeout(headers) or service.settings.timeout_s
+    given = {**common, **fields}
+    user = service.user_of(request)
     with named_errors(names):
         built = bus.GenerateRequest(
             sampling=bus.SamplingParams(**sampling),
             **{
-                **common,
-                **fields,
+                **given,
+                **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},
                 "request_id": _request_id(headers, fields.get("request_id")),
                 "timeout_s": timeout_s,
             },
         )
         check_model_limits(built, target.capabilities)
     return built
+
+
+def _of_user(user: str, field: str, name: str | None) -> str | None:
+    """Return the bus's name for a session or a group: whoever guesses it does not draw another user's placement.
+
+    Raises:
+        InvalidRequest: it cannot be used as a name.
+    """
+    if name is None:
+        return None
+    return hashlib.blake2b(f"{user}\0{check_name(field, name)}".encode(), digest_size=16).hexdigest()
 
 
 def _header_timeout(headers: Mapping[str, str]) -> float | None:

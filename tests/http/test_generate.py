@@ -250,8 +250,9 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
 
     first, second = seen
     assert "salt" in (first.cache_salt or "")
-    assert (first.priority, first.session_id, first.sampling.stop_token_ids) == (-3, "mine", (9,))
-    assert first.group_id == "ours"
+    assert (first.priority, first.sampling.stop_token_ids) == (-3, (9,))
+    assert (first.session_id, first.group_id) == (second.session_id, second.group_id)
+    assert None not in (first.session_id, first.group_id)
     assert (first.traceparent, second.traceparent) == (trace, None)
 
 

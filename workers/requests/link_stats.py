@@ -19,6 +19,8 @@ class WorkerLinkStats:
     """Of what was offered."""
     cached_prompt_tokens: int = 0
     """Of the prompts of requests that have a token, those that the engine did not compute."""
+    recomputed_prompt_tokens: int = 0
+    """Of the same prompts, those that the engine computed."""
     generated_tokens: int = 0
     routing_bytes: int = 0
     """Rows of routed experts, as the engine gave them."""
@@ -59,6 +61,11 @@ class WorkerLinkStats:
     frames_resent: int = 0
     kv_too_large: int = 0
     """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""
+
+    def count_prompt(self, request: WorkerRequest, cached_tokens: int) -> None:
+        """Count the prompt of a request that has its first token, of which its engine did not compute so much."""
+        self.cached_prompt_tokens += cached_tokens
+        self.recomputed_prompt_tokens += max(request.prompt_len - cached_tokens, 0)
 
     def count(self, step: RequestStep, request: WorkerRequest, now: float) -> None:
         """Count what a step brought that was taken for a request."""

@@ -132,6 +132,7 @@ class WorkerLinks:
         self.stats.prompt_tokens += request.prompt_len
         worker_request = self._accept(origin, writer, now, deadline, request.lora)
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
+        worker_request.prompt_len = request.prompt_len
         # An adapter may change while other weights stay: such tokens go on at once, with the version that holds.
         worker_request.gathers = gathers and request.lora is None
         return worker_request.name

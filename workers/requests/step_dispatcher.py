@@ -132,7 +132,8 @@ class StepDispatcher:
         ahead, request.early_steps = request.early_steps, []
         if not len(step.token_ids):
             return True
-        self._stats.cached_prompt_tokens += sum(one.cached_tokens or 0 for one in (*ahead, step))
+        if not request.has_token:
+            self._stats.count_prompt(request, sum(one.cached_tokens or 0 for one in (*ahead, step)))
         return all(self._forward(request, early, self._versions.weight_version, instructions) for early in ahead)
 
     def _forward(

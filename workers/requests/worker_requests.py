@@ -41,6 +41,8 @@ class WorkerRequest:
     """When this worker ends the request; None: its client does."""
     lora: str | None = None
     """The adapter that it uses."""
+    prompt_len: int = 0
+    """Tokens of its prompt."""
     gathers: bool = False
     """Its client does not stream: tokens may be gathered for a moment."""
     awaits_kv: bool = False

@@ -1,0 +1,42 @@
+"""Names of sessions and groups over HTTP: each user has names of its own, as all users share the service's client."""
+
+import httpx
+import pytest
+
+from tests.http.support import http_service, noted_requests
+
+PATH = "/inference/v1/generate"
+BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+
+
+async def test_users_do_not_share_sessions_and_groups(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who guesses another user's session or group is not placed where that one is; one's own are the same each time."""
+    wanted = noted_requests(monkeypatch)
+    async with http_service(nats_url, fleet) as http:
+
+        async def ask(address: str, session: str, group: str) -> tuple[str, str]:
+            """Return the names on the bus."""
+            headers = {"X-Session-ID": session, "X-Group-ID": group, "X-Forwarded-For": address}
+            answer: httpx.Response = await http.client.post(PATH, json=BODY, headers=headers)
+            assert answer.status_code == 200, answer.text
+            request = wanted.pop()
+            assert request.session_id is not None
+            assert request.group_id is not None
+            return request.session_id, request.group_id
+
+        first = await ask("192.0.2.1", "s", "g")
+        assert await ask("192.0.2.1", "s", "g") == first
+        # The other user, and other names of the same user; none is also the bus's name of anything else.
+        names = [*first, *await ask("192.0.2.2", "s", "g"), *await ask("192.0.2.1", "s2", "g2"), "s", "g"]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("header", ["X-Session-ID", "X-Group-ID"])
+async def test_a_name_that_cannot_be_one_is_refused(nats_url: str, fleet: str, header: str) -> None:
+    """With its own length, not that of the bus's name."""
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.post(PATH, json=BODY, headers={header: "x" * 10_000})
+        assert answer.status_code == 400
+        assert "10000 characters" in answer.text
