@@ -1,4 +1,4 @@
-"""One publication under way: what it makes of each tensor. Nothing of the snapshot changes before the commit."""
+"""One publication under way: what it makes of each tensor, and of the snapshot that it compares them with."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -11,9 +11,9 @@ import numpy.typing as npt
 from ....schemas.errors import InvalidRequest
 from ....schemas.manifest import TensorDelta, TensorEntry
 from ...protocol.weights.safetensors_layout import layouts, ordered
-from ...protocol.weights.tensor_delta import Encoded, apply_delta, encode_delta
+from ...protocol.weights.tensor_delta import Encoded, apply_delta, encode_delta, undo_delta
 from .packing import DeltaPacker, Piece, ShardPlan, StoredObject
-from .snapshot import Snapshot, SnapshotTensor, new_content
+from .snapshot import Snapshot, SnapshotTensor
 from .tensors import TensorKind, read_tensor
 
 __all__ = ["Draft", "DraftPlan"]
@@ -42,7 +42,7 @@ class _Drafted:
     kind: TensorKind
     sha256: str
     encoded: Encoded
-    """Against the snapshot; `same` if `content` is set."""
+    """Against the snapshot; `same` if `content` is set. If it is sparse, the snapshot's content is the new one."""
     content: npt.NDArray[np.uint8] | None
     """u1[size], where there is no snapshot."""
     delta: TensorDelta | None = None
@@ -50,6 +50,9 @@ class _Drafted:
 
 class Draft:
     """Compares, encodes and packs the tensors of one publication. Lives on the thread that draws them; blocks.
+
+    It takes the content of the snapshot, and makes it the new one while it compares: what was just read is still in the
+    processor's cache. `commit` or `take_back` gives the snapshot a content again. Until then it is empty.
 
     Args:
         snapshot: what was committed before; empty if nothing was.
@@ -59,13 +62,16 @@ class Draft:
     def __init__(self, plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None) -> None:
         self._plan = plan
         self._snapshot = snapshot
-        self._kinds = {name: tensor.kind for name, tensor in snapshot.tensors.items()} if snapshot else kinds
+        self._digest, self._before = snapshot.digest, snapshot.tensors
+        self._kinds = {name: tensor.kind for name, tensor in self._before.items()} if snapshot else kinds
         self._packer = DeltaPacker(plan.rank, plan.num_ranks)
         self._shards = ShardPlan(plan.rank, plan.num_ranks, plan.file)
         self._drafted: dict[str, _Drafted] = {}
         # By file: the names of its tensors in the manifest's order, and how many of them are still to come.
         self._layout: dict[str, list[str]] = dict(snapshot.layout())
         self._num_missing = {file: len(names) for file, names in self._layout.items()}
+        snapshot.digest, snapshot.tensors = "", {}
+        self._is_over = False
         self.num_changed = 0
         self.model_bytes = 0
         self.anchor_bytes = 0
@@ -88,7 +94,7 @@ class Draft:
         kind, content = read_tensor(name, tensor)
         self._check(name, kind)
         self.model_bytes += kind.size
-        if self._snapshot:
+        if self._before:
             yield from self._compare(name, kind, content)
             return
         own = content.copy()
@@ -116,24 +122,43 @@ class Draft:
         return [self._entry(name, file) for file in sorted(self._layout) for name in self._layout[file]]
 
     def commit(self, digest: str) -> None:
-        """Make the snapshot what this publication has stored, named by `digest`; if that fails, it is empty. Blocks."""
-        before, self._snapshot.tensors, self._snapshot.digest = self._snapshot.tensors, {}, ""
+        """Make the snapshot what this publication has stored, named by `digest`. If that fails, it is empty. Blocks."""
+        self._is_over = True
         tensors: dict[str, SnapshotTensor] = {}
         for file in sorted(self._layout):
             for name in self._layout[file]:
                 drafted = self._drafted.pop(name)
                 content = drafted.content
                 if content is None:
-                    # In place: a second copy of the model would not fit everywhere.
-                    content = before[name].content
-                    apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
+                    content = self._before[name].content
+                    if drafted.encoded.encoding == "dense":
+                        # In place: a second copy of the model would not fit everywhere.
+                        apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
                 tensors[name] = SnapshotTensor(drafted.kind, file, drafted.sha256, content)
         self._snapshot.tensors, self._snapshot.digest = tensors, digest
+
+    def take_back(self) -> None:
+        """Make the snapshot what it was before this draft, unless that is committed. Blocks.
+
+        Only to be called when no tensor is being added any more. If a content does not come out as it was committed (an
+        interrupt may have come at any point), the snapshot stays empty.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        for name, drafted in self._drafted.items():
+            before = self._before.get(name)
+            if before is None or drafted.encoded.encoding != "sparse":
+                continue
+            undo_delta(drafted.encoded, before.content, drafted.kind.item_bytes)
+            if hashlib.sha256(before.content.data).hexdigest() != before.sha256:
+                return
+        self._snapshot.tensors, self._snapshot.digest = self._before, self._digest
 
     @property
     def _is_partial(self) -> bool:
         """True if other ranks have tensors too, and this rank has published nothing that says which are its own."""
-        return self._plan.num_ranks > 1 and not self._snapshot
+        return self._plan.num_ranks > 1 and not self._before
 
     def _check(self, name: str, kind: TensorKind) -> None:
         if name in self._drafted:
@@ -141,20 +166,25 @@ class Draft:
         if self._kinds is None:
             return
         expected = self._kinds.get(name)
-        where = "as it was published before" if self._snapshot else "as the checkpoint has it"
+        where = "as it was published before" if self._before else "as the checkpoint has it"
         if expected is None:
             raise _bad(name, f"is a tensor that is not expected: {kind}", f"the names {where}")
         if kind != expected:
             raise _bad(name, f"is {kind}", f"{expected}, {where}")
 
     def _compare(self, name: str, kind: TensorKind, content: npt.NDArray[np.uint8]) -> Iterator[StoredObject]:
-        before = self._snapshot.tensors[name]
+        before = self._before[name]
         encoded = encode_delta(before.content, content, kind.item_bytes)
         is_same = encoded.encoding == "same"
         # An anchor alone does not build on hashes of before: workers may have refused the version because of one.
         is_known = is_same and self._plan.has_delta
-        sha256 = before.sha256 if is_known else hashlib.sha256(content.data).hexdigest()
-        drafted = self._drafted[name] = _Drafted(kind, sha256, encoded, None)
+        drafted = self._drafted[name] = _Drafted(kind, before.sha256, encoded, None)
+        if encoded.encoding == "sparse":
+            before.content[:] = content
+        if not is_known:
+            # Of what the next version is compared with, even if the caller's memory has changed since.
+            hashed = content if encoded.encoding == "dense" else before.content
+            drafted.sha256 = hashlib.sha256(hashed.data).hexdigest()
         if not is_same:
             self.num_changed += 1
             if self._plan.has_delta:
@@ -205,8 +235,11 @@ class Draft:
     def _content(self, name: str, drafted: _Drafted) -> npt.NDArray[np.uint8]:
         if drafted.content is not None:
             return drafted.content
-        before = self._snapshot.tensors[name].content
-        return new_content(before, drafted.encoded, drafted.kind.item_bytes)
+        content = self._before[name].content
+        if drafted.encoded.encoding == "dense":
+            content = np.empty_like(content)
+            apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
+        return content
 
 
 def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:

@@ -80,13 +80,14 @@ class TensorFeed:
         self._has_begun.set()
         self._room.release()
 
-    async def stop(self) -> None:
-        """End the pass, and wait until the thread has seen that."""
+    async def stop(self) -> bool:
+        """End the pass, and wait until the thread has seen that; False: it has not, and may still compare a tensor."""
         self.halt()
         if self._is_begun:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await self._ended.wait()
+        return not self._is_begun or self._ended.is_set()
 
     def draw(self) -> None:
         """Draw all tensors. Blocks; `objects` raises what fails here."""

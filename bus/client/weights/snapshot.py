@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.weights.tensor_delta import Encoded, apply_delta
 from .tensors import TensorKind
 
-__all__ = ["Snapshot", "SnapshotTensor", "new_content"]
+__all__ = ["Snapshot", "SnapshotTensor"]
 
 
 @dataclass(slots=True)
@@ -43,12 +42,3 @@ class Snapshot:
         for name, tensor in self.tensors.items():
             files.setdefault(tensor.file, []).append(name)
         yield from files.items()
-
-
-def new_content(before: npt.NDArray[np.uint8], encoded: Encoded, item_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the content after `encoded`; `before` stays as it is."""
-    if encoded.encoding == "same":
-        return before
-    content = np.empty_like(before) if encoded.encoding == "dense" else before.copy()
-    apply_delta(encoded, content, item_bytes)
-    return content

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -223,13 +223,13 @@ class VersionPublisher:
             given_bytes=feed.given_bytes,
             is_out_of_step=self._is_out_of_step,
         )
-        draft = Draft(plan, self._snapshot, self._kinds)
         publication = self._versions.begin(
             options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
         )
-        job = _Job(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
-        published = await self._store(feed, job, started)
-        await _to_end(draft.commit, published.digest)
+        async with self._drafted(plan, feed) as draft:
+            job = _Job(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
+            published = await self._store(feed, job, started)
+            await _to_end(draft.commit, published.digest)
         self._is_out_of_step = False
         return published
 
@@ -237,7 +237,7 @@ class VersionPublisher:
         """Store this rank's tensors for the version that rank 0 publishes, and wait for its commit."""
         version, timeout_s = options.command.version, options.ranks_timeout_s
         publication = await self._versions.join(version, timeout_s)
-        async with contextlib.AsyncExitStack() as unless_given:
+        async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as unless_given:
             unless_given.push_async_callback(publication.discard)
             opened, links = publication.opened, self._versions.record.links
             if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
@@ -248,15 +248,15 @@ class VersionPublisher:
             plan = DraftPlan(
                 has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
             )
-            draft, stored = Draft(plan, self._snapshot, self._kinds), _Stored()
+            draft, stored = await stack.enter_async_context(self._drafted(plan, feed)), _Stored()
             feed.begin(draft)
             async for found in feed.objects():
                 await self._put(publication, found, stored)
             entries = draft.entries()
             await publication.give(self._rank, entries)
             unless_given.pop_all()
-        link = await self._versions.until_committed(publication.objects, timeout_s)
-        await _to_end(draft.commit, link.digest)
+            link = await self._versions.until_committed(publication.objects, timeout_s)
+            await _to_end(draft.commit, link.digest)
         return PublishedWeights(
             version=version,
             objects=publication.objects,
@@ -270,6 +270,18 @@ class VersionPublisher:
             upload_s=stored.upload_s,
             seconds=time.monotonic() - started,
         )
+
+    @contextlib.asynccontextmanager
+    async def _drafted(self, plan: DraftPlan, feed: TensorFeed) -> AsyncIterator[Draft]:
+        """Make a draft, and take it back if the block fails; the next version is compared with the same as this one."""
+        draft = Draft(plan, self._snapshot, self._kinds)
+        try:
+            yield draft
+        except BaseException:
+            # Else a tensor may still be compared. The snapshot then stays empty, and the next version is an anchor.
+            if await feed.stop():
+                await _to_end(draft.take_back)
+            raise
 
     async def _store(self, feed: TensorFeed, job: _Job, started: float) -> PublishedWeights:
         publication, is_committed = job.publication, False
@@ -360,9 +372,9 @@ class VersionPublisher:
         )
 
 
-async def _to_end(function: Callable[[str], None], argument: str) -> None:
+async def _to_end(function: Callable[..., None], *arguments: str) -> None:
     """Call a function on a thread. A cancellation is raised when the function has ended."""
-    call = asyncio.get_running_loop().run_in_executor(None, function, argument)
+    call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
         await asyncio.shield(call)
     finally:

@@ -1,5 +1,6 @@
-"""Rule: what is stored makes the new content out of the old one, and only the commit changes the snapshot."""
+"""Rule: what is stored makes the new content out of the old one, and the snapshot is what was committed, or empty."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,9 +123,54 @@ def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
     draft, _ = publish(ANCHOR, snapshot, tensors)
     assert not snapshot
     draft.commit("d" * 64)
-    publish(BOTH, snapshot, changed(tensors, 1, 0.5))
-    assert snapshot.digest == "d" * 64
+    for share in (0.01, 0.2, 1.0):
+        draft, _ = publish(BOTH, snapshot, changed(tensors, 1, share))
+        assert not snapshot
+        draft.take_back()
+        assert snapshot.digest == "d" * 64
+        assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
+
+
+def test_what_is_committed_is_not_taken_back() -> None:
+    """What is committed is not taken back: a cancellation comes when the commit has ended."""
+    snapshot = Snapshot()
+    draft, _ = publish(ANCHOR, snapshot, arrays())
+    draft.commit("d" * 64)
+    tensors = changed(arrays(), 1, 0.2)
+    draft, _ = publish(DELTA, snapshot, tensors)
+    draft.commit("e" * 64)
+    draft.take_back()
+    assert snapshot.digest == "e" * 64
     assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
+
+
+def test_a_content_that_cannot_be_taken_back_is_not_compared_with() -> None:
+    """An interrupt may leave any bytes: nothing of them may count as committed."""
+    snapshot = Snapshot()
+    draft, _ = publish(ANCHOR, snapshot, arrays())
+    draft.commit("d" * 64)
+    content = snapshot.tensors["a.full"].content
+    tensors = changed(arrays(), 1, 0.01)
+    draft, _ = publish(DELTA, snapshot, tensors)
+    content[17] ^= 1
+    draft.take_back()
+    assert (snapshot.tensors, snapshot.digest) == ({}, "")
+
+
+def test_memory_that_changes_meanwhile_never_counts_as_committed() -> None:
+    """What the next version is compared with has the hash that this version's manifest says."""
+    snapshot = Snapshot()
+    tensors = {"w": np.zeros(64, np.float32)}
+    draft, _ = publish(ANCHOR, snapshot, tensors)
+    draft.commit("d" * 64)
+    tensors["w"][3] = 1
+    draft, _ = publish(DELTA, snapshot, tensors)
+    tensors["w"][4] = 1
+    draft.commit("e" * 64)
+    draft, _ = publish(DELTA, snapshot, tensors)
+    [entry] = draft.entries()
+    assert entry.delta is not None
+    assert entry.sha256 == hashlib.sha256(tensors["w"].tobytes()).hexdigest()
 
 
 def test_the_snapshot_is_no_view_of_the_callers_memory() -> None:
