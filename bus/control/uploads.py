@@ -13,6 +13,7 @@ from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
 from ..nats.server import Server
 from ..objects import delete_prefix, list_objects, put_folder
+from ..protocol.weights.chain import needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
 
 __all__ = ["Uploads", "sources_in"]
@@ -53,7 +54,9 @@ class Uploads:
         """
         prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"
         async with self._connected() as nats:
-            return await put_folder(nats, self._bucket(model), prefix, folder)
+            # The chain record is in a publisher's bucket, and must find room whatever is uploaded.
+            needed = needed_bytes if self._is_publisher else None
+            return await put_folder(nats, self._bucket(model), prefix, folder, needed_bytes=needed)
 
     async def delete(self, objects: str) -> None:
         """Delete one upload; what fails is logged."""

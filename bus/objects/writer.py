@@ -1,9 +1,11 @@
 """Putting a folder into the object store: all of it, or nothing."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -12,8 +14,9 @@ from nats.nuid import NUID
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError
 from ..nats.connection import Connection
+from ..nats.jetstream import ApiError, ask
 from .catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects
-from .layout import MAX_FILES, ObjectInfo, check_path, split_objects
+from .layout import MAX_FILES, ObjectInfo, check_path, split_objects, stream_of
 from .sender import open_sender
 from .signed import describe_folder, store_descriptions
 from .upload import put_file
@@ -28,7 +31,15 @@ RETRY_S: Final = 0.5
 """Between attempts at it."""
 
 
-async def put_folder(nats: Connection, bucket: str, prefix: str, folder: Path, *, max_bytes: int = BUCKET_BYTES) -> str:
+async def put_folder(
+    nats: Connection,
+    bucket: str,
+    prefix: str,
+    folder: Path,
+    *,
+    max_bytes: int = BUCKET_BYTES,
+    needed_bytes: Callable[[int], int] | None = None,
+) -> str:
     """Store the files of `folder`, those of its folders too, as the objects below `prefix`; return `<bucket>/<prefix>`.
 
     Nothing is seen of it before all is stored. Hidden files and folders are left out; symlinks to files are followed.
@@ -36,6 +47,7 @@ async def put_folder(nats: Connection, bucket: str, prefix: str, folder: Path, *
     Args:
         prefix: nothing may be stored below it yet: what is stored never changes.
         max_bytes: of the bucket, if it has to be made.
+        needed_bytes: how much room the bucket must have for so many bytes of files; None: what the server takes.
 
     Cancellation: takes back what was stored.
 
@@ -52,6 +64,8 @@ async def put_folder(nats: Connection, bucket: str, prefix: str, folder: Path, *
     await ensure_bucket(nats, bucket, max_bytes=max_bytes)
     if await list_objects(nats, bucket, prefix):
         raise ControlError(ControlCode.STORAGE, f"objects:{objects} exists; delete it first, or take another prefix")
+    if needed_bytes is not None:
+        await _check_room(nats, bucket, folder, needed_bytes(await asyncio.to_thread(_bytes_of, folder, files)))
     started = time.monotonic()
     infos: list[ObjectInfo] = []
     nuid = NUID()
@@ -72,6 +86,30 @@ async def put_folder(nats: Connection, bucket: str, prefix: str, folder: Path, *
     size, seconds = sum(info.size for info in infos), time.monotonic() - started
     logger.info("objects.put objects=%s files=%s bytes=%s seconds=%.3f", objects, len(infos), size, seconds)
     return objects
+
+
+async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) -> None:
+    """Raise `storage` if the bucket has not so many bytes left."""
+    try:
+        info = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
+    used, limit = info["state"]["bytes"], info["config"].get("max_bytes", -1)
+    if 0 <= limit < used + needed:
+        raise ControlError(
+            ControlCode.STORAGE,
+            f"{folder} takes {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "
+            "admin gives it more: rollbus make-queue MODEL --upload-bytes N",
+        )
+
+
+def _bytes_of(folder: Path, files: Iterable[str]) -> int:
+    """Sum up the sizes of files; one that is gone is refused when it is read."""
+    num_bytes = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            num_bytes += (folder / file).stat().st_size
+    return num_bytes
 
 
 def _find_files(folder: Path) -> list[str]:

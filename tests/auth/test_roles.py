@@ -11,13 +11,17 @@ import pytest
 
 import rollbus
 from rollbus.bus.auth.credentials import Role
+from rollbus.bus.control.uploads import Uploads
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
 from rollbus.bus.objects import list_objects
-from rollbus.bus.subjects import published_bucket
+from rollbus.bus.objects.catalog import set_bucket_bytes
+from rollbus.bus.protocol.weights.chain import SPARE_BYTES
+from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.frontend.cli.http_service import bind_address, serve_http, settings_from_environment
-from rollbus.schemas.control import Pause
+from rollbus.schemas.control import Pause, UpdateWeights, WeightSource
 from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
@@ -29,6 +33,7 @@ from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_worker
+from tests.support.objects import stored_messages
 from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
@@ -112,6 +117,22 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
 
         assert (ended.code, json.loads(ended.stdout)["complete"]) == (0, True)
         assert guard.violations() == []
+
+
+async def test_an_upload_of_a_publisher_leaves_room_for_the_chain_record(tmp_path: Path) -> None:
+    """What would fill the bucket is refused before its first byte."""
+    one, _ = folders(tmp_path / "weights")
+    bucket = published_bucket(FLEET, MODEL)
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as nats:
+        await set_bucket_bytes(nats, bucket, SPARE_BYTES)
+        uploads = Uploads(guard.login("carol"), Subjects(FLEET))
+        command = UpdateWeights(model=MODEL, version=1, source=WeightSource(path=str(one)))
+        with pytest.raises(ControlError, match="an admin gives it more: rollbus make-queue") as raised:
+            await uploads.put(MODEL, command, one)
+        assert raised.value.code is ControlCode.STORAGE
+        assert await stored_messages(nats, bucket) == 0
+        await set_bucket_bytes(nats, bucket, 2 * SPARE_BYTES)
+        await uploads.put(MODEL, command, one)
 
 
 async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
