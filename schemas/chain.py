@@ -17,11 +17,13 @@ __all__ = [
     "CHAIN",
     "CHAIN_OBJECT",
     "MAX_HISTORY",
+    "MAX_REASON_CHARS",
     "ChainRecord",
     "Holder",
     "OpenedVersion",
     "RankList",
     "RankObject",
+    "WithdrawnVersion",
     "decode_chain",
     "decode_rank_list",
 ]
@@ -34,6 +36,8 @@ MAX_HISTORY: Final = 4 * MAX_LINKS
 """Links in a record: the chains of the recorded version, of the one before, and of what was published since."""
 MAX_NOTED: Final = 2 * (limits.MAX_LORAS + 1)
 """The recorded version and the one before, of the weights and of each adapter."""
+MAX_REASON_CHARS: Final = 500
+"""Of why a publication was taken back: the record stays small."""
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
@@ -62,6 +66,15 @@ class OpenedVersion(msgspec.Struct, frozen=True, kw_only=True):
     """It has the whole checkpoint."""
 
 
+class WithdrawnVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A publication of several ranks that was taken back."""
+
+    objects: Objects
+    """Its folder."""
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
+    """With the rank that failed."""
+
+
 class ChainRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What publishers of one model agree on. Readers ignore fields that they do not know."""
 
@@ -78,6 +91,8 @@ class ChainRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Folders that were recorded last and before, of the weights and of each adapter; older ones first."""
     opened: OpenedVersion | None = None
     """What ranks join."""
+    withdrawn: WithdrawnVersion | None = None
+    """What they joined last, if a rank failed; for those that wait for its commit."""
 
 
 class RankObject(msgspec.Struct, frozen=True, kw_only=True):

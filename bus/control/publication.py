@@ -6,17 +6,22 @@ Nothing counts before the chain record names it, or, for an adapter, before its 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Final
 
 import msgspec
 from nats.nuid import NUID
 
-from ...schemas.chain import ChainRecord, OpenedVersion, RankList, decode_rank_list
+from ...schemas.chain import (
+    MAX_REASON_CHARS,
+    ChainRecord,
+    OpenedVersion,
+    RankList,
+    WithdrawnVersion,
+    decode_rank_list,
+)
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError
 from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, TensorEntry
-from ..nats.connection import Connection
 from ..nats.jetstream import ApiError
 from ..objects.catalog import delete_prefix, find_object
 from ..objects.folder_reader import open_reader
@@ -26,10 +31,10 @@ from ..objects.signed import describe_folder, store_descriptions
 from ..objects.upload import Pieces, each_piece, put_pieces
 from ..objects.writer import delete_stored
 from ..protocol.weights import chain
-from .chain_key import ChainKey
-from .rank_objects import as_info, as_rank_object
+from .publication_home import PublicationHome
+from .rank_objects import as_info, as_rank_object, find_failure, store_failure
 
-__all__ = ["Publication", "PublicationHome", "part_tag"]
+__all__ = ["Publication", "part_tag"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +46,13 @@ RANK_POLL_S: Final = 0.25
 """Between looks at whether the other ranks have given their lists."""
 LIST: Final = "list"
 """The object with the list of a rank."""
+FAIL_S: Final = 10.0
+"""For telling rank 0 of a failure: where the server is away, rank 0 waits for as long as it may."""
 
 
 def part_tag(nuid: str) -> str | None:
     """Return the tag of the folder to which parts belong; None: they are not those of a publication."""
     return nuid[len(TAG) : len(TAG) + 8] if len(nuid) == TAGGED_CHARS and nuid.startswith(TAG) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublicationHome:
-    """What a publication needs of its `VersionStore`."""
-
-    nats: Connection
-    key: ChainKey
-    model: str
-    publisher: str
-    change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
-    """Writes the chain record while the lease is held."""
-    record: Callable[[], ChainRecord]
-    """The chain record, as it was last read."""
-    ended: Callable[["Publication"], None]
-    """Called when the publication was committed or taken back."""
-    make_room: Callable[[], Awaitable[None]]
-    """Deletes what may go, when the bucket has no room."""
 
 
 class Publication:
@@ -93,6 +82,8 @@ class Publication:
         self._sender: Sender | None = None
         self._has_ranks = False
         self._is_over = False
+        # Why ranks that wait for the commit wait in vain, as far as that is known.
+        self._reason = ""
 
     def __repr__(self) -> str:
         """One line with what is stored so far."""
@@ -183,7 +174,7 @@ class Publication:
         if self._has_ranks:
             await self._delete_lists()
             try:
-                await self._home.change(lambda record: _withdrawn(record, self.objects))
+                await self._home.change(lambda record: _withdrawn(record, self.objects, self._reason))
             except RollbusError as error:
                 logger.warning("publication.not_withdrawn objects=%s error=%s", self.objects, error)
 
@@ -197,7 +188,7 @@ class Publication:
         self._check_open()
         self._has_ranks = True
         opened = self._opened
-        await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened))
+        await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened, withdrawn=None))
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
         """Give rank 0 what this rank has put, and the tensors that are in it. It belongs to rank 0 from then on.
@@ -229,6 +220,20 @@ class Publication:
             await store_descriptions(self._home.nats, sender, infos)
         await self._end()
 
+    async def fail(self, rank: int, reason: str) -> None:
+        """Take back what this rank has put, and tell rank 0 why; what fails is logged.
+
+        Args:
+            rank: of this process; not 0.
+            reason: as rank 0 and the ranks that wait for it are to read it.
+        """
+        await self.discard()
+        try:
+            async with asyncio.timeout(FAIL_S):
+                await store_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}", reason)
+        except (RollbusError, ApiError, TimeoutError) as error:
+            logger.warning("publication.failure_not_told objects=%s rank=%s error=%s", self.objects, rank, error)
+
     async def collect(self, num_ranks: int, timeout_s: float) -> tuple[RankList, ...]:
         """Wait for the lists of ranks 1 to `num_ranks` - 1, and make their objects part of this publication.
 
@@ -238,8 +243,8 @@ class Publication:
         Cancellation: takes back the publication.
 
         Raises:
-            ControlError: `timeout`: some ranks gave none, which it names; `bad_source`: a list is damaged, or of
-                another version. The publication is taken back, with what those ranks gave.
+            ControlError: `timeout`: some ranks gave none, which it names; `bad_source`: a rank failed, or a list is
+                damaged or of another version. The publication is taken back, with what those ranks gave.
             BusBroken: JetStream or the connection failed.
         """
         self._check_open()
@@ -265,6 +270,10 @@ class Publication:
     async def _collect_from(self, rank: int, found: dict[int, RankList]) -> None:
         folder = f"{self._list_prefix}/{rank}"
         try:
+            failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
+            if failure is not None:
+                self._reason = f"rank {rank} failed: {failure}"[:MAX_REASON_CHARS]
+                raise ControlError(ControlCode.BAD_SOURCE, f"version {self.version} is not published: {self._reason}")
             if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
                 return
         except ApiError as error:
@@ -377,10 +386,12 @@ def _checked(record: ChainRecord, manifest: Manifest) -> ChainRecord:
     return record
 
 
-def _withdrawn(record: ChainRecord, objects: str) -> ChainRecord:
+def _withdrawn(record: ChainRecord, objects: str, reason: str) -> ChainRecord:
     """Return the record in which no rank joins the publication any more."""
-    is_open = record.opened is not None and record.opened.objects == objects
-    return msgspec.structs.replace(record, opened=None) if is_open else record
+    if record.opened is None or record.opened.objects != objects:
+        return record
+    withdrawn = WithdrawnVersion(objects=objects, reason=reason) if reason else None
+    return msgspec.structs.replace(record, opened=None, withdrawn=withdrawn)
 
 
 def _bad_list(rank: int, problem: str) -> ControlError:

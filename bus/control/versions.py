@@ -22,7 +22,8 @@ from ..objects.catalog import ensure_bucket
 from ..protocol.weights import chain
 from ..subjects import Subjects, encode_token
 from .chain_key import ChainKey, StoredChain
-from .publication import Publication, PublicationHome
+from .publication import Publication
+from .publication_home import PublicationHome
 from .retries import Retries
 from .version_cleaning import Cleaning
 
@@ -221,9 +222,10 @@ class VersionStore:
                 if link.objects == objects:
                     return link
             if self.record.opened is None or self.record.opened.objects != objects:
-                raise ControlError(
-                    ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: it failed, or another publisher took over"
-                )
+                withdrawn, reason = self.record.withdrawn, "it failed, or another publisher took over"
+                if withdrawn is not None and withdrawn.objects == objects:
+                    reason = withdrawn.reason
+                raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
             if time.monotonic() >= ends_at:
                 raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
             await asyncio.sleep(POLL_S)

@@ -109,6 +109,28 @@ async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> N
         assert "it failed, or another publisher took over" in waiting.result().message
 
 
+async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
+    """Rank 0 does not wait for its list, and those that wait for the commit read which rank it was."""
+    async with ranks(nats_url, 3) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await publication.put("0.safetensors", [b"\0"])
+        await take_part(stores[1], 1, 7)
+        failing = await stores[2].join(7, SOON_S)
+        await failing.put("2.safetensors", [b"\2"])
+        await failing.fail(2, "OSError: no such weights")
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(refusal(stores[1].until_committed(publication.objects, SOON_S)))
+            refused = await refusal(publication.collect(3, SOON_S))
+        assert refused.code is ControlCode.BAD_SOURCE
+        assert refused.message == "version 7 is not published: rank 2 failed: OSError: no such weights"
+        assert waiting.result().code is ControlCode.NOT_FOUND
+        assert waiting.result().message.endswith("rank 2 failed: OSError: no such weights")
+        assert await parts_in(nats, bucket) == 0
+        assert await list_objects(nats, bucket, "ranks") == ()
+        await publish(stores[0], 8)
+
+
 async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:
     """However long ago they gave it: rank 0 may still compare its own tensors."""
     async with ranks(nats_url, 2) as (nats, bucket, stores):

@@ -319,6 +319,43 @@ async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
             assert await names(nats_url, first.objects) == [*expected, "rollbus-manifest.json"]
 
 
+async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str) -> None:
+    """The others end with its name, and the next version is published by all."""
+    async with contextlib.AsyncExitStack() as stack:
+        publishers = [
+            await stack.enter_async_context(
+                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
+            )
+            for rank in range(2)
+        ]
+        items = list(weights(1).items())
+
+        async def publish(rank: int, tensor: object, version: int) -> rollbus.PublishedWeights | Exception:
+            name = items[rank][0]
+            try:
+                return await publishers[rank].publish(
+                    [(name, tensor)], version=version, update=False, ranks_timeout_s=SOON_S
+                )
+            except (rollbus.ControlError, InvalidRequest) as error:
+                return error
+
+        async def both(version: int, of_one: object) -> list[rollbus.PublishedWeights | Exception]:
+            async with asyncio.TaskGroup() as tasks:
+                publishing = [tasks.create_task(publish(0, items[0][1], version))]
+                publishing.append(tasks.create_task(publish(1, of_one, version)))
+            return [task.result() for task in publishing]
+
+        zero, one = await both(1, "no tensor")
+        assert isinstance(one, InvalidRequest)
+        assert isinstance(zero, ControlError)
+        assert "rank 1 failed: InvalidRequest: " in str(zero)
+        assert await folders(nats_url, fleet) == []
+        zero, one = await both(1, items[1][1])
+        assert isinstance(zero, rollbus.PublishedWeights)
+        assert isinstance(one, rollbus.PublishedWeights)
+        assert await folders(nats_url, fleet) == [zero.objects]
+
+
 async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:
     """Nothing is published; the next version is an anchor."""
     async with contextlib.AsyncExitStack() as stack:

@@ -238,7 +238,12 @@ class VersionPublisher:
         version, timeout_s = options.command.version, options.ranks_timeout_s
         publication = await self._versions.join(version, timeout_s)
         async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as unless_given:
-            unless_given.push_async_callback(publication.discard)
+
+            async def tell(_: object, error: BaseException | None, __: object) -> None:
+                await publication.fail(self._rank, f"{type(error).__name__}: {error}")
+
+            # Rank 0 would wait for this one until its time is over.
+            unless_given.push_async_exit(tell)
             opened, links = publication.opened, self._versions.record.links
             if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
                 raise ControlError(
