@@ -280,13 +280,10 @@ class VersionPublisher:
     async def _drafted(self, plan: DraftPlan, feed: TensorFeed) -> AsyncIterator[Draft]:
         """Make a draft, and take it back if the block fails; the next version is compared with the same as this one."""
         draft = Draft(plan, self._snapshot, self._kinds)
-        try:
+        async with contextlib.AsyncExitStack() as unless_committed:
+            unless_committed.push_async_callback(_take_back, draft, feed)
             yield draft
-        except BaseException:
-            # Else a tensor may still be compared. The snapshot then stays empty, and the next version is an anchor.
-            if await feed.stop():
-                await _to_end(draft.take_back)
-            raise
+            unless_committed.pop_all()
 
     async def _store(self, feed: TensorFeed, job: _Job, started: float) -> PublishedWeights:
         publication, is_committed = job.publication, False
@@ -375,6 +372,12 @@ class VersionPublisher:
             files=files,
             links=links_with(job.links, link),
         )
+
+
+async def _take_back(draft: Draft, feed: TensorFeed) -> None:
+    """Give the snapshot its content back, unless a tensor may still be compared; the next version is an anchor then."""
+    if await feed.stop():
+        await _to_end(draft.take_back)
 
 
 async def _to_end(function: Callable[..., None], *arguments: str) -> None:
