@@ -20,6 +20,7 @@ from .checks import (
     check_token_ids,
     describe,
 )
+from .continuation import Inexact, StoppedAnswer, rest_of_answer
 from .errors import InvalidRequest
 from .sampling import SamplingParams
 
@@ -91,6 +92,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def prompt_len(self) -> int:
         """Lp, the number of prompt tokens."""
         return len(self.prompt_token_ids)
+
+    def continuing(self, generation: StoppedAnswer, *, inexact: Inexact = "refuse") -> "GenerateRequest":
+        """Return a new request for the rest of `generation`, which is of this request and has not ended by itself.
+
+        Its prompt is this prompt and the tokens of `generation`, `routed_experts_prompt_start` is the first missing
+        row, and `max_tokens` and `min_tokens` are less what was generated. Prompt logprobs are not asked for again.
+        It is for one sample, has an id of its own, and `timeout_s` counts anew. `Generation.joined` makes both parts
+        one. A generation without tokens gives a request for the same prompt.
+
+        Args:
+            inexact: what to do where the sampler had a state that is lost: a seed, penalties, bad words, or parameters
+                of the engine, as a grammar is. `refuse`: raise. `continue`: go on, with another seed; penalties and the
+                rest see the tokens so far as a prompt. The joined generation is then not `exact`.
+
+        Raises:
+            InvalidRequest: `generation` is of another request or has ended by itself, or the sampler's state is lost.
+        """
+        return rest_of_answer(self, generation, inexact=inexact, request_id=uuid.uuid4().hex)
 
 
 def _checked(request: GenerateRequest) -> dict[str, object]:

@@ -72,14 +72,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         penalties and bad words look at. Greedy sampling goes on to the same tokens, unseeded sampling to a sample of
         the same distribution.
         """
-        return (
-            (self.temperature == 0.0 or self.seed is None)
-            and self.repetition_penalty == 1.0
-            and self.presence_penalty == 0.0
-            and self.frequency_penalty == 0.0
-            and not self.bad_words_token_ids
-            and not self.extra
-        )
+        return not self.stateful_fields
+
+    @property
+    def stateful_fields(self) -> tuple[str, ...]:
+        """The set fields that give the sampler a state of its own; a grammar, for example, is in `extra`."""
+        is_set = {
+            "seed": self.seed is not None and self.temperature != 0.0,
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "presence_penalty": self.presence_penalty != 0.0,
+            "frequency_penalty": self.frequency_penalty != 0.0,
+            "bad_words_token_ids": bool(self.bad_words_token_ids),
+            "extra": bool(self.extra),
+        }
+        return tuple(name for name, value in is_set.items() if value)
 
 
 def _checked(params: SamplingParams) -> dict[str, object]:

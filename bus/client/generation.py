@@ -1,13 +1,15 @@
 """The finished answer to one request, as arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...schemas.chunk import FinishReason
-from ...schemas.errors import RequestError
+from ...schemas.continuation import num_kept_rows
+from ...schemas.errors import InvalidRequest, RequestError
 from ...schemas.request import GenerateRequest
 from ...schemas.rows import Rows
 from ..protocol.stream.kv_versions import Spans
@@ -78,6 +80,8 @@ class Generation:
     """What came is what an undisturbed run could have given; see `rollbus.bus.protocol.stream.response_stream`."""
     worker_ids: tuple[str, ...] = ()
     """The workers that served it, in order."""
+    parts: int = 1
+    """Requests that it was made by: more than one if it was stopped and continued."""
     siblings: tuple["Generation", ...] = ()
     """For n > 1, on child 0: the other children, in order."""
     error: RequestError | None = None
@@ -90,6 +94,85 @@ class Generation:
             f"<Generation {self.request_id}/{self.child} {self.finish_reason} tokens={len(self.token_ids)} "
             f"rows={rows} start={self.start} attempts={self.attempts}>"
         )
+
+    def joined(self, rest: "Generation") -> "Generation":
+        """Return this generation, which was stopped, and the rest of it as one.
+
+        `rest` is the result of `generation.request.continuing(generation)`. Each token keeps its version, and each
+        row of routed experts is of the part that sampled its token: none is replaced by one that `rest` computed
+        again. Prompt, `start`, siblings, `cached_tokens` and prompt logprobs are those of this part.
+
+        Raises:
+            InvalidRequest: `rest` is of another prompt, or its rows do not follow.
+        """
+        sequence = np.concatenate([np.asarray(self.request.prompt_token_ids), self.token_ids])
+        if rest.prompt_len != len(sequence) or not np.array_equal(rest.request.prompt_token_ids, sequence):
+            raise _unfit(f"has another prompt, of {rest.prompt_len} tokens", f"the {len(sequence)} of both parts")
+        parts = [part for part in (self, rest) if len(part.token_ids)] or [rest]
+        first, last = parts[0], parts[-1]
+        arrays: dict[str, Any] = {name: _concatenated([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
+        return replace(
+            rest,
+            request=self.request,
+            request_id=self.request_id,
+            child=self.child,
+            prompt_len=self.prompt_len,
+            start=self.start,
+            siblings=self.siblings,
+            routed_experts=_joined_rows(self, rest),
+            kv_version_spans=last.kv_version_spans,
+            kv_lora_version_spans=last.kv_lora_version_spans,
+            sampling_mask=TokenMasks.joined_of_all([part.sampling_mask for part in parts]),
+            attempts=self.attempts + rest.attempts,
+            parts=self.parts + rest.parts,
+            exact=self.exact and rest.exact and (first is rest or self.request.sampling.is_continuable),
+            worker_ids=self.worker_ids + rest.worker_ids,
+            **{name: getattr(first, name) for name in _OF_PROMPT},
+            **arrays,
+        )
+
+
+_OF_PROMPT = ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs", "cached_tokens")
+_BY_TOKEN = (
+    "token_ids",
+    "logprobs",
+    "weight_versions",
+    "lora_versions",
+    "kv_mixed",
+    "top_token_ids",
+    "top_logprobs",
+)
+
+
+def _concatenated(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
+    known = [array for array in arrays if array is not None]
+    return np.concatenate(known) if len(known) == len(arrays) else None
+
+
+def _joined_rows(first: Generation, rest: Generation) -> Rows | None:
+    """The rows of the tokens of both; what came ahead of its token is left out."""
+    kept = num_kept_rows(first)
+    if rest.start != first.start + kept:
+        raise _unfit(
+            f"has routed experts from position {rest.start} on", f"{first.start + kept}, the first missing row"
+        )
+    pieces = [
+        part.routed_experts[: num_kept_rows(part)]
+        for part in (first, rest)
+        if part.routed_experts is not None and len(part.token_ids)
+    ]
+    if not pieces:
+        return None
+    if any(piece.shape[1:] != pieces[0].shape[1:] for piece in pieces) or (
+        rest.routed_experts is None and len(rest.token_ids)
+    ):
+        shape = None if rest.routed_experts is None else rest.routed_experts.shape
+        raise _unfit(f"has routed experts of shape {shape}", f"layers and top-k as in {pieces[0].shape}")
+    return np.concatenate(pieces)
+
+
+def _unfit(problem: str, allowed: str) -> InvalidRequest:
+    return InvalidRequest(field="rest", problem=problem, allowed=allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ Two workers may serve an attempt. The prefill phase is the attempt cut down to o
 there as an attempt does after a loss. Each phase has a number of its own. Together they count as one attempt.
 """
 
-from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ....schemas.chunk import Chunk, End, FinishReason
-from ....schemas.limits import MAX_SEED
+from ....schemas.continuation import rest_of, why_ended
 from ....schemas.messages import KvTransfer
 from ....schemas.request import GenerateRequest
 from .chunk_verifier import ChunkVerifier
@@ -93,6 +92,11 @@ class ResponseStream:
         return self.attempt - self._first_attempt - self._num_uncounted + 1
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that were delivered."""
+        return self._num_tokens
+
+    @property
     def has_begun(self) -> bool:
         """A worker was given an attempt or a leg before the current one."""
         return self.num_attempts > 1 or self.phase == "decode"
@@ -104,9 +108,7 @@ class ResponseStream:
 
     def sequence(self) -> npt.NDArray[np.int32]:
         """The prompt of the request and the tokens that were delivered: what the last worker's cache may hold."""
-        return np.concatenate(
-            [np.asarray(self._request.prompt_token_ids), np.frombuffer(b"".join(self._token_ids), "<i4")]
-        )
+        return np.concatenate([np.asarray(self._request.prompt_token_ids), self._tokens()])
 
     def add(self, chunk: Chunk) -> list[Chunk]:
         """Take the current attempt's next chunk; returns what may be delivered now, numbered for the caller.
@@ -242,40 +244,30 @@ class ResponseStream:
         return self._start_attempt(self._continuation(), "decode")
 
     def abort(self) -> Chunk:
-        """End the stream, which must be open, where it stands; returns the terminal chunk."""
+        """End the stream, which must be open, where it stands; returns the terminal chunk.
+
+        It is aborted, unless its tokens are all there will be.
+        """
         self._held = []
-        return self._finish(FinishReason.ABORT, None)
+        return self._finish(*(self._reached() or (FinishReason.ABORT, None)))
 
     def _start_over(self) -> None:
         self._kept, self._token_ids = [], []
         self._num_chunks = self._num_tokens = self._num_rows = 0
 
     def _continuation(self) -> GenerateRequest:
-        sampling, num_tokens = self._request.sampling, self._num_tokens
-        if not sampling.is_continuable:
+        if not self._request.sampling.is_continuable:
             self.is_exact = False
-        return replace(
-            self._request,
-            prompt_token_ids=self.sequence(),
-            # The boundary row: there are rows for all positions but the last token's, whose the next attempt computes.
-            routed_experts_prompt_start=self.start + self._num_rows,
-            sampling=replace(
-                sampling,
-                max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
-                min_tokens=max(sampling.min_tokens - num_tokens, 0),
-                prompt_logprobs=None,
-                # The state of the first seed's generator is lost; the same seed would repeat the first tokens' noise.
-                seed=None if sampling.seed is None else derived_seed(sampling.seed, num_tokens),
-            ),
-        )
+        return rest_of(self._request, self._tokens(), self._num_rows)
+
+    def _tokens(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(b"".join(self._token_ids), "<i4")
 
     def _reached(self) -> tuple[FinishReason, int | None] | None:
         """Why the tokens delivered are all there will be, where their terminal chunk was lost; None: more will come."""
-        sampling = self._request.sampling
-        last = int.from_bytes(self._token_ids[-1][-4:], "little", signed=True)
-        if last in sampling.stop_token_ids and self._num_tokens > sampling.min_tokens:
-            return FinishReason.STOP, last
-        return (FinishReason.LENGTH, None) if self._num_tokens == sampling.max_tokens else None
+        token_ids = self._tokens()
+        reason = why_ended(self._request.sampling, token_ids)
+        return None if reason is None else (reason, int(token_ids[-1]) if reason is FinishReason.STOP else None)
 
     def _finish(self, reason: FinishReason, stop_reason: int | None) -> Chunk:
         return self._deliver(
@@ -299,9 +291,3 @@ class ResponseStream:
     def arrays(self) -> dict[str, Any]:
         """The arrays of a `Generation` by their field names; needs `keep`."""
         return join_chunks(self._kept) | kv_arrays(self._kept, self._request.prompt_len)
-
-
-def derived_seed(seed: int, num_tokens: int) -> int:
-    """Another seed for what comes after `num_tokens` tokens: the same for the same two, else unrelated."""
-    digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & MAX_SEED
