@@ -30,6 +30,9 @@ from .client.batch_times import BatchTimes
 from .client.client import Client, ClientStats, connect
 from .client.fleet import Fleet, FleetState
 from .client.generation import Generation
+from .client.group_prompts import GroupPrompt
+from .client.group_results import Group, GroupStats, GroupStep
+from .client.group_sampler import GroupSampler
 from .client.weights.publisher import WeightPublisher
 from .client.weights.results import PublishedWeights
 from .client.weights.tensors import RawTensor
@@ -58,6 +61,11 @@ __all__ = [
     "FleetState",
     "GenerateRequest",
     "Generation",
+    "Group",
+    "GroupPrompt",
+    "GroupSampler",
+    "GroupStats",
+    "GroupStep",
     "InvalidRequest",
     "NoWorkers",
     "PermissionDenied",

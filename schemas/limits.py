@@ -32,6 +32,7 @@ __all__ = [
     "MAX_MODULE_CHARS",
     "MAX_N",
     "MAX_NAME_CHARS",
+    "MAX_OVER",
     "MAX_POSITION",
     "MAX_PRIORITY",
     "MAX_PROMPT_TOKENS",
@@ -40,6 +41,7 @@ __all__ = [
     "MAX_SEED",
     "MAX_SEEN_COMMANDS",
     "MAX_SIBLINGS",
+    "MAX_STEP_GROUPS",
     "MAX_STOP_TOKEN_IDS",
     "MAX_SUBJECT_CHARS",
     "MAX_SUBJECT_TOKEN_CHARS",
@@ -130,6 +132,10 @@ DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
 """Results that a caller of `complete_many` has not taken: above it no more requests are sent."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
+MAX_STEP_GROUPS: Final = 65_536
+"""Groups in a step of a trainer: more than any batch, and their results still fit into memory."""
+MAX_OVER: Final = 8.0
+"""Groups that run at once, as a multiple of those that a step needs; above two, most would be carried over."""
 DEFAULT_PREFILL_MIN_TOKENS: Final = 32
 """Of a prompt that goes to a prefill worker first. KV travels in blocks, and two of vLLM's on GPUs are the least that
 may be worth it."""

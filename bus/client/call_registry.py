@@ -150,6 +150,26 @@ class CallRegistry:
         aborted += await self._thread.run(self._abort(unique_ids))
         return [request_id for request_id in unique_ids if request_id in aborted]
 
+    async def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Have these calls, which are submitted, end soon with what they have.
+
+        Waits for the bus thread, and for no worker.
+
+        Returns:
+            Of those that were open: how many tokens each child has.
+        """
+        return await self._thread.run(self._stop(list(request_ids)))
+
+    async def _stop(self, request_ids: list[str]) -> dict[str, list[int]]:
+        return self._runtime.coordinator.stop(request_ids)
+
+    async def newest_version(self, model: str, lora: str | None) -> int | None:
+        """The newest weights of `model`, or version of its adapter, that a live worker has; None: that is not known."""
+        return await self._thread.run(self._newest_version(model, lora))
+
+    async def _newest_version(self, model: str, lora: str | None) -> int | None:
+        return self._runtime.watcher.table.newest_version(model, lora)
+
     async def _abort(self, request_ids: list[str]) -> list[str]:
         return self._runtime.coordinator.abort(request_ids)
 

@@ -43,6 +43,8 @@ class OpenCall:
         """Hashes of the prompt, and what they are for; None until they are made."""
         self.has_ended = False
         """All children have their terminal chunk, or the call has failed as a whole."""
+        self.is_stopping = False
+        """Its children end with what they have: none of them is published again."""
         self.timer: asyncio.TimerHandle | None = None
         """Ends the call at its deadline."""
 

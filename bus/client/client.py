@@ -1,25 +1,32 @@
 """The client that trainers use: requests in, chunks or finished generations out."""
 
+import math
 import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
-from ...schemas.errors import BusBroken, BusClosed
+from ...schemas.errors import BusBroken, BusClosed, InvalidRequest
 from ...schemas.limits import (
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
     DEFAULT_PREFILL_MIN_TOKENS,
+    MAX_N,
+    MAX_OVER,
     MAX_PROMPT_TOKENS,
+    MAX_STEP_GROUPS,
     MAX_TIMEOUT_S,
+    MAX_WEIGHT_VERSION,
 )
 from ...schemas.request import GenerateRequest
+from ...schemas.sampling import SamplingParams
 from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
+from ..protocol.groups.planner import GroupPlanner
 from ..subjects import Subjects
 from .batch import Batch, RequestSource
 from .batch_times import BatchTimes
@@ -27,6 +34,8 @@ from .call_registry import CallRegistry, check_ids
 from .config import ClientConfig
 from .fleet import Fleet
 from .generation import Generation
+from .group_prompts import InexactGroups, PromptForm, Prompts
+from .group_sampler import GroupSampler
 from .runtime import ClientStats
 
 __all__ = ["Client", "ClientStats", "connect", "registry_of"]
@@ -255,6 +264,50 @@ class Client:
             await source.close()
         if batch.no_workers is not None:
             raise batch.no_workers
+
+    def groups(  # noqa: PLR0913 - each has a default but the sizes
+        self,
+        prompts: Prompts,
+        *,
+        n: int,
+        need: int,
+        over: float = 1.25,
+        sampling: SamplingParams | None = None,
+        max_lag: int | None = None,
+        inexact: InexactGroups = "refuse",
+    ) -> GroupSampler:
+        """Steps that do not wait for their slowest answers; to be entered with `async with`.
+
+        A step starts more groups than it needs, and is over when `need` of them are complete. The others are stopped.
+        The next step continues them from their tokens.
+
+        Args:
+            prompts: token ids, requests, or `GroupPrompt`s that add a key; an iterable or an async one, which may be
+                endless. They are taken one at a time. Each request gets an id of its own.
+            n: answers in a group.
+            need: groups in a step.
+            over: groups that run at once, as a multiple of `need`, rounded up; 1: the step waits for all.
+            sampling: of prompts that are token ids; None: the defaults.
+            max_lag: groups whose oldest token is more versions behind than this when a step begins are dropped, and
+                come as `GroupStep.dropped`. None: none are.
+            inexact: prompts whose sampler has a state of its own (a seed, penalties, bad words, a grammar) cannot be
+                continued exactly. `refuse`: they are not accepted. `continue`: their joined results are not `exact`.
+                `drop`: once stopped they are dropped.
+
+        Raises:
+            BusClosed: the client is not connected.
+            InvalidRequest: a value is out of range.
+        """
+        n = check_int("n", n, 1, MAX_N)
+        need = check_int("need", need, 1, MAX_STEP_GROUPS)
+        limit = math.ceil(check_float("over", over, 1, MAX_OVER) * need)
+        if max_lag is not None:
+            max_lag = check_int("max_lag", max_lag, 0, MAX_WEIGHT_VERSION)
+        if inexact not in get_args(InexactGroups):
+            raise InvalidRequest(field="inexact", problem=f"is {inexact!r}", allowed="refuse, continue or drop")
+        form = PromptForm(n, SamplingParams() if sampling is None else sampling, inexact)
+        planner = GroupPlanner(need=need, limit=limit, max_lag=max_lag)
+        return GroupSampler(self._registry, prompts, form, planner, max_lag=max_lag)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.

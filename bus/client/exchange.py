@@ -140,6 +140,35 @@ class AttemptCoordinator:
             open_call.finish()
         return aborted
 
+    def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Have these calls end soon, with what they have; returns how many tokens each child has, of those open.
+
+        A child that waits for a worker ends at once. A worker confirms with a terminal chunk, behind what it had sent
+        already, perhaps the end of the whole answer. A child whose worker is lost first ends then: no attempt follows.
+        """
+        stopped = {}
+        for request_id in request_ids:
+            open_call = self._calls.get(request_id)
+            if open_call is None or open_call.has_ended:
+                continue
+            stopped[request_id] = [child.stream.num_tokens for child in open_call.children]
+            open_call.is_stopping = True
+            for child in open_call.children:
+                if child.is_open and child.worker is not None:
+                    self._aborter.abort(child.worker, child.key)
+                elif child.is_open:
+                    self._end_stopped(child)
+        return stopped
+
+    def _end_stopped(self, child: ChildRequest) -> None:
+        self.send(child, on.Aborted())
+        self._clear_suspicion(child)
+        self._finish_if_over(child.open_call)
+
+    def _finish_if_over(self, open_call: OpenCall) -> None:
+        if not any(child.is_open for child in open_call.children):
+            open_call.finish()
+
     def _send_all(self, open_call: OpenCall, event: on.Stopped | on.Aborted) -> None:
         """End all children of `open_call`. The next worker that offers an unadmitted child gets an abort."""
         for child in open_call.children:
@@ -172,6 +201,8 @@ class AttemptCoordinator:
         child.stop_timer()
         for instruction in instructions:
             match instruction:
+                case on.Schedule() if open_call.is_stopping:
+                    self._end_stopped(child)
                 case on.Schedule():
                     self._publisher.add(child)
                 case on.WakeAt(at):
@@ -191,8 +222,7 @@ class AttemptCoordinator:
                     self._clear_suspicion(child)
                 case on.Complete():
                     self._clear_suspicion(child)
-                    if not any(other.is_open for other in open_call.children):
-                        open_call.finish()
+                    self._finish_if_over(open_call)
                 case on.Fail(error):
                     self._fail(open_call, error)
 

@@ -306,6 +306,13 @@ class PresenceTable:
         announced = (p.target_version for p in self.workers(model))
         return max((version for version in announced if version is not None), default=None)
 
+    def newest_version(self, model: str, lora: str | None) -> int | None:
+        """The newest weights, or version of an adapter, that any live worker of `model` has; None: none has said."""
+        workers = self.workers(model)
+        if lora is None:
+            return max((worker.weight_version for worker in workers), default=None)
+        return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
+
     def get(self, worker: str) -> WorkerPresence | None:
         """The latest announcement of a live worker."""
         tracked = self._workers.get(worker)

@@ -1,0 +1,284 @@
+"""Steps of a trainer that do not wait for their slowest answers: what is decided is carried out here.
+
+Which groups run, end and stay is decided by `rollbus.bus.protocol.groups.planner`.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+
+from ...schemas.errors import BusClosed, NoWorkers, RequestError
+from ..protocol.groups.planner import GroupPlanner
+from ..protocol.groups.states import GroupState
+from .call_registry import CallRegistry
+from .calls import Call
+from .group_prompts import GroupPrompts, PromptForm, Prompts
+from .group_results import Group, GroupStats, GroupStep, lengths_of
+from .open_group import OpenGroup
+
+__all__ = ["GroupSampler"]
+
+STOP_WAIT_S: Final = 2.0
+"""A worker confirms an abort with its next engine step. One that needs longer is slow, frozen or gone: what has come
+from it by then counts."""
+
+
+class GroupSampler:
+    """Takes steps of groups from prompts; made by `Client.groups`, to be entered with `async with`.
+
+    Leaving aborts what is in flight. Use it from the loop of its client.
+
+    Args:
+        registry: of the client.
+        prompts: the caller's.
+        form: of their requests.
+        planner: decides; nobody else has it.
+        max_lag: as the planner has it.
+    """
+
+    def __init__(
+        self,
+        registry: CallRegistry,
+        prompts: Prompts,
+        form: PromptForm,
+        planner: GroupPlanner,
+        *,
+        max_lag: int | None,
+    ) -> None:
+        self._registry = registry
+        self._form = form
+        self._planner = planner
+        self._max_lag = max_lag
+        self._woken = asyncio.Event()
+        self._prompts = GroupPrompts(prompts, form, self._woken.set)
+        self._numbers = itertools.count()
+        self._groups: dict[int, OpenGroup] = {}
+        self._group_of: dict[Call, OpenGroup] = {}
+        # Bounded by the calls in flight: each ends once.
+        self._ended: deque[Call] = deque()
+        # Of the present step, and of those before that were given up in the midst.
+        self._dropped: list[Group] = []
+        self._failed: list[Group] = []
+        self._num_started = 0
+        self._num_continued = 0
+        self._step = 0
+        self._is_entered = False
+        self._is_stepping = False
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<GroupSampler step={self._step} calls={len(self._group_of)} {self._planner!r}>"
+
+    async def __aenter__(self) -> Self:
+        """Allow steps."""
+        self._is_entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is in flight."""
+        self._is_entered = False
+        for call in self._group_of:
+            self._registry.remove(call)
+        self._group_of.clear()
+        self._groups.clear()
+        await self._prompts.close()
+
+    async def __aiter__(self) -> AsyncIterator[GroupStep]:
+        """Yield steps until there are no more prompts and no groups."""
+        while step := await self.step():
+            yield step
+
+    async def step(self, *, version: int | None = None) -> GroupStep:
+        """Run groups until enough are complete; stop the others, and return without waiting for them to stop.
+
+        The groups that were stopped in the step before are continued first, from their tokens. If the prompts are used
+        up, the step takes what is left; without any group left it is false.
+
+        Args:
+            version: of the weights that the trainer has; `max_lag` counts from there. None: the newest that any live
+                worker has.
+
+        Cancellation: what runs goes on to run, and the next step begins with it. Nothing is lost.
+
+        Raises:
+            NoWorkers: no worker serves the model. As with cancellation, the next step goes on.
+            InvalidRequest: a prompt is wrong; the next step goes on behind it.
+            BusClosed: outside of `async with`.
+            RuntimeError: another step is under way.
+            Exception: whatever the prompts' iterable raised.
+        """
+        if not self._is_entered:
+            raise BusClosed("groups are not entered; use them inside `async with`")
+        if self._is_stepping:
+            raise RuntimeError("a step of these groups is under way; steps follow each other")
+        self._is_stepping = True
+        try:
+            return await self._run_step(version, time.monotonic())
+        finally:
+            self._is_stepping = False
+
+    async def _run_step(self, version: int | None, begun_at: float) -> GroupStep:
+        await self._settle()
+        start = self._planner.begin_step(await self._lags(version))
+        for number in start.dropped:
+            self._dropped.append(self._groups.pop(number).result(self._step))
+        self._step += 1
+        for number in start.continued:
+            await self._continue(self._groups[number])
+        while True:
+            self._woken.clear()
+            await self._collect()
+            if self._planner.is_over:
+                break
+            if self._planner.num_to_start and self._prompts.is_ready:
+                await self._start_next()
+            else:
+                await self._woken.wait()
+        return await self._end_step(begun_at)
+
+    async def _end_step(self, begun_at: float) -> GroupStep:
+        stopping = self._planner.stop()
+        in_flight = await self._registry.stop(self._ids(stopping))
+        # What completed in the same instant is there by now.
+        await self._collect()
+        # From here on nothing is awaited: what is taken reaches the caller.
+        num_complete = len(self._planner.having(GroupState.COMPLETE))
+        taken = [self._groups.pop(number).result(self._step) for number in self._planner.take()]
+        carried = [length for group in self._groups.values() for length in group.lengths(in_flight)]
+        stats = GroupStats(
+            taken=lengths_of(taken),
+            carried=np.array(carried, "i4"),
+            dropped=lengths_of(self._dropped),
+            seconds=time.monotonic() - begun_at,
+            started=self._num_started,
+            continued=self._num_continued,
+            carried_complete=num_complete - len(taken),
+        )
+        step = GroupStep(groups=tuple(taken), dropped=tuple(self._dropped), failed=tuple(self._failed), stats=stats)
+        self._dropped, self._failed, self._num_started, self._num_continued = [], [], 0, 0
+        return step
+
+    async def _settle(self) -> None:
+        """Wait until what the step before has stopped is over, and no longer than `STOP_WAIT_S`."""
+        deadline: float | None = asyncio.get_running_loop().time() + STOP_WAIT_S
+        while True:
+            self._woken.clear()
+            await self._collect()
+            stopping = self._planner.having(GroupState.STOPPING)
+            if not stopping:
+                return
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._woken.wait()
+            except TimeoutError:
+                deadline = None
+                # They end here and now, with what has come.
+                await self._registry.abort(self._ids(stopping))
+
+    def _ids(self, numbers: tuple[int, ...]) -> list[str]:
+        return [call.request.request_id for number in numbers for call in self._groups[number].calls]
+
+    async def _lags(self, version: int | None) -> dict[int, int]:
+        """By how many versions the oldest token of each group is behind."""
+        if self._max_lag is None:
+            return {}
+        lags = {}
+        newest: dict[tuple[str | None, str | None], int | None] = {}
+        for number, group in self._groups.items():
+            oldest = group.result(self._step).oldest_version
+            if oldest is None:
+                continue
+            if group.policy not in newest:
+                newest[group.policy] = version if version is not None else await self._newest_version(group)
+            now = newest[group.policy]
+            lags[number] = 0 if now is None else now - oldest
+        return lags
+
+    async def _newest_version(self, group: OpenGroup) -> int | None:
+        model, lora = group.policy
+        return None if model is None else await self._registry.newest_version(model, lora)
+
+    async def _start_next(self) -> None:
+        prompt = self._prompts.pop()
+        if prompt is None:
+            self._planner.end_prompts()
+            return
+        request, key = prompt
+        group = OpenGroup(next(self._numbers), request, key, self._step)
+        self._groups[group.number] = group
+        self._planner.start(group.number)
+        self._num_started += 1
+        await self._send(group)
+
+    async def _continue(self, group: OpenGroup) -> None:
+        """Request what is open of a stopped group, or drop it."""
+        if self._form.inexact == "drop" and not group.can_continue_exactly:
+            self._planner.drop(group.number)
+            self._dropped.append(self._groups.pop(group.number).result(self._step))
+            return
+        self._planner.resume(group.number)
+        self._num_continued += 1
+        await self._send(group)
+
+    async def _send(self, group: OpenGroup) -> None:
+        """Open a call for each request of a group; if one cannot be opened, none is."""
+        is_sent = False
+        try:
+            for request, indexes in group.rest():
+                call = await self._registry.open(request, streams=False)
+                group.add(call, indexes)
+                self._group_of[call] = group
+                call.when_ended(self._on_end)
+            is_sent = True
+        except NoWorkers:
+            raise
+        except RequestError as exc:
+            group.error = exc
+        finally:
+            if not is_sent:
+                self._forget_calls(group)
+                if group.error is not None:
+                    self._fail(group)
+                else:
+                    # The next step continues it.
+                    self._planner.interrupt(group.number)
+
+    def _on_end(self, call: Call) -> None:
+        self._ended.append(call)
+        self._woken.set()
+
+    async def _collect(self) -> None:
+        """Take what ended calls have brought, and do what is due with their groups."""
+        while self._ended:
+            call = self._ended.popleft()
+            group = self._group_of.pop(call, None)
+            if group is None:
+                continue
+            group.end(call)
+            self._registry.remove(call)
+            if group.error is not None:
+                self._forget_calls(group)
+                self._fail(group)
+            elif not group.calls and group.is_complete:
+                self._planner.complete(group.number)
+            elif not group.calls and self._planner.interrupt(group.number):
+                await self._continue(group)
+
+    def _forget_calls(self, group: OpenGroup) -> None:
+        """Abort what a group has in flight."""
+        for call in group.calls:
+            del self._group_of[call]
+            self._registry.remove(call)
+        group.forget_calls()
+
+    def _fail(self, group: OpenGroup) -> None:
+        self._planner.fail(group.number)
+        self._failed.append(self._groups.pop(group.number).result(self._step))
