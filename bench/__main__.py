@@ -22,6 +22,7 @@ BENCHES = (
     "objects",
     "weights",
     "placement",
+    "steps",
     "http_memory",
     "accounts",
     "flood",

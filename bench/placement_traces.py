@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 __all__ = [
     "GROUP",
+    "LENGTH_SIGMA",
+    "MAX_TIMES",
     "TRACES",
     "Conversation",
     "Shape",

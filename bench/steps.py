@@ -1,0 +1,153 @@
+"""Steps of a trainer beside waiting for all answers: two real vLLM workers, and lengths with a heavy tail.
+
+    python -m bench.steps [--over 1.25 1.5 2] [--steps 6] [--need 8] [--samples 4] [--rounds 3] [--json FILE]
+
+Each way takes as many steps of `rb.groups` from the same prompts, in turns, with empty prefix caches: `over` of 1 waits
+for all. All answers of a group are of one length, drawn from the lognormal distribution of `bench.placement_traces`.
+`step_s` is the median time of a step, `tokens_per_s` is tokens of the taken groups by the time of all steps, and
+`times_all` is that by the one of `over` 1 in the same round. The first step starts from nothing, and what the last
+one carries over is lost: both count. `taken_tokens` is the mean length of what was taken, and `drawn_tokens` that of
+as many prompts in the order in which they were given: the less the first, the more was left for later.
+`carried_percent` is of the taken groups those that were generated in several steps.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+import rollbus
+from bench.on_the_bus import START_S, worker_process
+from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
+from bench.report import Report, Spread, add_arguments
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
+
+__all__ = ["Load", "prompts_of", "take_steps"]
+
+MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
+NUM_WORKERS: Final = 2
+ENGINE_ARGS: Final = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 28,
+}
+PROMPT_TOKENS: Final = 64
+VOCAB_SIZE: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a trainer asks for."""
+
+    steps: int
+    need: int
+    """Groups in a step."""
+    samples: int
+    """Answers in a group."""
+    mean_tokens: int
+    """Of an answer."""
+
+
+def prompts_of(load: Load, seed: int) -> Iterator[rollbus.GenerateRequest]:
+    """Yield requests without end, each with the length of its answers."""
+    random = np.random.default_rng(seed)
+    for _ in itertools.count():
+        drawn = random.lognormal(math.log(load.mean_tokens) - LENGTH_SIGMA**2 / 2, LENGTH_SIGMA)
+        max_tokens = int(min(max(drawn, 1), load.mean_tokens * MAX_TIMES))
+        yield rollbus.GenerateRequest(
+            prompt_token_ids=random.integers(10, VOCAB_SIZE, PROMPT_TOKENS, np.int32),
+            sampling=rollbus.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        )
+
+
+async def take_steps(rb: rollbus.Client, load: Load, over: float, seed: int) -> dict[str, float]:
+    """Take all steps of one way; returns its figures.
+
+    Raises:
+        RuntimeError: a group failed.
+    """
+    await rb.fleet.flush_cache()
+    begun_at = time.perf_counter()
+    async with rb.groups(prompts_of(load, seed), n=load.samples, need=load.need, over=over) as groups:
+        steps = [await groups.step() for _ in range(load.steps)]
+    seconds = time.perf_counter() - begun_at
+    if failed := [group for step in steps for group in step.failed]:
+        raise RuntimeError(f"{len(failed)} groups failed: {failed[0].error}")
+    taken = [group for step in steps for group in step.groups]
+    tokens = sum(int(step.stats.taken.sum()) for step in steps)
+    drawn = [one.sampling.max_tokens or 0 for one in itertools.islice(prompts_of(load, seed), len(taken))]
+    return {
+        "step_s": float(np.median([step.stats.seconds for step in steps])),
+        "longest_step_s": max(step.stats.seconds for step in steps),
+        "tokens_per_s": tokens / seconds,
+        "taken_tokens": tokens / (len(taken) * load.samples),
+        "drawn_tokens": float(np.mean(drawn)),
+        "carried_percent": 100 * sum(group.steps > 1 for group in taken) / len(taken),
+    }
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[rollbus.Client]:
+    """A server, the workers and a client."""
+    model = make_tiny_moe(MODEL)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(EmbeddedServer())
+        for number in range(NUM_WORKERS):
+            args = ("--model", str(model), "--engine-args", json.dumps(ENGINE_ARGS), "--worker-id", f"w{number}")
+            await stack.enter_async_context(worker_process(server.url, *args))
+        rb = await stack.enter_async_context(rollbus.connect(server.url))
+        await rb.fleet.wait_for_workers(NUM_WORKERS, timeout_s=START_S)
+        yield rb
+
+
+async def measure(report: Report, load: Load, overs: Sequence[float], rounds: int) -> None:
+    """All ways in turns; the first one beginning another time each round."""
+    ways = [1.0, *overs]
+    found = defaultdict[float, list[dict[str, float]]](list)
+    async with fleet() as rb:
+        # The engines' first steps of each size are slower.
+        await take_steps(rb, Load(1, load.need, load.samples, 16), 1.0, seed=99)
+        for number in range(rounds):
+            first = number % len(ways)
+            for over in [*ways[first:], *ways[:first]]:
+                found[over].append(await take_steps(rb, load, over, seed=number))
+    for over in ways:
+        columns = {name: Spread.of([one[name] for one in found[over]]) for name in found[over][0]}
+        ratios = [
+            own["tokens_per_s"] / waiting["tokens_per_s"] for own, waiting in zip(found[over], found[1.0], strict=True)
+        ]
+        report.add(over=over, **columns, times_all=Spread.of(ratios))
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.steps", description="Steps that do not wait for all.")
+    parser.add_argument("--over", nargs="+", type=float, default=[1.25, 1.5, 2.0], help="ways beside 1 (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="in each round (default: %(default)s)")
+    parser.add_argument("--need", type=int, default=8, help="groups in a step (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="answers in a group (default: %(default)s)")
+    parser.add_argument("--mean-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
+    add_arguments(parser, rounds=3)
+    args = parser.parse_args()
+    report = Report("steps")
+    load = Load(args.steps, args.need, args.samples, args.mean_tokens)
+    asyncio.run(measure(report, load, args.over, args.rounds))
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
