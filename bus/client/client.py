@@ -312,6 +312,7 @@ class Client:
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.
 
+        A stream that has all its tokens, but not its end, ends as these tokens say.
         What had arrived stays with its caller: `complete` returns it. The engines stop working for them.
 
         Returns:
