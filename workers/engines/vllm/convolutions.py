@@ -52,7 +52,9 @@ def check_convolution(
     weight = raw.get("weight")
     if weight is None or weight.dim() != NUM_DIMENSIONS or weight.shape[1] != 1:
         return None
+    # Copies: what was loaded may be memory of the sender, who writes the next weights to it.
     expected = weight.reshape(weight.shape[0], weight.shape[2]).clone()
+    bias = raw["bias"].clone() if isinstance(raw.get("bias"), torch.Tensor) else None
 
     def run() -> str | None:
         from vllm import _custom_ops
@@ -64,8 +66,8 @@ def check_convolution(
             read["its packed weight"] = module.weight.data.flatten(), packed.flatten()
         else:
             read["its weight"] = module.weight.data.reshape(expected.shape), expected
-        if isinstance(raw.get("bias"), torch.Tensor):
-            read["its bias"] = module.bias.data, raw["bias"]
+        if bias is not None:
+            read["its bias"] = module.bias.data, bias
         differences = ((what, plain_difference(actual, given)) for what, (actual, given) in read.items())
         return next((f"{what} {difference}" for what, difference in differences if difference is not None), None)
 

@@ -6,7 +6,7 @@ Each function makes its probe before the module is used, and returns a function 
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Unknown", "check_latent", "checks_of"]
+__all__ = ["LinearProbe", "Unknown", "check_latent", "checks_of"]
 
 REDUCED_FLOAT32 = 2.0**-10
 """Relative error of products of float32 on devices that may compute them with fewer bits."""
@@ -16,8 +16,52 @@ class Unknown(Exception):
     """It is not known how to compute what a module has to give."""
 
 
-def checks_of(module: Any, raw: dict[str, Any], absent: dict[str, int]) -> list[Callable[[], str | None]]:
+class LinearProbe:
+    """The probe of modules that multiply by the same weight: it is computed when the first of them needs it.
+
+    Args:
+        raw: their raw parameters.
+    """
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._weight, self._bias = raw.get("weight"), raw.get("bias")
+        self._probe: Any = None
+
+    def check(self, module: Any) -> Callable[[], str | None]:
+        """Return the comparison of one of the modules.
+
+        Raises:
+            Unknown: the weight is nothing to multiply by.
+        """
+        import torch
+
+        from .probes import linear_probe
+
+        weight, bias = self._weight, self._bias
+        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+            raise Unknown("its weight is not a matrix of numbers")
+        if self._probe is None:
+            self._probe = linear_probe(weight, bias, weight.dtype, step=_step(weight))
+        probe, has_bias = self._probe, bias is not None
+
+        def run() -> str | None:
+            apply = module.quant_method.apply
+            if not has_bias:
+                return probe.difference(apply(module, probe.inputs, None))  # type: ignore[no-any-return]
+            plain, others = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
+            outputs = [apply(module, plain, None), apply(module, others, module.bias)]
+            return probe.difference(torch.cat(outputs))  # type: ignore[no-any-return]
+
+        return run
+
+
+def checks_of(
+    module: Any, raw: dict[str, Any], absent: dict[str, int], linear: LinearProbe
+) -> list[Callable[[], str | None]]:
     """Return the comparisons of a module that has a kernel.
+
+    Args:
+        linear: of the same raw parameters.
 
     Raises:
         Unknown: what it has to give is not known here.
@@ -39,32 +83,10 @@ def checks_of(module: Any, raw: dict[str, Any], absent: dict[str, int]) -> list[
     is_plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
     if not is_plain or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
         raise Unknown(f"{type(method).__name__} is not known")
-    checks = [_check_linear(module, raw)]
+    checks = [linear.check(module)]
     if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
         checks.append(_check_embedding(module, raw))
     return checks
-
-
-def _check_linear(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
-    import torch
-
-    from .probes import linear_probe
-
-    weight, bias = raw.get("weight"), raw.get("bias")
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        raise Unknown("its weight is not a matrix of numbers")
-    dtype = weight.dtype
-    probe = linear_probe(weight, bias, dtype, step=_step(weight))
-
-    def run() -> str | None:
-        own_bias = None if bias is None else module.bias
-        pieces = [
-            module.quant_method.apply(module, probe.inputs[: probe.num_plain], None),
-            module.quant_method.apply(module, probe.inputs[probe.num_plain :], own_bias),
-        ]
-        return probe.difference(torch.cat(pieces))
-
-    return run
 
 
 def _check_embedding(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:

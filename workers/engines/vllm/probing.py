@@ -3,22 +3,20 @@
 vLLM arranges a checkpoint's tensors in raw parameters, module by module, and makes of them what its kernels read:
 packed, quantized, copied (model_loader/reload/layerwise.py). What a kernel reads is often not a parameter any more, so
 that a comparison of parameters says nothing about it. While vLLM loads, a `Probing` arranges each module's tensors once
-more, in memory of its own and with the same loaders, and computes from them what the module has to give for a fixed
-input. When all is loaded, each module computes it, with the kernel that requests use.
+more, with the same loaders and beside vLLM's memory (`arranging`), and computes from them what the module has to give
+for a fixed input. When all is loaded, each module computes it, with the kernel that requests use.
 """
 
-import copy
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
 from ....schemas.foreign_code import ForeignError, foreign_code
 from ....schemas.weights import Verified
 from .convolutions import Copies, check_convolution, copy_unpacked, find_copies
-from .probe_checks import Unknown, check_latent, checks_of
+from .probe_checks import LinearProbe, Unknown, check_latent, checks_of
 
 __all__ = ["Probing", "WrongOutput"]
 
@@ -26,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 WRAPPED = ".base_layer"
 """How a module is called inside of the wrapper that adds adapters to it."""
+PACKED = "cpu_linear"
+"""The attribute in which a module keeps what multiplies by its weight on a CPU, with a packed copy of that."""
 MAX_NAMED = 3
 """Modules that a message names."""
 MAX_REASON_CHARS = 100
@@ -104,12 +104,18 @@ class Probing:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-        for module in {other for others in self._sharing.values() for other in others}:
+        for module, others in self._sharing.items():
             method = getattr(module, "quant_method", None)
             # Others may change the weights themselves, and would do so twice; the probe tells whether they need it.
-            if module not in self._load.loaded and isinstance(
+            if module in self._load.loaded or not isinstance(
                 method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
             ):
+                continue
+            packed = next((other for other in others if other in self._load.loaded and hasattr(other, PACKED)), None)
+            if packed is not None and hasattr(module, PACKED):
+                # Made of the same weight; to pack it once more would take time and as much memory again.
+                setattr(module, PACKED, getattr(packed, PACKED))
+            else:
                 method.process_weights_after_loading(module)
         copy_unpacked(self._convolutions or {})
 
@@ -163,13 +169,15 @@ class Probing:
 
     def _process(self, original: Callable[..., None], layer: Any, info: Any) -> None:
         """Stand in for `original`, vLLM's `_layerwise_process`: all tensors of `layer` have come."""
+        from .arranging import arrange
+
         name = self._names.get(layer)
         raw: dict[str, Any] | None = None
         absent: dict[str, int] = {}
         if name is not None and info.loaded_weights:
             try:
                 with foreign_code():
-                    raw, absent = _arrange(layer, info)
+                    raw, absent = arrange(layer, info)
             except ForeignError as exc:
                 # A loader of vLLM was given other memory than it was made for.
                 logger.warning("weights.not_arranged module=%s", name, exc_info=True)
@@ -191,6 +199,7 @@ class Probing:
             # No padding: vLLM has left the rest of its memory as it was.
             self._load.wrong.append(f"{self._names[layer]} got no values for {absent['weight']} of its weights")
             return
+        linear = LinearProbe(raw)
         for module in (layer, *self._sharing.get(layer, ())):
             if getattr(module, "quant_method", None) is None:
                 continue
@@ -199,7 +208,7 @@ class Probing:
                 self._load.checks.append((self._names[module], convolution))
                 continue
             try:
-                checks = checks_of(module, raw, absent)
+                checks = checks_of(module, raw, absent, linear)
             except Unknown as exc:
                 self._load.unprobed[self._names[module]] = str(exc)
                 continue
@@ -261,45 +270,3 @@ def _holds_weights(module: Any) -> bool:
     has_kernel = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     return bool(own) and (has_kernel or any(parameter.numel() for parameter in own))
-
-
-def _arrange(layer: Any, info: Any) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the raw parameters of `layer` with the tensors that have come for it, in memory of their own.
-
-    Beside them, by parameter, how many of its elements got no value; they are 0 then.
-    """
-    import torch
-
-    from .direct_copies import loader_of
-
-    raw: dict[str, Any] = {}
-    given: dict[str, list[Any]] = {}
-    with torch.no_grad():
-        for name, arguments in info.loaded_weights:
-            like = getattr(layer, name)
-            if name not in raw:
-                fill = math.nan if _can_be_nan(like) else 0
-                raw[name] = torch.full(tuple(like.shape), fill, dtype=like.dtype, device=info.restore_device)
-                raw[name].__class__ = like.__class__
-                raw[name].__dict__ = like.__dict__.copy()
-            bound = copy.copy(arguments)
-            bound.arguments = {**arguments.arguments, "param": raw[name]}
-            loader_of(like)(*bound.args, **bound.kwargs)
-            tensors = [value for value in arguments.arguments.values() if isinstance(value, torch.Tensor)]
-            given.setdefault(name, []).extend(value for value in tensors if not value.is_meta)
-        absent = {}
-        for name, tensor in raw.items():
-            # Where NaN came, it says nothing.
-            if _has_nan(tensor.data) and not any(map(_has_nan, given[name])):
-                absent[name] = int(tensor.data.isnan().sum())
-                tensor.data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    return {name: tensor.data for name, tensor in raw.items()}, absent
-
-
-def _has_nan(tensor: Any) -> bool:
-    # A sum, which is NaN if any element is, takes a twentieth of the time that looking at each element takes.
-    return _can_be_nan(tensor) and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
-
-
-def _can_be_nan(tensor: Any) -> bool:
-    return bool(tensor.is_floating_point()) and tensor.element_size() > 1
