@@ -4,6 +4,8 @@ All of this belongs to the caller's loop. Nothing here waits for the bus thread 
 model that somebody serves is opened without a round trip.
 """
 
+import os
+import weakref
 from collections.abc import Iterable
 
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
@@ -11,7 +13,7 @@ from ...schemas.request import GenerateRequest
 from .calls import Call, CallResult, Inbox
 from .config import ClientConfig
 from .fleet import Fleet
-from .loop_thread import LoopThread
+from .loop_thread import FORKED, LoopThread
 from .runtime import ClientRuntime, ClientStats, open_client_runtime
 
 __all__ = ["CallRegistry"]
@@ -73,6 +75,7 @@ class CallRegistry:
         """
         self._runtime = await self._thread.start()
         self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._runtime)
+        _started.add(self)
 
     async def close(self) -> None:
         """Fail what is open, have it aborted in the engines, and end the thread.
@@ -91,8 +94,10 @@ class CallRegistry:
 
         Raises:
             RequestRejected: nothing was published.
+            BusClosed: the client belongs to the process that this one was forked from.
             BusBroken: the connection was lost for good.
         """
+        self._thread.check_process()
         if self._failure is not None:
             raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
         if self._runtime.nats.lost is not None:
@@ -176,13 +181,35 @@ class CallRegistry:
     def _fail_all(self, error: BaseException | None) -> None:
         """The thread has ended: nobody else ends what it had not ended."""
         self._failure = error
+        self._end_calls("the client was closed" if error is None else f"the client has failed: {error!r}")
+        for call in self._calls.values():
+            call.notify()
+
+    def _end_calls(self, message: str) -> None:
         for request_id, call in self._calls.items():
             if call.result is None:
-                message = "the client was closed" if error is None else f"the client has failed: {error!r}"
                 call.result = CallResult(
                     (), RequestFailed(code=ErrorCode.CLIENT_CLOSED, message=message, request_id=request_id)
                 )
-                call.notify()
+
+    def leave_to_parent(self) -> None:
+        """End the calls of this copy without a word to anybody; to be called in a process that was just forked.
+
+        Their callers are not notified: that runs the code of others, in the midst of `os.fork`.
+        """
+        self._thread.abandon()
+        self._end_calls(FORKED)
+
+
+_started: weakref.WeakSet[CallRegistry] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for registry in list(_started):
+        registry.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def check_ids(request_ids: Iterable[str]) -> list[str]:

@@ -38,7 +38,7 @@ from .group_prompts import InexactGroups, PromptForm, Prompts
 from .group_sampler import GroupSampler
 from .runtime import ClientStats
 
-__all__ = ["Client", "ClientStats", "connect", "registry_of"]
+__all__ = ["Client", "ClientStats", "batch_of", "connect", "registry_of"]
 
 DEFAULT_WORKER_GRACE_S = 15.0
 """Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
@@ -96,7 +96,8 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
 class Client:
     """Requests and their streams over one connection. Made by `connect`; use it from one event loop.
 
-    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and leases hold.
+    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and leases hold. A
+    process that was forked gets `BusClosed` from its copy, and connects for itself; the parent's goes on.
 
     Entering raises `BusBroken`: `ServerUnreachable` when no server answers, `TlsFailed`, `PermissionDenied`, or the
     server's own refusal. Leaving aborts what is still open, so that no engine works
@@ -150,6 +151,7 @@ class Client:
     def _registry(self) -> CallRegistry:
         if self._connected is None:
             raise BusClosed("this client is not connected; use it inside `async with`")
+        self._connected.thread.check_process()
         return self._connected
 
     def stats(self) -> ClientStats:
@@ -177,7 +179,9 @@ class Client:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is open and close."""
-        registry = self._registry
+        registry = self._connected
+        if registry is None:
+            raise BusClosed("this client is not connected")
         self._connected = None
         await registry.close()
 
@@ -246,7 +250,7 @@ class Client:
             ValueError: `max_in_flight` is below 1.
             Exception: whatever `requests` raised; what is open is aborted.
         """
-        batch = Batch(self._registry, max_in_flight=max_in_flight, max_unread_bytes=self._max_unread_bytes, times=times)
+        batch = batch_of(self, max_in_flight=max_in_flight, times=times)
         source = RequestSource(requests, batch)
         try:
             while True:
@@ -332,3 +336,13 @@ def registry_of(client: Client) -> CallRegistry:
         BusClosed: the client is not connected.
     """
     return client._registry
+
+
+def batch_of(client: Client, *, max_in_flight: int, times: BatchTimes | None) -> Batch:
+    """Start a batch of a connected client; see `Client.complete_many`.
+
+    Raises:
+        BusClosed: the client is not connected.
+        ValueError: `max_in_flight` is below 1.
+    """
+    return Batch(client._registry, max_in_flight=max_in_flight, max_unread_bytes=client._max_unread_bytes, times=times)

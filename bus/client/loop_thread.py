@@ -19,12 +19,14 @@ import uvloop
 
 from ...schemas.errors import BusBroken, BusClosed
 
-__all__ = ["LoopThread"]
+__all__ = ["CLEAN_UP_S", "FORKED", "LoopThread"]
 
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S: Final = 5.0
 """For coroutines to clean up that were cancelled, before the resident is left: they may need it for that."""
+
+FORKED: Final = "this client belongs to the process that this one was forked from; connect another one here"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,6 +49,7 @@ class LoopThread(Generic[T]):
         self._name = name
         self._resident = resident
         self._on_end = on_end
+        self._is_abandoned = False
         self._owner: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
@@ -69,6 +72,27 @@ class LoopThread(Generic[T]):
     def __repr__(self) -> str:
         """One line with the state."""
         return f"<LoopThread {self._name} {'ended' if self._ended.done() else 'running'}>"
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on the thread."""
+        return threading.current_thread() is self._thread
+
+    def abandon(self) -> None:
+        """Leave the thread to the process that this one was forked from, where alone it exists; to be called here.
+
+        What its loop has open is the parent's: nothing may be posted, run or closed here any more.
+        """
+        self._is_abandoned = True
+
+    def check_process(self) -> None:
+        """Return if the thread is one of this process.
+
+        Raises:
+            BusClosed: it was abandoned.
+        """
+        if self._is_abandoned:
+            raise BusClosed(FORKED)
 
     async def start(self) -> T:
         """Start the thread, enter the resident there and return what that gave.
@@ -98,7 +122,7 @@ class LoopThread(Generic[T]):
 
         What it raises ends the thread, and `stop` raises it. Once the thread has ended, nothing is called any more.
         """
-        if self._ended.done():
+        if self._ended.done() or self._is_abandoned:
             return
         self._posts.append((function, args))
         if not self._is_woken:
@@ -111,11 +135,11 @@ class LoopThread(Generic[T]):
         Cancellation: passed on to `coroutine`, which may go on to clean up; `stop` gives it `CLEAN_UP_S` for that.
 
         Raises:
-            BusClosed: the thread was stopped meanwhile, or before.
+            BusClosed: the thread was stopped meanwhile, or before, or was abandoned.
             BusBroken: the thread has failed; the cause says with what.
             Exception: whatever `coroutine` raised.
         """
-        self._runs.add(coroutine)
+        self._add_run(coroutine)
         try:
             # The loop takes up what it is handed in order: a wake-up for posts comes first.
             running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -140,9 +164,9 @@ class LoopThread(Generic[T]):
         The future is cancelled if the thread is stopped meanwhile.
 
         Raises:
-            BusClosed: the thread has ended.
+            BusClosed: the thread has ended, or was abandoned.
         """
-        self._runs.add(coroutine)
+        self._add_run(coroutine)
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
@@ -152,11 +176,15 @@ class LoopThread(Generic[T]):
     async def stop(self) -> None:
         """Leave the resident, after all that was posted before, and end the thread. Safe to repeat.
 
+        Does nothing where the thread was abandoned.
+
         Cancellation: raised once the thread has ended; how long leaving takes is the resident's to bound.
 
         Raises:
             Exception: whatever ended the thread too early, or leaving raised.
         """
+        if self._is_abandoned:
+            return
         self.post(self.request_stop)
         await self._until_ended()
         error, self._error = self._error, None
@@ -167,6 +195,12 @@ class LoopThread(Generic[T]):
         """Have the resident left; to be called on the thread."""
         self._is_stopping = True
         self._wake.set()
+
+    def _add_run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if self._is_abandoned:
+            coroutine.close()
+        self.check_process()
+        self._runs.add(coroutine)
 
     def _why_ended(self) -> Exception:
         if self._error is None:

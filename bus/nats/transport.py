@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import ssl
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,6 +59,7 @@ class NatsTransport(Transport):
 
     def __init__(self, *, requires_tls: bool = False) -> None:
         self.requires_tls = requires_tls
+        _made.add(self)
         self._protocol: _NatsProtocol | None = None
 
     def __bool__(self) -> bool:
@@ -162,6 +165,14 @@ class NatsTransport(Transport):
         if self._protocol is not None and not self._protocol.is_gone:
             self._protocol.transport.abort()
 
+    def leave_to_parent(self, nowhere: int) -> None:
+        """Let go of the parent's connection in a process that was just forked: its socket becomes the file `nowhere`.
+
+        So nothing can be sent here over the parent's connection, and the parent can close it.
+        """
+        if self._protocol is not None and not self._protocol.is_gone:
+            os.dup2(nowhere, self._protocol.transport.get_extra_info("socket").fileno(), inheritable=False)
+
     def _require_protocol(self) -> "_NatsProtocol":
         if self._protocol is None:
             raise ConnectionResetError("there is no connection to NATS")
@@ -178,6 +189,21 @@ class NatsTransport(Transport):
         if self.requires_tls and not protocol.is_secure:
             raise NoTls("TLS is required and was not begun: nothing is sent without it")
         return protocol
+
+
+_made: weakref.WeakSet[NatsTransport] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    transports = list(_made)
+    if transports:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for transport in transports:
+            transport.leave_to_parent(nowhere)
+        os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class _NatsProtocol(asyncio.BufferedProtocol):

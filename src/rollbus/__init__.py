@@ -5,8 +5,9 @@
     async with rollbus.connect("nats://127.0.0.1:4222") as rb:
         generation = await rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
 
-Its parts are `rollbus.bus`, `rollbus.frontend`, `rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this
-docstring is not what `help(rollbus)` shows, another package called `rollbus` comes first on your path.
+`rollbus.sync` has the same without asyncio. The parts of `rollbus` are `rollbus.bus`, `rollbus.frontend`,
+`rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this docstring is not what `help(rollbus)` shows, another
+package called `rollbus` comes first on your path.
 """
 
 from importlib import import_module
@@ -16,6 +17,7 @@ _PARTS = {"bus", "examples", "frontend", "schemas", "trainer", "workers"}
 """Packages in here: their import asks for an attribute of the same name first."""
 
 if TYPE_CHECKING:
+    from . import sync as sync
     from .bus import *  # noqa: F403
 
     __all__: list[str]
@@ -23,6 +25,8 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the client when one of its names is first asked for: engines and trainers import parts without it."""
+        if name == "sync":
+            return import_module(".sync", __name__)
         if name not in _PARTS and (name == "__all__" or not name.startswith("_")):
             bus = import_module(".bus", __name__)
             if name == "__all__":
@@ -33,7 +37,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*globals(), *__getattr__("__all__"), "sync"})
 
 
 __version__ = "0.1.0"

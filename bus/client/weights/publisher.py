@@ -15,6 +15,7 @@ from ..call_registry import CallRegistry
 from ..client import Client, connect, registry_of
 from ..loop_thread import LoopThread
 from ..runtime import ClientRuntime
+from ..sync.client import BlockingClient
 from .arguments import (
     Adapter,
     AdapterSettings,
@@ -24,7 +25,6 @@ from .arguments import (
     publish_options,
     read_adapter,
 )
-from .blocking import BlockingClient
 from .checkpoint import Checkpoint, read_checkpoint_folder
 from .feed import NamedTensors, TensorFeed
 from .options import AdapterOptions
@@ -57,7 +57,8 @@ class WeightPublisher:
     Entering raises `ControlError` with `publisher_busy` if another publisher holds the lease.
 
     Args:
-        client: connected, or the URL of the NATS server, or a `Server`; None: as in `rollbus.connect`.
+        client: connected (one of `rollbus.sync` for `with`), or the URL of the NATS server, or a `Server`; None: as in
+            `rollbus.connect`.
         model: whose weights these are.
         checkpoint: folder of the checkpoint with which training began. Published tensors must have its names, shapes
             and dtypes, and its other files (config.json, tokenizer ...) go into anchors.
@@ -74,7 +75,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        client: Client | Server | str | None = None,
+        client: Client | BlockingClient | Server | str | None = None,
         *,
         model: str,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -84,12 +85,13 @@ class WeightPublisher:
         **options: Unpack[ConnectOptions],
     ) -> None:
         self._model = check_name("model", model)
-        self._is_own = not isinstance(client, Client)
-        if isinstance(client, Client):
+        self._is_own = not isinstance(client, Client | BlockingClient)
+        self._is_blocking = isinstance(client, BlockingClient)
+        if isinstance(client, Client | BlockingClient):
             if options:
                 allowed = "nothing of it beside a client, which has its own"
                 raise InvalidRequest(field=", ".join(options), problem="is set", allowed=allowed)
-            self._client = client
+            self._client = client.with_asyncio if isinstance(client, BlockingClient) else client
         else:
             self._client = connect(client, **options)
         self._folder = checkpoint
@@ -108,6 +110,8 @@ class WeightPublisher:
     async def __aenter__(self) -> Self:
         """Take the lease; connect before, if there is no client."""
         self._check_not_entered()
+        if self._is_blocking:
+            raise InvalidRequest(field="client", problem="is one of `rollbus.sync`", allowed="it with `with` alone")
         async with contextlib.AsyncExitStack() as stack:
             if self._is_own:
                 await stack.enter_async_context(self._client)

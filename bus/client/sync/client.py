@@ -1,0 +1,241 @@
+"""The client without asyncio: the names of `Client` and `Fleet`, which block where those are awaited.
+
+A method is made of the one whose name it has, with its arguments, result, errors and docstring.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from ....schemas.chunk import Chunk
+from ....schemas.errors import BusClosed, InvalidRequest
+from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
+from ....schemas.presence import WorkerPresence
+from ....schemas.request import GenerateRequest
+from .. import client as with_asyncio
+from ..batch import Batch, check_iterable, check_request
+from ..batch_times import BatchTimes
+from ..client import Client, ClientStats, batch_of
+from ..fleet import Fleet
+from ..generation import Generation
+from .owner_thread import OwnerThread
+
+__all__ = ["BlockingClient", "BlockingFleet", "connect"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Blocks(Protocol[T_co]):
+    """Blocks for what a `T_co` is awaited for."""
+
+    @property
+    def _awaited(self) -> T_co: ...
+
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
+
+
+def _blocking(
+    method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[_Blocks[T], P], R]:
+    """Make the method that blocks for what `method` is awaited for."""
+
+    @wraps(method)
+    def wait(self: _Blocks[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._run(method(self._awaited, *args, **kwargs))
+
+    return wait
+
+
+class BlockingFleet:
+    """The workers of one fleet, as `Fleet` has them, without `await`. Got from a `BlockingClient`."""
+
+    def __init__(self, client: "BlockingClient", fleet: Fleet) -> None:
+        self._client = client
+        self._awaited = fleet
+
+    def __repr__(self) -> str:
+        """One line with each worker and its state."""
+        return f"<BlockingFleet {self._awaited!r}>"
+
+    @property
+    def workers(self) -> tuple[WorkerPresence, ...]:
+        """Live workers by id, as they were last heard; `state` asks them."""
+        return self._awaited.workers
+
+    @property
+    def bad_messages(self) -> int:
+        """Announcements and answers of workers that did not decode."""
+        return self._awaited.bad_messages
+
+    state = _blocking(Fleet.state)
+    paused_since = _blocking(Fleet.paused_since)
+    mute_pause = _blocking(Fleet.mute_pause)
+    reset = _blocking(Fleet.reset)
+    wait_for_workers = _blocking(Fleet.wait_for_workers)
+    send = _blocking(Fleet.send)
+    pause = _blocking(Fleet.pause)
+    resume = _blocking(Fleet.resume)
+    drain = _blocking(Fleet.drain)
+    flush_cache = _blocking(Fleet.flush_cache)
+    sleep = _blocking(Fleet.sleep)
+    wake = _blocking(Fleet.wake)
+    abort = _blocking(Fleet.abort)
+    check_weights = _blocking(Fleet.check_weights)
+    update_weights = _blocking(Fleet.update_weights)
+    load_lora = _blocking(Fleet.load_lora)
+    unload_lora = _blocking(Fleet.unload_lora)
+    init_weight_transfer = _blocking(Fleet.init_weight_transfer)
+    start_weight_update = _blocking(Fleet.start_weight_update)
+    update_weight_chunk = _blocking(Fleet.update_weight_chunk)
+    finish_weight_update = _blocking(Fleet.finish_weight_update)
+
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return self._client._run(coroutine)
+
+
+class BlockingClient:
+    """What `Client` does, for programs without asyncio. Made by `rollbus.sync.connect`; enter it with `with`.
+
+    Any thread may use it, several at once; inside of a running event loop (a notebook) it works, and blocks that loop.
+    Ctrl-C ends the call that it interrupts, as cancelling it does, and the client goes on. A process that was forked,
+    as data loaders are, gets `BusClosed` from its copy and connects for itself; the parent's goes on. A program that
+    exits without leaving it aborts what is open all the same. Callbacks (`on_end`, `on_ack`) run on the client's own
+    threads, must return at once, and get a `RuntimeError` if they call the client.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._awaited = client
+        # Set while entered.
+        self._owner: OwnerThread | None = None
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<BlockingClient {self._awaited!r}>"
+
+    @property
+    def with_asyncio(self) -> Client:
+        """The client that does the work, for parts that share its connection."""
+        return self._awaited
+
+    @property
+    def fleet(self) -> BlockingFleet:
+        """The fleet's workers.
+
+        Raises:
+            BusClosed: the client is not connected.
+        """
+        return BlockingFleet(self, self._awaited.fleet)
+
+    def stats(self) -> ClientStats:
+        """A copy of the counters.
+
+        Raises:
+            BusClosed: the client is not connected.
+        """
+        return self._awaited.stats()
+
+    def __enter__(self) -> Self:
+        """Connect, listen, and ask who is there."""
+        if self._owner is not None:
+            raise BusClosed("this client is entered already")
+        owner = OwnerThread(self._awaited)
+        owner.start()
+        self._owner = owner
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is open and close; calls of other threads end as `client_closed`, or with `BusClosed`."""
+        owner, self._owner = self._connected, None
+        owner.stop()
+
+    complete = _blocking(Client.complete)
+    abort = _blocking(Client.abort)
+
+    def generate(
+        self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
+    ) -> Generator[Chunk, None, None]:
+        """Stream the chunks of `request`, as `Client.generate` does. Leaving the loop, or `close`, aborts it."""
+        owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end)
+        try:
+            while (chunk := owner.run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            owner.finish(_leave(chunks))
+
+    def complete_many(
+        self,
+        requests: Iterable[GenerateRequest],
+        *,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        times: BatchTimes | None = None,
+    ) -> Generator[Generation, None, None]:
+        """Results of many requests in the order in which they finish, as `Client.complete_many` does.
+
+        `requests` is drawn from on the caller's thread, while it waits for the next result.
+        """
+        if isinstance(requests, AsyncIterable):
+            allowed = "an iterable; `rollbus.connect` takes async iterables"
+            raise InvalidRequest(field="requests", problem="is an async iterable", allowed=allowed)
+        owner, source = self._connected, iter(check_iterable(requests))
+        batch, is_over = batch_of(self._awaited, max_in_flight=max_in_flight, times=times), False
+        try:
+            while True:
+                if batch.has_room and not is_over:
+                    try:
+                        request = check_request(next(source))
+                    except StopIteration:
+                        is_over = True
+                        continue
+                    refused = owner.run(batch.open(request))
+                    if refused is not None:
+                        yield refused
+                elif batch.num_in_flight:
+                    yield owner.run(batch.next_result())
+                else:
+                    break
+        finally:
+            owner.finish(_close(batch))
+        if batch.no_workers is not None:
+            raise batch.no_workers
+
+    @property
+    def _connected(self) -> OwnerThread:
+        if self._owner is None:
+            raise BusClosed("this client is not connected; use it inside `with`")
+        return self._owner
+
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        if self._owner is None:
+            coroutine.close()
+        return self._connected.run(coroutine)
+
+
+async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+    return await anext(chunks, None)
+
+
+async def _leave(chunks: AsyncGenerator[Chunk, None]) -> None:
+    await chunks.aclose()
+
+
+async def _close(batch: Batch) -> None:
+    batch.close()
+
+
+def _with_blocking(make: Callable[P, Client]) -> Callable[P, BlockingClient]:
+    @wraps(make)
+    def connect(*args: P.args, **kwargs: P.kwargs) -> BlockingClient:
+        return BlockingClient(make(*args, **kwargs))
+
+    connect.__doc__ = (make.__doc__ or "").replace("`async with`", "`with`")
+    connect.__module__ = __name__
+    return connect
+
+
+connect = _with_blocking(with_asyncio.connect)

@@ -1,0 +1,14 @@
+"""The client without asyncio: the same names, which block where those of `rollbus.connect` are awaited.
+
+Connect, and use it from any thread:
+
+    with rollbus.sync.connect("nats://127.0.0.1:4222") as rb:
+        generation = rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
+        for generation in rb.complete_many(requests):
+            ...
+        rb.fleet.update_weights("/checkpoints/step-7", version=7)
+"""
+
+from .bus.client.sync.client import BlockingClient, BlockingFleet, connect
+
+__all__ = ["BlockingClient", "BlockingFleet", "connect"]

@@ -1,0 +1,75 @@
+"""The client without asyncio in processes that are interrupted, that fork, and that end without leaving it."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from typing import Any
+
+import pytest
+
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.messages import decode_client_presence
+from tests.support.connections import opened
+from tests.support.fleet import StartServed, until_idle
+from tests.support.patience import SOON_S
+
+pytestmark = pytest.mark.slow
+
+
+async def run(program: str, url: str, fleet: str) -> list[Any]:
+    """What a program of `tests/support/sync_program.py` says, by line; it ends well, in time, and silent besides."""
+    command = sys.executable, "-m", "tests.support.sync_program", program, url, fleet
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(SOON_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, err.decode()) == (0, "")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+async def test_a_program_that_exits_leaves_its_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """It ends, and the workers hear at once that its requests are nobody's."""
+    async with one_worker() as (rb, _, engine), opened(nats_url) as connection:
+        heard = await connection.subscribe(Subjects(fleet).client("program"))
+        assert await run("leave_open", nats_url, fleet) == [1]
+        states = [decode_client_presence((await heard.next_msg(SOON_S)).data).state]
+        while states[-1] != "closed":
+            states.append(decode_client_presence((await heard.next_msg(SOON_S)).data).state)
+        await until_idle(engine, rb)
+
+
+async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Each kind of call raises `KeyboardInterrupt`, its request is gone, and the client goes on with the same ids."""
+    async with one_worker() as (rb, _, engine):
+        [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
+        await until_idle(engine, rb)
+    assert interrupted == ["complete", "complete_many", "generate", "wait_for_workers"]
+    assert answers == ["length"] * 4
+
+
+async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """The child gets typed errors, holds no connection, works with a client of its own and ends; the parent goes on."""
+    async with one_worker():
+        child, parent = await run("fork", nats_url, fleet)
+    assert child == {"errors": ["BusClosed"] * 7, "connections": 0, "own": 3}
+    assert parent == {"code": 7, "tokens": [200, [20] * 60], "missing": 0}
+
+
+async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """The same holds for the client with asyncio; a stream that the child goes on reading ends as `client_closed`."""
+    async with one_worker():
+        child, parent = await run("fork_with_asyncio", nats_url, fleet)
+    assert child == {"errors": ["BusClosed", "BusClosed", "RequestFailed"], "connections": 0}
+    assert parent == {"code": 7, "tokens": [200, 3], "missing": 0}
+
+
+async def test_a_data_loader_forks(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Two processes of a torch DataLoader bring prompts, in the midst of requests, and cannot use the client."""
+    async with one_worker():
+        [said] = await run("load_data", nats_url, fleet)
+    assert said == {"errors": ["BusClosed"], "processes": 2, "results": 64}

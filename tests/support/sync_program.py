@@ -1,0 +1,186 @@
+"""A trainer without asyncio as a process of its own: `python -m tests.support.sync_program NAME URL FLEET`.
+
+Each function is a program. It prints one line of JSON when it is done, and ends as any program ends.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+from torch.utils.data import DataLoader
+
+import rollbus
+from tests.support.processes import becomes_true
+from tests.support.requests import endless, greedy, short
+
+__all__: list[str] = []
+
+LEFT_OPEN: list[Iterator[rollbus.Chunk]] = []
+"""Streams that are there until the interpreter is gone."""
+
+
+def leave_open(url: str, fleet: str) -> None:
+    """End with a client that was not left, and a stream that still runs."""
+    rb = rollbus.sync.connect(url, fleet=fleet, client="program").__enter__()
+    rb.fleet.wait_for_workers()
+    LEFT_OPEN.append(rb.generate(endless()))
+    say(next(LEFT_OPEN[0]).num_tokens)
+
+
+def be_interrupted(url: str, fleet: str) -> None:
+    """Get Ctrl-C in each kind of call, and go on with requests of the same ids."""
+    with rollbus.sync.connect(url, fleet=fleet) as rb:
+        rb.fleet.wait_for_workers()
+        calls: dict[str, Callable[[], object]] = {
+            "complete": lambda: rb.complete(endless("complete")),
+            "complete_many": lambda: list(rb.complete_many([endless("complete_many")])),
+            "generate": lambda: [None for _ in rb.generate(endless("generate"))],
+            "wait_for_workers": lambda: rb.fleet.wait_for_workers(1000),
+        }
+        interrupted = [name for name, call in calls.items() if is_interrupted(rb, call)]
+        answers = [rb.complete(short(name)).finish_reason for name in calls]
+    say([interrupted, answers])
+
+
+def is_interrupted(rb: rollbus.sync.BlockingClient, call: Callable[[], object]) -> bool:
+    """Send SIGINT while `call` blocks; True if it raised `KeyboardInterrupt`."""
+
+    def interrupt() -> None:
+        if becomes_true(lambda: bool(rb._connected.num_calls)):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        interrupting.join()
+    return False
+
+
+def fork(url: str, fleet: str) -> None:
+    """Fork in the midst of requests; the child tries all that it must not, works for itself, and ends."""
+    with rollbus.sync.connect(url, fleet=fleet) as rb:
+        rb.fleet.wait_for_workers()
+        requests = [greedy(index, 20, request_id=f"r{index}") for index in range(60)]
+        stream, many = rb.generate(greedy(1, 200)), rb.complete_many(requests, max_in_flight=8)
+        chunks, results = [next(stream)], [next(many)]
+        held = rb.fleet
+        child = os.fork()
+        if child == 0:
+            errors = [error_of(call) for call in (
+                lambda: rb.complete(short("child")), lambda: rb.fleet, rb.stats, held.state, lambda: next(stream),
+                lambda: next(many), lambda: list(rb.complete_many([short("child")])),
+            )]  # fmt: skip
+            say({"errors": errors, "connections": len(psutil.Process().net_connections()), "own": own(url, fleet)})
+            sys.exit(7)
+        _, status = os.waitpid(child, 0)
+        chunks += stream
+        results += many
+        tokens = sum(chunk.num_tokens for chunk in chunks), [len(result.token_ids) for result in results]
+        say({"code": os.waitstatus_to_exitcode(status), "tokens": tokens, "missing": rb.stats().missing_frames})
+
+
+def fork_with_asyncio(url: str, fleet: str) -> None:
+    """The same for a client with asyncio, whose child leaves it and ends as those of multiprocessing do.
+
+    It may not close the loop that it was forked in: asyncio's loops share what they wait on with their parent's.
+    """
+
+    async def main() -> None:
+        async with rollbus.connect(url, fleet=fleet) as rb:
+            await rb.fleet.wait_for_workers()
+            stream = rb.generate(greedy(1, 200))
+            chunks = [await anext(stream)]
+            held = rb.fleet
+            child = os.fork()
+            if child == 0:
+                errors = []
+                for call in (lambda: rb.complete(short("child")), held.state, lambda: drain(stream)):
+                    try:
+                        await call()
+                    except rollbus.RollbusError as exc:
+                        errors.append(type(exc).__name__)
+                await rb.__aexit__(None, None, None)
+                say({"errors": errors, "connections": len(psutil.Process().net_connections())})
+                os._exit(7)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            chunks += [chunk async for chunk in stream]
+            after = await rb.complete(short("after"))
+            tokens = sum(chunk.num_tokens for chunk in chunks), len(after.token_ids)
+            say({"code": os.waitstatus_to_exitcode(status), "tokens": tokens, "missing": rb.stats().missing_frames})
+
+    asyncio.run(main())
+
+
+async def drain(stream: Any) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
+
+
+class Prompts:
+    """A dataset that tries to use its parent's client in the loader's processes."""
+
+    def __init__(self, rb: rollbus.sync.BlockingClient) -> None:
+        self._rb = rb
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[int, str, int]:
+        return index, error_of(lambda: self._rb.complete(short(f"child-{index}"))), os.getpid()
+
+
+def load_data(url: str, fleet: str) -> None:
+    """Ask for completions of what a torch DataLoader with two processes brings, while it brings more."""
+    errors, pids = set(), set()
+    with rollbus.sync.connect(url, fleet=fleet) as rb:
+        rb.fleet.wait_for_workers()
+
+        def requests() -> Iterator[rollbus.GenerateRequest]:
+            loader: Any = DataLoader(Prompts(rb), batch_size=4, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+            for indices, names, processes in loader:
+                errors.update(names)
+                pids.update(processes.tolist())
+                for index in indices.tolist():
+                    yield short(f"r{index}")
+
+        results = [result.request_id for result in rb.complete_many(requests(), max_in_flight=8)]
+    say({"errors": sorted(errors), "processes": len(pids - {os.getpid()}), "results": len(set(results))})
+
+
+def own(url: str, fleet: str) -> int:
+    """Tokens of a request through a client of this process's own."""
+    with rollbus.sync.connect(url, fleet=fleet) as rb:
+        rb.fleet.wait_for_workers()
+        return len(rb.complete(short("own")).token_ids)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The name of the error that a call raises; empty if none."""
+    try:
+        call()
+    except rollbus.RollbusError as exc:
+        return type(exc).__name__
+    return ""
+
+
+def say(value: object) -> None:
+    """Print a line, at once."""
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    # A shell starts what is to run in the background with Ctrl-C ignored, and programs inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    globals()[sys.argv[1]](sys.argv[2], sys.argv[3])
