@@ -36,7 +36,17 @@ from transformers.utils import logging
 import rollbus
 from rollbus import ErrorCode, GenerateRequest, SamplingParams
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.trainer import MicroBatch, Sample, Stitcher, drop_stale, importance_weights, pack, replay, sampler_kl
+from rollbus.trainer import (
+    MicroBatch,
+    Sample,
+    Stitcher,
+    drop_stale,
+    group_advantages,
+    importance_weights,
+    pack,
+    replay,
+    sampler_kl,
+)
 
 NUM_DIGITS = 4
 """Of each answer."""
@@ -93,7 +103,7 @@ class Group:
         answers = (generation, *generation.siblings)
         rewards = np.array([reward_of(prompt, answer.token_ids) for answer in answers])
         samples = []
-        for answer, advantage in zip(answers, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+        for answer, advantage in zip(answers, group_advantages(rewards), strict=True):
             stitcher = Stitcher()
             stitcher.add(prompt, answer)
             samples.append(stitcher.sample(advantage=float(advantage)))

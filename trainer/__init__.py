@@ -11,6 +11,7 @@
 The page docs/trainer.md shows a whole step.
 """
 
+from .advantages import group_advantages, has_signal
 from .errors import CheckpointMismatch, PackError, ReplayError, StitchError
 from .importance import importance_weights, sampler_kl
 from .packing import NO_EXPERT, PADDING, MicroBatch, pack
@@ -35,6 +36,8 @@ __all__ = [
     "attention_mask",
     "check_packing",
     "drop_stale",
+    "group_advantages",
+    "has_signal",
     "importance_weights",
     "mask_stale",
     "pack",
