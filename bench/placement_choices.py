@@ -32,9 +32,9 @@ class QueueOnly:
         """Return the worker, or None, of each of `count` samples of `job`'s request."""
         return [None] * count
 
-    def follow(self, job: Job, worker: str, now: float) -> str | None:
-        """Return `worker`, which has the first of `job`'s group, if it has room, else None."""
-        return None
+    def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
+        """Return where `job` follows the first of its group, which `worker` has; `is_queueing` if others wait."""
+        return worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Note that a worker has begun with a request."""
@@ -145,14 +145,15 @@ class Ours(QueueOnly):
             self._policy.placed(wanted, placement, now)
         return [placement.worker for placement in placements]
 
-    def follow(self, job: Job, worker: str, now: float) -> str | None:
-        """Return the worker, which has the prompt, if it has room."""
-        if self._policy.loads.free_slots(worker, now) <= 0:
-            return None
+    def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
+        """Return another worker that has room if nothing else waits, else the worker that has the prompt."""
         wanted = _wanted(job)
-        whole = len(wanted.pieces) * PIECE_TOKENS
-        self._policy.placed(wanted, Placement(worker, PlacementReason.PLACED_GROUP, whole), now)
-        return worker
+        placement = Placement(worker, PlacementReason.PLACED_GROUP, len(wanted.pieces) * PIECE_TOKENS)
+        if not is_queueing:
+            free = self._policy.place(wanted, list(self._able.values()), now)
+            placement = placement if free.worker is None else free
+        self._policy.placed(wanted, placement, now)
+        return placement.worker or worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Tell the policy, which remembers the prompt."""

@@ -2,7 +2,8 @@
 
 What stands between them is as on the bus: workers announce themselves once a second, a placed request is taken at once
 or refused and then queued, a worker pulls when it has room, in turns, and while requests wait in the queue placed ones
-get at most every second slot that becomes free.
+get at most every second slot that becomes free. What follows the first of its group waits at that one's worker, which
+pulls no other request before.
 """
 
 import heapq
@@ -24,8 +25,6 @@ __all__ = ["Simulation", "Way"]
 LATENCY_S: Final = 0.001
 """Of one message."""
 PRESENCE_S: Final = 1.0
-FOLLOW_S: Final = 2.0
-"""For which a sample follows the first of its group at most."""
 SLOW: Final = 0.5
 """Speed of a slow worker."""
 
@@ -36,7 +35,7 @@ class Way(Protocol):
     waits_at_worker: bool
     """True: what it chose takes the request even when it is full, and has it wait there."""
     follows: bool
-    """True: a sample without a worker follows the first of its group, until that has a token."""
+    """True: a sample without a worker follows the first of its group to the worker that takes it."""
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
         """Note what a worker said of itself."""
@@ -45,8 +44,8 @@ class Way(Protocol):
         """Return the worker, or None, of each of `count` samples of `job`'s request."""
         ...
 
-    def follow(self, job: Job, worker: str, now: float) -> str | None:
-        """Return `worker`, which has the first of `job`'s group, if it has room, else None."""
+    def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
+        """Return where `job` follows the first of its group, which `worker` has; `is_queueing` if others wait."""
         ...
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
@@ -131,36 +130,38 @@ class Simulation:
             jobs.append(Job(conversation, turn, sample, prompt, keys, sequence, sequence_keys, self.now))
         self.jobs.extend(jobs)
         began = time.perf_counter()
-        workers = self.way.place(jobs[0], len(jobs), self.now)
+        waits = self.way.follows and jobs[0].group is not None and bool(self._queue)
+        workers = [None] * len(jobs) if waits else self.way.place(jobs[0], len(jobs), self.now)
         self.decisions_s.append(time.perf_counter() - began)
-        self._send(jobs, workers, follows=self.way.follows)
+        self._send(jobs, workers)
 
-    def _send(self, jobs: Sequence[Job], workers: Sequence[str | None], *, follows: bool) -> None:
+    def _send(self, jobs: Sequence[Job], workers: Sequence[str | None]) -> None:
         for job, worker in zip(jobs, workers, strict=True):
             group = job.group
             leader = None if group is None else self._leaders.setdefault(group, job)
             if worker is not None:
                 self._at(LATENCY_S, self._offer, self.engines[worker], job)
-            elif follows and leader is not None and leader is not job:
+            elif self.way.follows and leader is not None and leader is not job:
                 self._followers.setdefault(leader, []).append(job)
-                self._at(FOLLOW_S, self._follow, leader, job)
             else:
                 self._at(LATENCY_S, self._enqueue, job)
 
-    def _follow(self, leader: Job, job: Job) -> None:
-        """Send a sample that waits for the first of its group to that one's worker, if there is room."""
-        if job in self._followers.get(leader, ()):
-            self._followers[leader].remove(job)
-            worker = None if leader.worker is None else self.way.follow(job, leader.worker, self.now)
-            self._send([job], [worker], follows=False)
-
-    def _release(self, leader: Job) -> None:
-        """The first of a group has a token."""
+    def _release(self, leader: Job, worker: str) -> None:
+        """A worker has the first of a group, and gets those that follow."""
+        self.way.admitted(leader, worker, self.now)
         if leader.group is not None and self._leaders.get(leader.group) is leader:
             del self._leaders[leader.group]
-        for job in list(self._followers.get(leader, ())):
-            self._follow(leader, job)
-        self._followers.pop(leader, None)
+        for job in self._followers.pop(leader, ()):
+            chosen = self.way.follow(job, worker, self.now, is_queueing=bool(self._queue))
+            self._at(LATENCY_S, self._wait_at, self.engines[chosen], job)
+
+    def _wait_at(self, engine: Engine, job: Job) -> None:
+        """Have a request that follows another one wait for a slot."""
+        self._advance(engine)
+        self.placed += 1
+        job.is_placed = True
+        engine.line.append(job)
+        self._pull(engine, engine.free_slots)
 
     def _end(self, job: Job, worker: str) -> None:
         self.way.ended(job, worker, self.now)
@@ -202,12 +203,15 @@ class Simulation:
 
     def _pull(self, engine: Engine, count: int) -> None:
         """Give it what waits, at most `count`, as far as it has room."""
-        while count and engine.free_slots > 0 and (engine.line or self._queue):
+        while count > 0 and engine.free_slots > 0 and (engine.line or self._queue):
             if engine.line:
                 self._start(engine, engine.line.popleft())
             else:
                 engine.may_take_placed = True
-                self._start(engine, self._queue.popleft())
+                job = self._queue.popleft()
+                # Those that follow it come before what the worker pulls next.
+                count -= len(self._followers.get(job, ()))
+                self._start(engine, job)
             count -= 1
         if engine.free_slots > 0:
             self._pulling[engine.name] = None
@@ -216,7 +220,7 @@ class Simulation:
         engine.start(job, self.now)
         if engine.free_slots <= 0:
             self._pulling.pop(engine.name, None)
-        self._at(LATENCY_S, self.way.admitted, job, engine.name, self.now + LATENCY_S)
+        self._at(LATENCY_S, self._release, job, engine.name)
         self._wake(engine)
 
     def _wake(self, engine: Engine) -> None:
@@ -233,8 +237,6 @@ class Simulation:
 
     def _advance(self, engine: Engine) -> None:
         first, ended = engine.advance(self.now)
-        for job in first:
-            self._at(LATENCY_S, self._release, job)
         for job in ended:
             self._at(LATENCY_S, self._end, job, engine.name)
         if ended:

@@ -123,6 +123,10 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
     """More samples of the same request and attempt; direct messages to workers with `Capabilities.request_groups`
     only. The worker admits or refuses each by itself, as if it had come alone."""
+    may_wait: bool = False
+    """What gets no slot at once may wait at the worker for one, after a request of its group (`group_id`, else the same
+    `request_id`) that had its turn there; direct messages to workers with `Capabilities.group_backlog` only. The worker
+    offers what waits, and may still refuse it as `queue_full` before its first token."""
 
     def __post_init__(self) -> None:
         """Refuse a client that cannot stand in a subject, one that nobody could answer, and unusable siblings."""

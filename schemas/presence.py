@@ -111,6 +111,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     may span several machines, and it refuses weights and adapters in the object store."""
     request_groups: bool = False
     """It reads `siblings` in direct messages; workers of earlier releases serve the first sample alone."""
+    group_backlog: bool = False
+    """It reads `may_wait` in direct messages: requests of a group wait there for the next free slots."""
 
 
 class WorkerState(enum.StrEnum):

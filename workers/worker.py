@@ -199,9 +199,8 @@ class Worker:
         await self._runner.start()
         self._links.reports_kv = self._runner.engine.reports_recomputed_kv
         await self._lifecycle.wait_alone()
-        worker = self._config.worker_id
-        await subscribe(self._nats, self._subjects.links_to(worker), self._on_link_message)
-        await subscribe(self._nats, self._subjects.directs_to(worker), self._on_direct)
+        await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
+        await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)
         await self._ensure_queue()
         # The presence of a serving worker follows the subscriptions on the same connection: its readers are heard here.
         self._control.reconciler.start()
@@ -235,6 +234,7 @@ class Worker:
             if self._nats.is_connected and self._lifecycle.may_publish():
                 self._control.reconciler.check_read()
                 self._execute(self._links.expire(time.monotonic()))
+                self._intake.followers.refuse_stalled()
                 self._links.outbound.request_heartbeats()
                 if beats % round(KEEP_S / HEARTBEAT_S) == 0:
                     messages = [*self._links.requests.messages, *self._intake.messages]
@@ -292,13 +292,13 @@ class Worker:
             self._execute(instructions)
 
     def _execute(self, instructions: Instructions) -> None:
-        self._runner.abort(instructions.abort)
+        self._intake.abort(instructions.abort)
         naks = (partial(message.nak, delay_s) for message, delay_s in instructions.nak)
         self._publisher.enqueue_acks([*(message.ack for message in instructions.ack), *naks])
         self._in_flight.wake_waiters()
         if self._runner.num_free != self._num_free:
             self._num_free = self._runner.num_free
-            self._puller.wake()
+            self._intake.wake()
 
     def _on_changed(self) -> None:
         self._control.on_state_changed()

@@ -6,7 +6,7 @@ from ..bus.nats.connection import ConnectionStats
 from ..bus.queue.puller import PullerStats
 from ..schemas.presence import WorkerCounters
 from .control.staging import StagerStats
-from .requests.intake import IntakeStats
+from .requests.intake_stats import IntakeStats
 from .requests.link_stats import WorkerLinkStats
 
 __all__ = ["WorkerStats"]

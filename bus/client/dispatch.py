@@ -1,8 +1,8 @@
 """How requests get to the workers: through the queue, or straight to one at which they are placed. On the bus thread.
 
-Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, in the
-line of groups, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What has left
-the queue without a worker's offer is an orphan, and is published again.
+Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, behind
+the leader of its group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What
+has left the queue without a worker's offer is an orphan, and is published again.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class RequestDispatcher:
         """
         self._remove_published(child)
         self.prefill.release(child, refusal)
-        self.placement.remove(child, refusal)
+        self._pending.extend(self.placement.remove(child, refusal))
         self.wake()
 
     def _remove_published(self, child: ChildRequest) -> None:
@@ -165,7 +165,7 @@ class RequestDispatcher:
 
     def wake(self) -> None:
         """What waits in a line may have become possible."""
-        if self._pending or self.prefill.num_waiting or self.placement.num_waiting:
+        if self._pending or self.prefill.num_waiting or self.placement.num_admitted:
             self._woken.set()
 
     def restart_timers(self) -> None:
@@ -185,7 +185,7 @@ class RequestDispatcher:
                     await self._send(decision, *(child for child, _ in group))
             await self._publish_pending()
             if self._nats.is_connected and not self.publisher.is_full:
-                await self._publish_placed(self.placement.pop_placed())
+                await self._publish_placed(self.placement.pop_followers())
 
     async def _publish_pending(self) -> None:
         """Try each that stands in the line once; while nothing does, no name here keeps the last one's result."""
@@ -284,6 +284,7 @@ class RequestDispatcher:
                 stream=child.open_call.call.streams,
                 request=msgspec.Raw(child.payload()),
                 siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
+                may_wait=kv is None and self.placement.may_wait(child),
             )
         )
 

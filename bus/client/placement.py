@@ -1,31 +1,40 @@
-"""At which workers requests are placed, and which of them wait for the worker of their group. On the bus thread.
+"""At which workers requests are placed, and which of them follow another one of their group. On the bus thread.
 
-`PlacementPolicy` decides where a request goes that is due. This part tells it what the client sends and sees, and gives
-room that workers have to the groups that wait in `GroupLine`: first to those whose prompt the worker has.
+`PlacementPolicy` decides where a request goes that is due. This part tells it what the client sends and sees. Where no
+worker has room for a group, its first request goes to the queue, and the others to the worker that admits that one.
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.presence import WorkerPresence
+from ..protocol.attempt.states import UNPUBLISHED
 from ..protocol.fleet.presence_table import FleetSnapshot, LostWorker, PresenceTable
-from ..protocol.placement.group_line import GroupLine
-from ..protocol.placement.policy import Placement, PlacementPolicy, PlacementReason, PlacementWanted
+from ..protocol.placement.group_leaders import GroupLeaders
+from ..protocol.placement.policy import (
+    SIBLINGS_PER_PIECE,
+    Placement,
+    PlacementPolicy,
+    PlacementReason,
+    PlacementWanted,
+)
 from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from ..protocol.placement.worker_load import WorkerLoad
+from ..protocol.queue.follower_backlog import MAX_FOLLOWERS
 from .children import ChildRequest
 
 __all__ = ["Placed", "PlacementStats", "RequestPlacement"]
 
-MAX_LOOKED_AT: Final = 32
-"""Groups that are looked at when a worker has room: some hundred microseconds, however long the line is."""
+
+MAX_REFUSALS: Final = 1
+"""How often a request is refused and may follow others of its group: once past room, and once past a backlog."""
 
 
 @dataclass(slots=True)
@@ -78,9 +87,11 @@ class RequestPlacement:
         # These are bounded by the requests in flight.
         self._held: dict[ChildRequest, _Held] = {}
         self._unanswered: Counter[str] = Counter()
-        self._lines: dict[str, GroupLine[ChildRequest]] = {}
-        # By model: the request that looks for a worker through the queue, for the groups that wait.
-        self._scouts: dict[str, ChildRequest] = {}
+        self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
+        # By model: leaders in the queue.
+        self._in_queue: defaultdict[str, set[ChildRequest]] = defaultdict(set)
+        # Followers of leaders that were admitted, by their worker.
+        self._admitted: list[tuple[str, list[ChildRequest]]] = []
         self.stats = PlacementStats()
 
     def __repr__(self) -> str:
@@ -89,8 +100,13 @@ class RequestPlacement:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for the worker of their group."""
-        return sum(map(len, self._lines.values()))
+        """Requests that follow others."""
+        return sum(map(len, self._leaders.values())) + self.num_admitted
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests that `pop_followers` is to return."""
+        return sum(len(followers) for _, followers in self._admitted)
 
     # What workers announce.
 
@@ -110,8 +126,11 @@ class RequestPlacement:
 
     def reads_siblings(self, worker: str | None) -> bool:
         """Return True if several samples of a request may go to a worker in one message."""
-        presence = None if worker is None else self._table.get(worker)
-        return presence is not None and presence.capabilities is not None and presence.capabilities.request_groups
+        return worker is not None and self._presents(worker, "request_groups")
+
+    def _presents(self, worker: str, capability: Literal["request_groups", "group_backlog"]) -> bool:
+        presence = self._table.get(worker)
+        return presence is not None and bool(getattr(presence.capabilities, capability, False))
 
     def _policy(self, model: str) -> PlacementPolicy:
         return self._policies.setdefault(model, PlacementPolicy())
@@ -134,40 +153,94 @@ class RequestPlacement:
     def place(self, child: ChildRequest) -> Sequence[Placed]:
         """Decide where a request goes that is due, and the other samples of its call that are.
 
-        A request of which nothing is returned waits for the worker of its group, until `pop_placed` returns it.
+        A request of which nothing is returned follows another one of its group: `pop_followers` or `remove` returns it.
         """
         open_call, now = child.open_call, time.monotonic()
-        line = self._lines.setdefault(open_call.model, GroupLine())
-        if child in line:
+        leaders = self._leaders.setdefault(open_call.model, GroupLeaders())
+        if child in leaders:
             return ()
-        is_due = child.may_be_placed and (child.is_first_attempt or open_call.call.request.session_id is not None)
+        is_due = child.num_refusals <= MAX_REFUSALS and (
+            child.is_first_attempt or open_call.call.request.session_id is not None
+        )
         if not self._is_on or not is_due:
+            return (Placed(None, [child]),)
+        if leaders.leads(child):
+            # The connection did not take its message.
+            self._forget(child)
+            self._in_queue[open_call.model].add(child)
             return (Placed(None, [child]),)
         able, wanted, scope = self._wanted(child, self._loads(open_call.model))
         siblings = [other for other in open_call.children if self._is_due_with(other, child)]
-        policy = self._policy(open_call.model)
-        # A prompt that is too short to be remembered is not worth a wait.
-        may_wait = wanted.group is not None and bool(wanted.pieces)
-        if may_wait and len(line):
-            placements: Sequence[Placement] = ()
-        elif len(siblings) > 1:
-            placements = policy.place_group(wanted, len(siblings), able, now)
-        else:
-            placements = [policy.place(wanted, able, now)]
+        for other in siblings:
+            self._forget(other)
+        # A prompt that is too short to be remembered is computed by each worker. What waits in the queue goes first.
+        is_group = wanted.group is not None and bool(wanted.pieces) and child.is_first_attempt
+        placements: Sequence[Placement] = ()
+        if not child.num_refusals and not (is_group and self._in_queue[open_call.model]):
+            policy = self._policy(open_call.model)
+            if len(siblings) > 1:
+                placements = policy.place_group(wanted, len(siblings), able, now)
+            else:
+                placements = [policy.place(wanted, able, now)]
         placed = self._note_all(siblings, placements, wanted, scope, now)
         left = [other for other in siblings if other not in self._held]
-        if may_wait:
-            for other in left:
-                line.add(other.lane, wanted.group or 0, other, now)
-            return placed
-        return *placed, *self._queue(left)
+        if not is_group:
+            return *placed, *self._queue(left)
+        if placed:
+            leaders.add_leader(wanted.group or 0, placed[0].children[0])
+        return *placed, *self._follow(left, wanted)
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
-        is_equal = other.state is child.state and other.is_first_attempt and other.may_be_placed
-        return other is child or (child.is_first_attempt and is_equal)
+        """Return True if both go out together: where they were refused, as often."""
+        is_equal = other.state is child.state and other.num_refusals == child.num_refusals
+        return other is child or (child.is_first_attempt and other.is_first_attempt and is_equal)
+
+    def _follow(self, children: Sequence[ChildRequest], wanted: PlacementWanted) -> list[Placed]:
+        """Have requests follow the leader of their group; returns those that must lead, for the queue."""
+        limit = min(MAX_FOLLOWERS, SIBLINGS_PER_PIECE * len(wanted.pieces) - 1)
+        queued: list[Placed] = []
+        for child in children:
+            leaders, group = self._leaders[child.open_call.model], wanted.group or 0
+            if not leaders.follow(group, child, limit):
+                leaders.add_leader(group, child)
+                self._in_queue[child.open_call.model].add(child)
+                queued += self._queue([child])
+        return queued
+
+    def pop_followers(self) -> list[Placed]:
+        """Return the requests whose leader was admitted: with its worker, or where else there is room."""
+        admitted, self._admitted = self._admitted, []
+        found: list[Placed] = []
+        for worker, followers in admitted:
+            waiting = [child for child in followers if child.state in UNPUBLISHED]
+            for _, children in groupby(waiting, lambda child: child.open_call):
+                found += self._place_followers(list(children), worker, time.monotonic())
+        return found
+
+    def _place_followers(self, children: Sequence[ChildRequest], worker: str, now: float) -> list[Placed]:
+        model = children[0].open_call.model
+        able, wanted, scope = self._wanted(children[0], self._loads(model))
+        placements: list[Placement] = []
+        if not self._in_queue[model]:
+            # Nothing of this client goes before them.
+            placements = self._policy(model).place_group(wanted, len(children), able, now)
+        placed = self._note_all(children, placements, wanted, scope, now)
+        left = [child for child in children if child not in self._held]
+        if left and self._presents(worker, "group_backlog") and worker in (load.worker for load in able):
+            placement = Placement(worker, PlacementReason.PLACED_GROUP, len(wanted.pieces) * PIECE_TOKENS)
+            for child in left:
+                self._note(child, placement, wanted, scope, now)
+            return [*placed, Placed(worker, left)]
+        return [*placed, *self._queue(left)]
+
+    def may_wait(self, child: ChildRequest) -> bool:
+        """Return True if a placed request may wait at its worker, behind others of its group."""
+        held = self._held.get(child)
+        return held is not None and held.wanted.group is not None and self._presents(held.worker, "group_backlog")
 
     def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
-        self.stats.placed[PlacementReason.QUEUED] += len(children)
+        # What was refused was counted when it was placed.
+        self.stats.placed[PlacementReason.QUEUED] += sum(not child.num_refusals for child in children)
         return [Placed(None, [child]) for child in children]
 
     def _wanted(
@@ -241,85 +314,6 @@ class RequestPlacement:
             self._note_answer(held)
             self._policy(child.open_call.model).loads.ended(held.worker)
 
-    # Groups that wait.
-
-    def pop_placed(self) -> list[Placed]:
-        """Return the requests that wait no longer: workers have room for them, or had none for long."""
-        now = time.monotonic()
-        return [placed for model, line in self._lines.items() if len(line) for placed in self._pop(model, line, now)]
-
-    def _pop(self, model: str, line: GroupLine[ChildRequest], now: float) -> list[Placed]:
-        found = self._queue(line.pop_late(now))
-        for _, children in self._while_room(model, line, now):
-            found += self._give_room(children, self._holders(children[0], now), line, now)
-        # Room that is left is of no use to groups whose worker is full, unless it is worth another prompt.
-        for _, children in self._while_room(model, line, now):
-            others = children[len(children) // 2 :]
-            if len(others) > 1 and self._holders(children[0], now):
-                found += self._give_room(others, frozenset(), line, now, min_room=2)
-        first = line.first(MAX_LOOKED_AT) if model not in self._scouts else []
-        if first and not any(self._holders(children[0], now) for _, children in first):
-            # Workers may have room that they have not announced yet.
-            [(_, [scout, *_]), *_] = first
-            line.remove(scout)
-            self._scouts[model] = scout
-            found += self._queue([scout])
-        return found
-
-    def _while_room(
-        self, model: str, line: GroupLine[ChildRequest], now: float
-    ) -> Iterator[tuple[int, list[ChildRequest]]]:
-        """Yield the first groups of a line, as long as some worker has room."""
-        loads = self._loads(model)
-        for group in line.first(MAX_LOOKED_AT):
-            if all(load.room(now) <= 0 for load in loads):
-                return
-            yield group
-
-    def _holders(self, child: ChildRequest, now: float) -> set[str]:
-        """Return the workers that have the prompt of a group, or compute it."""
-        _, wanted, _ = self._wanted(child, self._loads(child.open_call.model))
-        index, whole = self._policy(child.open_call.model).index, len(wanted.pieces) * PIECE_TOKENS
-        holders = {worker for worker, cached in index.longest(wanted.pieces, now).items() if cached >= whole}
-        last = None if wanted.group is None else index.last_holder(wanted.group, now)
-        return holders if last is None else holders | {last}
-
-    def _give_room(
-        self,
-        children: Sequence[ChildRequest],
-        holders: Set[str],
-        line: GroupLine[ChildRequest],
-        now: float,
-        min_room: int = 1,
-    ) -> list[Placed]:
-        """Place requests of one group that wait: at workers that have their prompt, else where there is most room."""
-        able, wanted, _ = self._wanted(children[0], self._loads(children[0].open_call.model))
-        free = [load for load in able if load.room(now) >= min_room and (not holders or load.worker in holders)]
-        if not free:
-            return []
-        free.sort(key=lambda load: -load.room(now))
-        whole = len(wanted.pieces) * PIECE_TOKENS
-        rooms = [load.worker for load in free[: None if holders else 1] for _ in range(load.room(now))]
-        placements = [
-            Placement(worker, PlacementReason.PLACED_GROUP, whole if i or holders else 0)
-            for i, worker in enumerate(rooms)
-        ]
-        found: list[Placed] = []
-        for _, calls in groupby(children[: len(placements)], lambda child: child.open_call):
-            samples = list(calls)
-            _, wanted, scope = self._wanted(samples[0], able)
-            found += self._note_all(samples, placements[: len(samples)], wanted, scope, now)
-            del placements[: len(samples)]
-        for child in (child for placed in found for child in placed.children):
-            line.remove(child)
-        if self._has_most(children[0].open_call.model):
-            line.note_room(now)
-        return found
-
-    def _has_most(self, model: str) -> bool:
-        """Return True if at least half of what the workers of a model run is this client's."""
-        return 2 * len(self._held) >= sum(load.running for load in self._loads(model))
-
     # Prefill legs, which have a line of their own.
 
     def prefer_leg(self, child: ChildRequest, workers: Sequence[str]) -> str | None:
@@ -349,38 +343,40 @@ class RequestPlacement:
         if held is None:
             _, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
             held = self._held[child] = _Held(child.worker, wanted, scope, None)
-        self._end_scout(child)
+        followers = self._end_lead(child)
+        if followers:
+            self._admitted.append((child.worker, followers))
         self._note_answer(held)
         policy = self._policy(child.open_call.model)
         held.is_admitted = True
         held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
 
-    def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
-        """Its attempt is over, and it waits for nothing.
+    def remove(self, child: ChildRequest, refusal: RequestError | None) -> list[ChildRequest]:
+        """Its attempt is over.
 
         Args:
             refusal: why nobody took it; None: it was taken, or nobody wants it any more.
+
+        Returns:
+            The requests that followed it, and are due.
         """
-        line = self._lines.get(child.open_call.model)
-        if line is not None:
-            line.remove(child)
-        if refusal is None:
-            self._end_scout(child)
         held = self._held.pop(child, None)
+        followers = self._end_lead(child)
         if held is not None:
             self._note_answer(held)
             self._settle(child, held, refusal)
+        return followers
 
-    def _end_scout(self, child: ChildRequest) -> None:
+    def _end_lead(self, child: ChildRequest) -> list[ChildRequest]:
+        """Return the followers of a request, which leads and follows no longer."""
         model = child.open_call.model
-        if self._scouts.get(model) is child:
-            del self._scouts[model]
-            self._lines[model].note_room(time.monotonic())
+        self._in_queue[model].discard(child)
+        return self._leaders[model].remove(child) if model in self._leaders else []
 
     def _settle(self, child: ChildRequest, held: _Held, refusal: RequestError | None) -> None:
         policy, stream, now = self._policy(child.open_call.model), child.stream, time.monotonic()
+        self.stats.placements_refused += refusal is not None
         if refusal is not None and not held.is_admitted:
-            self.stats.placements_refused += 1
             answer = policy.silent if refusal.code is ErrorCode.WORKER_LOST else policy.refused
             answer(held.wanted, held.worker, now)
         elif stream.end is None or held.cache is None:

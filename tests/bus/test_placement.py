@@ -82,14 +82,16 @@ class Hands:
 
 
 @contextlib.asynccontextmanager
-async def hands(nats_url: str, fleet: str, *, free_slots: int = 8, **options: Any) -> AsyncIterator[Hands]:
+async def hands(
+    nats_url: str, fleet: str, *, free_slots: int = 8, has_backlog: bool = True, **options: Any
+) -> AsyncIterator[Hands]:
     """Two workers by hand that read siblings, and a client of these options that knows them."""
     async with (
         worker_by_hand(nats_url, fleet, "a") as a,
         worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
     ):
         for worker in (a, b):
-            worker.free_slots, worker.reads_siblings = free_slots, True
+            worker.free_slots, worker.reads_siblings, worker.has_backlog = free_slots, True, has_backlog
         async with rollbus.connect(nats_url, fleet=fleet, client="me", **options) as rb, asyncio.timeout(SOON_S):
             await rb.fleet.wait_for_workers(2)
             both = Hands(a, b, rb)
@@ -138,22 +140,24 @@ async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url:
     assert {each.message.siblings for each in taken} == {()}
 
 
-async def test_a_refused_sample_goes_to_the_queue_once(nats_url: str, fleet: str) -> None:
-    """A worker that has become full refuses some; the queue takes those, and they are not placed again."""
+async def test_of_refused_samples_the_first_goes_to_the_queue(nats_url: str, fleet: str) -> None:
+    """A worker that has become full refuses some: the others follow the first of these, and are not placed again."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         worker, taken = await both.take_direct()
         one, two, three = taken.keys
         full = [failure(key, 0, ErrorCode.QUEUE_FULL) for key in (two, three)]
         await both.frame(worker, chunk(one, 0, 7, total=1), *full, admitted=[one])
-        for queued in await both.take_queued(2):
-            await both.answer(both.a, queued)
+        [leader] = await both.take_queued(1)
+        await both.answer(both.a, leader)
+        worker, last = await both.take_direct()
+        await both.answer(worker, last)
         generation = await completing
         assert both.rb.stats().placements_refused == 2
         assert num_tables(both.rb) == EMPTY
 
     assert [each.attempts for each in (generation, *generation.siblings)] == [1, 1, 1]
-    assert both.placed() == {PlacementReason.PLACED_GROUP: 3}
+    assert both.placed() == {PlacementReason.PLACED_GROUP: 4}
 
 
 async def test_a_prefix_is_found_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
@@ -193,25 +197,22 @@ async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) ->
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
-async def test_without_room_the_others_wait_for_the_worker_of_the_first(
-    nats_url: str, fleet: str, group_id: str | None
-) -> None:
-    """Only the first is in the queue; the others go to the worker that takes it, as soon as that has room."""
+async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: str, group_id: str | None) -> None:
+    """Only the first is in the queue; the worker that takes it gets the others at once, and they may wait there."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
-        await both.admit(both.a, first)
-        await both.announce(both.b, free_slots=1)
-        assert (both.a.requests.qsize(), both.b.requests.qsize()) == (0, 0)
-        await both.announce(both.a, free_slots=8)
+        await until_true(lambda: "waiting=2" in num_tables(both.rb))
+        await both.frame(both.a, admitted=[first.key])
         others = [await both.a.take() for _ in range(1 if group_id is None else 2)]
-        assert all(each.queued is None for each in others)
+        assert all(each.queued is None and each.message.may_wait for each in others)
         await both.frame(both.a, chunk(first.key, 0, 7, 7, total=2))
         for each in others:
             await both.frame(both.a, *(chunk(key, 0, 7, 7, total=2) for key in each.keys), admitted=each.keys)
         results = [await task for task in completing]
         assert num_tables(both.rb) == EMPTY
 
+    assert not first.message.may_wait
     assert sum(len(each.keys) for each in others) == 2
     assert sum(1 + len(result.siblings) for result in results) == 3
     assert both.placed() == {PlacementReason.QUEUED: 1, PlacementReason.PLACED_GROUP: 2}
@@ -224,73 +225,94 @@ def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) ->
     return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
 
 
-async def test_those_that_wait_take_each_slot_that_is_given_up(nats_url: str, fleet: str) -> None:
-    """A request of this client ends at the worker of a group: the next of the group goes there at once."""
+async def test_followers_go_where_room_is_announced(nats_url: str, fleet: str) -> None:
+    """Nothing of this client waits in the queue, and another worker has room for all: they wait for no slot."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
-        await both.admit(both.a, first)
-        await both.announce(both.a, free_slots=1)
-        for _ in range(2):
-            worker, each = await both.take_direct()
-            assert (worker.name, len(each.keys)) == ("a", 1)
-            await both.answer(worker, each)
-        await both.frame(both.a, chunk(first.key, 0, 7, total=1))
-        await completing
-        assert num_tables(both.rb) == EMPTY
-
-
-async def test_a_dead_worker_is_not_waited_for(nats_url: str, fleet: str) -> None:
-    """The worker of a group dies: its request is resumed, and the others look for another worker."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(both.rb.complete(long(3)))
-        [first] = await both.take_queued(1)
-        await both.admit(both.a, first)
-        await until_true(lambda: "waiting=2" in num_tables(both.rb))
-        await both.a.announce(WorkerState.STOPPED)
-        resumed, scout = await both.take_queued(2)
         await both.announce(both.b, free_slots=8)
-        await both.answer(both.b, resumed)
-        await both.answer(both.b, scout)
-        worker, last = await both.take_direct()
-        await both.answer(worker, last)
-        generation = await completing
-        assert num_tables(both.rb) == EMPTY
+        await both.answer(both.a, first)
+        worker, others = await both.take_direct()
+        await both.answer(worker, others)
+        await completing
 
-    assert {(each.key.child, each.key.attempt) for each in (resumed, scout)} == {(0, 1), (1, 0)}
-    assert [each.attempts for each in (generation, *generation.siblings)] == [2, 1, 1]
+    assert (worker.name, len(others.keys)) == ("b", 2)
 
 
-async def test_a_wait_for_room_is_bounded(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody admits the first one: the others go to the queue all the same."""
-    monkeypatch.setattr("rollbus.bus.protocol.placement.group_line.NO_ROOM_S", 0.1)
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+async def test_a_worker_without_a_backlog_gets_no_more_than_it_has_room_for(nats_url: str, fleet: str) -> None:
+    """Those of an earlier release: followers for which they have no room go to the queue."""
+    async with hands(nats_url, fleet, free_slots=0, has_backlog=False) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
-        for each in await both.take_queued(3):
+        [first] = await both.take_queued(1)
+        await both.answer(both.a, first)
+        for each in await both.take_queued(2):
+            assert not each.message.may_wait
             await both.answer(both.a, each)
         await completing
         assert num_tables(both.rb) == EMPTY
 
 
-async def test_a_fleet_full_of_others_is_not_waited_for(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_offered", [True, False])
+async def test_refused_followers_find_another_leader_and_then_the_queue(
+    nats_url: str, fleet: str, is_offered: bool
 ) -> None:
-    """Slot after slot is found, and most of what the workers run is other clients': the rest go to the queue."""
-    monkeypatch.setattr("rollbus.bus.protocol.placement.group_line.NO_ROOM_S", 0.5)
+    """Before or after a wait: once more the first of them goes ahead, and what is refused again is in the queue."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        await both.announce(both.b, in_flight=1000)
-        completing = tasks.create_task(both.rb.complete(long(255)))
-        [taken] = await both.take_queued(1)
-        await both.admit(both.a, taken)
-        both.a.free_slots, num_placed = 1, -1
-        while num_placed < 0 or taken.queued is None:
-            num_placed += 1
-            await both.a.announce()
-            worker, taken = await both.take()
-            await both.answer(worker, taken)
-        completing.cancel()
+        completing = tasks.create_task(both.rb.complete(long(4)))
+        [first] = await both.take_queued(1)
+        await both.answer(both.a, first)
+        for _ in range(2):
+            others = await both.a.take()
+            assert others.queued is None
+            if is_offered:
+                await both.frame(both.a, admitted=others.keys)
+            await both.frame(both.a, *(failure(key, 0, ErrorCode.QUEUE_FULL) for key in others.keys))
+            if len(others.keys) == 3:
+                [leader] = await both.take_queued(1)
+                await both.answer(both.a, leader)
+        for each in await both.take_queued(2):
+            await both.answer(both.a, each)
+        generation = await completing
+        assert both.rb.stats().placements_refused == 5
+        assert num_tables(both.rb) == EMPTY
 
-    assert num_placed < 254
+    assert [each.attempts for each in (generation, *generation.siblings)] == [1] * 4
+    assert [each.worker_ids for each in (generation, *generation.siblings)] == [("a",)] * 4
+
+
+async def test_a_dead_worker_leaves_its_followers_to_the_queue(nats_url: str, fleet: str) -> None:
+    """The worker of a group dies: what ran there is resumed, and what it had not offered is sent anew."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[first.key])
+        await both.a.take()
+        await both.a.announce(WorkerState.STOPPED)
+        again = await both.take_queued(2)
+        await both.announce(both.b, free_slots=8)
+        for each in again:
+            await both.answer(both.b, each)
+        worker, last = await both.take_direct()
+        await both.answer(worker, last)
+        generation = await completing
+        assert num_tables(both.rb) == EMPTY
+
+    assert sorted(each.attempts for each in (generation, *generation.siblings)) == [1, 1, 2]
+
+
+async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_url: str, fleet: str) -> None:
+    """The caller of the first gives it up before a worker has it: the next of the group goes ahead."""
+    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        first, *others = start(tasks, both.rb, "g")
+        await both.take_queued(1)
+        await until_true(lambda: "waiting=2" in num_tables(both.rb))
+        first.cancel()
+        [leader] = await both.take_queued(1)
+        await both.answer(both.a, leader)
+        worker, last = await both.take_direct()
+        await both.answer(worker, last)
+        await asyncio.wait(others)
+        assert num_tables(both.rb) == EMPTY
 
 
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])

@@ -300,6 +300,7 @@ capabilities = st.builds(
     sampling_mask=st.booleans(),
     weight_deltas=st.booleans(),
     request_groups=st.booleans(),
+    group_backlog=st.booleans(),
 )
 stagings = st.builds(
     Staging,

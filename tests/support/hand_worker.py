@@ -79,6 +79,7 @@ class HandWorker:
     weight_version: int = 0
     cache_epoch: int = 0
     reads_siblings: bool = False
+    has_backlog: bool = False
     start_left_s: float | None = None
     client: str = "me"
     state: WorkerState = WorkerState.SERVING
@@ -104,7 +105,9 @@ class HandWorker:
             lease_s=lease_s,
             start_left_s=self.start_left_s,
             cache_epoch=self.cache_epoch,
-            capabilities=capabilities(request_groups=True) if self.reads_siblings else None,
+            capabilities=capabilities(request_groups=True, group_backlog=self.has_backlog)
+            if self.reads_siblings
+            else None,
             # It computes prompts at once.
             engine_stats=EngineStats(prefill_tokens_per_s=1e9),
         )

@@ -2,7 +2,7 @@
 
 import re
 
-from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestRejected
+from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.messages import KvTransfer
 from ...schemas.model_limits import check_prompt, check_sampling
 from ...schemas.presence import Capabilities
@@ -17,6 +17,7 @@ __all__ = [
     "check_reply_to",
     "check_request",
     "check_row_size",
+    "not_for_kv",
     "wait_for_weights_s",
 ]
 
@@ -222,3 +223,12 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
 def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
     """This worker lacks its adapter, and others should have it."""
     return request.lora is not None and request.lora not in versions.loras and request.lora in versions.desired_loras
+
+
+def not_for_kv(error: RequestError, kv: KvTransfer | None) -> RequestError:
+    """Return why an engine refused a request; if KV came with it, a retry without KV can succeed."""
+    if kv is None or kv.is_prefill:
+        return error
+    return RequestError(
+        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused it with its KV: {error.message}"
+    )

@@ -7,6 +7,7 @@ import msgspec
 
 from ...bus.queue.puller import QueuedRequest
 from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError, RequestRejected
+from ...schemas.limits import MAX_DELIVERIES
 from ...schemas.messages import (
     RequestKey,
     RequestMessage,
@@ -26,6 +27,14 @@ MAX_INDEX = 2**31 - 1
 """The largest attempt number of the wire."""
 
 
+class _Ids(msgspec.Struct):
+    request_id: str
+    group_id: str | None = None
+
+
+_ids_decoder = msgspec.msgpack.Decoder(_Ids)
+
+
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
     """One message that was received, and of its samples those that are not accepted or refused yet."""
@@ -37,6 +46,8 @@ class IncomingRequest:
     """At least one. The first of the message stands for the envelope's child, and keeps the request's own seed."""
     message: QueuedRequest | None = None
     """Of the queue; None for a direct request."""
+    waits: bool = False
+    """The samples follow others of their group, and wait for free slots."""
 
     @classmethod
     def decode(cls, client: str, data: bytes, message: QueuedRequest | None = None) -> "IncomingRequest":
@@ -52,9 +63,24 @@ class IncomingRequest:
             raise RemoteProtocolError("a direct request with reply_to")
         return cls(client, envelope, (Sibling(envelope.child), *envelope.siblings), message)
 
-    def with_samples(self, samples: Sequence[Sibling]) -> "IncomingRequest":
+    def group(self) -> str | None:
+        """The name of the group of its samples, as its client wrote it; None where it has no usable ids."""
+        try:
+            ids = _ids_decoder.decode(self.envelope.request)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return ids.request_id if ids.group_id is None else ids.group_id
+
+    def is_poison(self, request: GenerateRequest | RequestError) -> bool:
+        """Return True if it was delivered too often; waits for weights or an adapter may take any number of times."""
+        if self.message is None or self.message.num_delivered <= MAX_DELIVERIES:
+            return False
+        # An invalid request never reaches an engine, however often it is delivered.
+        return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
+
+    def with_samples(self, samples: Sequence[Sibling], *, waits: bool = False) -> "IncomingRequest":
         """The same message with some of its samples."""
-        return replace(self, samples=tuple(samples))
+        return replace(self, samples=tuple(samples), waits=waits)
 
     def origins(self, request_id: str) -> list[RequestOrigin]:
         """Return the origin of each sample; the first one has the queue message."""

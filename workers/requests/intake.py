@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
 from ...bus.protocol.queue.intake_shares import IntakeShares
 from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
@@ -24,13 +25,16 @@ from .admission import (
     check_phase,
     check_request,
     check_row_size,
+    not_for_kv,
     wait_for_weights_s,
 )
+from .followers import WaitingFollowers
 from .incoming import IncomingRequest
+from .intake_stats import IntakeStats
 from .links import WorkerLinks
 from .worker_requests import Instructions, RequestOrigin
 
-__all__ = ["IntakeStats", "RequestIntake"]
+__all__ = ["RequestIntake"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,32 +42,6 @@ MAX_ARRIVALS = 4096
 """Requests that wait to enter the engine: about as many as it has free slots. Above it they go back to the queue."""
 ADMIT_AT_ONCE = 16
 """Requests of a burst that are admitted, for some milliseconds, before the engine's steps may be published."""
-
-
-@dataclass(slots=True)
-class IntakeStats:
-    """Counters since the worker was started."""
-
-    taken: int = 0
-    """Messages received, each with one request or with siblings."""
-    bad: int = 0
-    """Without a usable client or request id to answer."""
-    gone: int = 0
-    """Of clients that are dead."""
-    returned: int = 0
-    """Returned to the queue, because this worker accepts none now or too many wait."""
-    too_new: int = 0
-    """Returned to the queue, for workers with later weights, or with an adapter that this one lacks."""
-    placed: int = 0
-    """Direct ones that were offered to their clients."""
-    refused: int = 0
-    """Direct ones for which there was no free slot, or whose slot belongs to the queue or to another client."""
-    not_serving: int = 0
-    """Received while this worker could not publish: the queue, or the client, gives them to another worker."""
-    poison: int = 0
-    """Delivered too often."""
-    kv_unused: int = 0
-    """Decode phases with KV of other weights, or of a connector that the engine lacks: it is computed again."""
 
 
 class RequestIntake:
@@ -91,17 +69,23 @@ class RequestIntake:
         self._execute = execute
         self._puller = puller
         self._shares = IntakeShares()
+        self.stats = IntakeStats()
+        self.followers = WaitingFollowers(links, execute, self.stats)
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
-        self.stats = IntakeStats()
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<RequestIntake waiting={self.num_waiting} room={self.room()} {self._shares!r} {self.stats}>"
+        return f"<RequestIntake waiting={self.num_waiting} {self.followers!r} {self._shares!r} {self.stats}>"
 
     def room(self) -> int:
-        """Return how many more requests would start at once; below 0, by the number of those that must wait.
+        """Return how many more requests would start at once, as `_free` and after the followers that wait."""
+        free = self._free()
+        return free if free <= 0 else max(free - self._num_coming - len(self.followers), 0)
+
+    def _free(self) -> int:
+        """Return how many more slots there are; below 0, by the number of the requests that must wait.
 
         At most 0 while this worker accepts none, stops, or holds too much that clients have not acknowledged.
         """
@@ -113,7 +97,12 @@ class RequestIntake:
 
     def queue_room(self) -> int:
         """Return how many more requests to pull; a prefill worker pulls none, as clients send them directly."""
-        return min(self.room(), 0) if self._is_prefill else self.room()
+        free = self._free()
+        if free <= 0 or self._is_prefill:
+            return min(free, 0)
+        free = max(free - self._num_coming - self.followers.backlog.num_due(self._puller.lanes_waiting()), 0)
+        # Followers come with them: what is pulled beyond would wait here while other workers have room.
+        return math.ceil(free / (1 + self.followers.backlog.mean_followers))
 
     @property
     def _is_prefill(self) -> bool:
@@ -122,8 +111,13 @@ class RequestIntake:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that were received and not accepted yet."""
-        return sum([len(incoming.samples) for incoming in self._incoming])
+        """Number of requests that were received and not accepted yet, without followers."""
+        return sum([len(incoming.samples) for incoming in self._incoming if not incoming.waits])
+
+    @property
+    def _num_coming(self) -> int:
+        """Number of followers that were received and not accepted yet."""
+        return sum([len(incoming.samples) for incoming in self._incoming if incoming.waits])
 
     @property
     def messages(self) -> list[QueuedRequest]:
@@ -142,17 +136,19 @@ class RequestIntake:
             self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
-        """Accept what a client has placed here, each sample by itself; refuse it at once where it gets no slot."""
+        """Accept what a client has placed here, each sample by itself; refuse what gets no slot and may not wait."""
         self.stats.taken += 1
         if not self._lifecycle.may_publish() or len(self._incoming) >= MAX_ARRIVALS:
             # Unanswered, the client puts it into the queue.
             self.stats.not_serving += 1
         elif (incoming := self._decode(client, data)) is not None:
-            admitted, refused = self._admit_placed(incoming)
+            admitted, following, refused = self._admit_placed(incoming)
             if refused:
-                self._refuse(incoming.with_samples(refused))
+                self._refuse(incoming.with_samples(refused), "this worker has no free slot for a placed request")
             if admitted:
                 self._add(incoming.with_samples(admitted))
+            if following:
+                self._add(incoming.with_samples(following, waits=True))
 
     def _decode(self, client: str, data: bytes, message: QueuedRequest | None = None) -> IncomingRequest | None:
         """Decode a message; return None if nobody can be answered, and then remove it from the queue."""
@@ -167,28 +163,38 @@ class RequestIntake:
         logger.warning("request.bad client=%s error=%s", client, error)
         self._execute(_ack(message))
 
-    def _admit_placed(self, incoming: IncomingRequest) -> tuple[list[Sibling], list[Sibling]]:
-        """Return the samples of a direct message that get a slot, and the others."""
+    def _admit_placed(self, incoming: IncomingRequest) -> tuple[list[Sibling], list[Sibling], list[Sibling]]:
+        """Return the samples of a direct message that get a slot now, those that follow them, and the others."""
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
-        lane, now = lane_of(priority_of(incoming.envelope.request)), time.monotonic()
-        room = self.room()
+        envelope, client, now = incoming.envelope, incoming.client, time.monotonic()
+        lane = lane_of(priority_of(envelope.request))
+        group = incoming.group() if envelope.may_wait and envelope.kv is None else None
+        room, capabilities = self.room(), self._engine.capabilities
+        slots = 0 if capabilities is None else capabilities.max_num_seqs
+        capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self.followers)
         admitted: list[Sibling] = []
+        following: list[Sibling] = []
         refused: list[Sibling] = []
         for sample in incoming.samples:
             num_free = room - len(admitted)
-            has_slot = num_free > 0 and self._shares.admit_placed(
-                incoming.client, lane, waiting, num_free=num_free, now=now
-            )
-            (admitted if has_slot else refused).append(sample)
-        return admitted, refused
+            if group is not None and self.followers.backlog.admit(client, group, capacity=capacity - len(following)):
+                self._shares.count_follower(client, waiting, now)
+                following.append(sample)
+            elif num_free > 0 and self._shares.admit_placed(client, lane, waiting, num_free=num_free, now=now):
+                admitted.append(sample)
+                if group is not None:
+                    self.followers.backlog.add_leader(client, group)
+            else:
+                refused.append(sample)
+        return admitted, following, refused
 
-    def _refuse(self, incoming: IncomingRequest) -> None:
+    def _refuse(self, incoming: IncomingRequest, reason: str) -> None:
         """Answer the samples of a direct message that the queue is the place for them."""
         request_id = request_id_of(incoming.envelope.request)
         if request_id is None:
             self._drop_bad(incoming.client, None, RemoteProtocolError("without a usable request_id"))
             return
-        error = RequestRejected(code=ErrorCode.QUEUE_FULL, message="this worker has no free slot for a placed request")
+        error = RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason)
         for origin in incoming.origins(request_id):
             if not self._is_settled(origin):
                 self.stats.refused += 1
@@ -215,7 +221,19 @@ class RequestIntake:
             self.stats.not_serving += len(placed)
             return
         for incoming in placed:
-            self._refuse(incoming)
+            self._refuse(incoming, "this worker accepts no requests now")
+        self.followers.refuse_all()
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Stop requests, by their engine names: in the engine, or before it."""
+        self.followers.remove(names)
+        self._engine.abort(names)
+
+    def wake(self) -> None:
+        """Look again: there may be slots for the followers that wait, and for the queue."""
+        if self.followers:
+            self._has_incoming.set()
+        self._puller.wake()
 
     def stop(self) -> None:
         """Accept nothing more, for good, and return what has not entered the engine."""
@@ -226,6 +244,7 @@ class RequestIntake:
         """Remove what waits: this worker has lost its lease, and other workers may have it already."""
         self.stats.not_serving += len(self._incoming)
         self._incoming.clear()
+        self.followers.clear()
 
     async def run(self) -> None:
         """Check requests and submit them to the engine, until cancelled."""
@@ -240,7 +259,18 @@ class RequestIntake:
                 if num_admitted >= ADMIT_AT_ONCE:
                     num_admitted = 0
                     await asyncio.sleep(0)
+            await self._start_followers()
             self._puller.wake()
+
+    async def _start_followers(self) -> None:
+        """Submit the followers that wait, as far as there are slots."""
+        while self.followers and self._free() > 0:
+            follower = self.followers.pop(self._puller.lanes_waiting())
+            if follower is None:
+                return
+            name, request = follower
+            self._engine.reserve([name])
+            await self._submit(name, request, None)
 
     async def _admit(self, incoming: IncomingRequest) -> None:
         capabilities, message = self._engine.capabilities, incoming.message
@@ -307,6 +337,13 @@ class RequestIntake:
             name = self._links.offer(origin, one, capabilities, now, kv=kv, gathers=not incoming.envelope.stream)
             offered[name] = one
         self.stats.placed += len(offered) if incoming.message is None else 0
+        if incoming.message is not None:
+            self.followers.backlog.add_leader(incoming.client, request.group_id or request.request_id)
+        if incoming.waits:
+            for name, one in offered.items():
+                self.followers.add(name, one)
+            self._execute(Instructions())
+            return
         # All of them, before the engine is given the first: an abort must find each.
         self._engine.reserve(offered)
         self._execute(Instructions())
@@ -325,7 +362,7 @@ class RequestIntake:
             raise InvalidRequest(
                 field="siblings", problem=f"has {len(incoming.samples) - 1} entries", allowed="none in the queue"
             )
-        if _is_poison(incoming.message, request):
+        if incoming.is_poison(request):
             self.stats.poison += 1
             raise RequestError(
                 code=ErrorCode.POISON_REQUEST,
@@ -345,7 +382,7 @@ class RequestIntake:
         try:
             await self._engine.add(name, request, kv)
         except RequestError as exc:
-            instructions = self._links.fail([name], _not_for_kv(exc, kv))
+            instructions = self._links.fail([name], not_for_kv(exc, kv))
         except EngineDead as exc:
             # The engine's own task sees this error too, stops this worker and fails its requests.
             logger.warning("request.not_submitted name=%s error=%s", name, exc)
@@ -355,23 +392,6 @@ class RequestIntake:
             error = RequestError(code=ErrorCode.ENGINE_ERROR, message=f"{type(exc).__name__}: {exc}")
             instructions = self._links.fail([name], error)
         self._execute(instructions)
-
-
-def _is_poison(message: QueuedRequest | None, request: GenerateRequest | RequestError) -> bool:
-    """Return True if it was delivered too often; waits for weights or an adapter may take any number of deliveries."""
-    if message is None or message.num_delivered <= MAX_DELIVERIES:
-        return False
-    # An invalid request never reaches an engine, however often it is delivered.
-    return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
-
-
-def _not_for_kv(error: RequestError, kv: KvTransfer | None) -> RequestError:
-    """Return why an engine refused a request; if KV came with it, a retry without KV can succeed."""
-    if kv is None or kv.is_prefill:
-        return error
-    return RequestError(
-        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused it with its KV: {error.message}"
-    )
 
 
 def _ack(message: QueuedRequest | None) -> Instructions:

@@ -189,6 +189,12 @@ class WorkerLinks:
             self._terminator.fail(request, error)
         return Instructions(abort=list(names))
 
+    def refuse(self, names: Sequence[str], error: RequestError) -> None:
+        """End requests that were offered and that the engine has not seen: their clients put them into the queue."""
+        for request in filter(None, map(self.requests.open, names)):
+            self.stats.rejected += 1
+            self._terminator.fail(request, error)
+
     # Clients
 
     def on_link_message(self, client: str, message: LinkMessage, now: float) -> Instructions:

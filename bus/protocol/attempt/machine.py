@@ -85,6 +85,8 @@ class AttemptMachine:
         self._last_error: RequestError | None = None
         self._unreadable_at: set[str] = set()
         self._has_failed_handover = False
+        # Its worker got it past the queue.
+        self._is_placed = False
         # When the current attempt was first published since a worker last had it.
         self._unadmitted_since: float | None = None
         # Of the state, and of the attempt in the prefill queue, to which workers without room send it back.
@@ -112,9 +114,9 @@ class AttemptMachine:
         return not self.stream.has_begun
 
     @property
-    def may_be_placed(self) -> bool:
-        """True if no worker has refused the current attempt: what was refused once is left to the queue."""
-        return self.stream.attempt == self._began_as
+    def num_refusals(self) -> int:
+        """How often the current attempt was withdrawn, because no worker took it."""
+        return self.stream.attempt - self._began_as
 
     def awaits_prefill(self, possible: on.PublishingPossible) -> bool:
         """Return True if the request would wait for a prefill worker, where this is so."""
@@ -199,8 +201,9 @@ class AttemptMachine:
             if reason is None:
                 return self._join_prefill_queue(now)
             fallback = (on.CountFallback(reason),)
-        if possible.direct_to is not None and self.may_be_placed:
+        if possible.direct_to is not None:
             return *fallback, *self._hand_to(RequestEvent.HANDED_OVER, possible.direct_to, None, now)
+        self._is_placed = False
         self._move(RequestEvent.PUBLISHED, now)
         return *fallback, self._published(None, self.stream.handover if self.stream.phase == "decode" else None, now)
 
@@ -235,7 +238,7 @@ class AttemptMachine:
 
     def _hand_to(self, event: RequestEvent, worker: str, kv: KvTransfer | None, now: float) -> Sequence[Instruction]:
         self._move(event, now, until=now + HAND_OVER_S)
-        self.handed_to = worker
+        self.handed_to, self._is_placed = worker, True
         return on.WakeAt(self._state_deadline), self._published(worker, kv, now)
 
     def _published(self, worker: str | None, kv: KvTransfer | None, now: float) -> Instruction:
@@ -289,6 +292,10 @@ class AttemptMachine:
         # What a prefill worker cannot do, a decode worker may.
         passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
         if self.state in HANDED_TO_ONE and error.code in passed_on:
+            return self._withdraw(error, now)
+        if self.state is RequestState.RUNNING and self._is_placed and error.code is ErrorCode.QUEUE_FULL:
+            # It waited there for a slot, behind others of its group, and the worker's engine has not seen it.
+            self.workers.pop()
             return self._withdraw(error, now)
         if error.code in RETRIED or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
             return self._lost(on.Lost(error, is_over=True), now)

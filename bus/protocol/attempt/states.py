@@ -138,6 +138,7 @@ REQUEST = StateMachine(
         (RequestState.PREFILL_HANDED_OVER, RequestEvent.WITHDRAWN): RequestState.WAITING,
         (RequestState.PREFILL_HANDED_OVER, RequestEvent.ADMITTED): RequestState.PREFILLING,
         (RequestState.HANDED_OVER, RequestEvent.WITHDRAWN): RequestState.READY,
+        (RequestState.RUNNING, RequestEvent.WITHDRAWN): RequestState.READY,
         (RequestState.HANDED_OVER, RequestEvent.UNPUBLISHED): RequestState.READY,
         (RequestState.PUBLISHING, RequestEvent.UNPUBLISHED): RequestState.READY,
         (RequestState.PUBLISHING, RequestEvent.STORED): RequestState.QUEUED,

@@ -16,7 +16,7 @@ from ..queue.rendezvous import rendezvous
 from .prefix_index import PIECE_TOKENS, CacheId, PrefixIndex, PrefixScope, hint_hash
 from .worker_load import LoadTable, WorkerLoad
 
-__all__ = ["Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
+__all__ = ["SIBLINGS_PER_PIECE", "Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
 
 RUNNING_TOKENS: Final = 256
 """What a running request costs another one at the same worker: in each of some hundred engine steps that both are in,

@@ -78,6 +78,11 @@ class IntakeShares:
         share.given += 1
         return True
 
+    def count_follower(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
+        """Count a request that follows one of its group: other clients' placed requests come before its client's."""
+        if waiting is None or waiting:
+            self._ask(client, now).given += 1
+
     def _restart(self) -> None:
         self._num_turns, self._num_unseen = 1, 0
         self._clients.clear()

@@ -1,0 +1,135 @@
+"""Requests that follow one of their group to a worker: they wait there for its next slots, before the queue."""
+
+import pytest
+
+from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
+from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.messages import RequestKey, Sibling
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.support.hand_client import HandClient
+from tests.support.requests import endless, short
+from tests.support.waits import until_true
+from tests.workers.support import StartHeard
+
+pytestmark = pytest.mark.slow
+
+TWO_SLOTS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
+
+
+def running(client: HandClient) -> set[int]:
+    """The children of `g` that have a token."""
+    return {chunk.child for chunk in client.chunks["g"] if chunk.token_ids_data}
+
+
+def refused(client: HandClient) -> dict[int, str]:
+    """The children of `g` that ended with an error, and which."""
+    return {chunk.child: chunk.error.code for chunk in client.chunks["g"] if chunk.error is not None}
+
+
+def key(child: int) -> RequestKey:
+    """A sample of the group."""
+    return RequestKey("g", 0, child)
+
+
+async def lead(client: HandClient, num_followers: int) -> None:
+    """Have the queue's first request lead group `g`, another one take the second slot, and others follow."""
+    await client.enqueue(endless("g"))
+    await client.enqueue(endless("other"))
+    await client.until(lambda: len(client.offers) == 2)
+    await follow(client, *range(1, num_followers + 1))
+
+
+async def follow(client: HandClient, *children: int) -> None:
+    """Hand over samples of the group that may wait."""
+    first, *others = children
+    await client.hand_over(endless("g"), "w", child=first, siblings=[Sibling(child) for child in others], may_wait=True)
+
+
+async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker: StartHeard) -> None:
+    """They come before what waits in the queue, in their order; that one comes when none of them waits."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, 2)
+        await client.until(lambda: len(client.offers) == 4)
+        await client.enqueue(short("queued"))
+        assert running(client) <= {0}
+        assert worker.presence().free_slots == 0
+        await client.abort("w", RequestKey("other", 0, 0))
+        await client.until(lambda: 1 in running(client))
+        await client.abort("w", key(0))
+        await client.until(lambda: 2 in running(client))
+        assert not client.chunks["queued"]
+        await client.abort("w", key(1))
+        await client.until_ended("queued")
+        await client.abort("w", key(2))
+        counters = worker.presence().counters
+        assert counters is not None
+        assert (counters.placed, counters.placements_refused) == (2, 0)
+
+
+async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHeard) -> None:
+    """So many for each leader; a group that had no turn here is refused as any placed request."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, MAX_FOLLOWERS + 2)
+        await client.until(lambda: len(refused(client)) == 2)
+        assert refused(client) == dict.fromkeys((MAX_FOLLOWERS + 1, MAX_FOLLOWERS + 2), ErrorCode.QUEUE_FULL)
+        await client.hand_over(endless("h"), "w", may_wait=True)
+        await client.until_ended("h")
+        await client.until(lambda: len(client.offers) == 2 + MAX_FOLLOWERS)
+        # A place that is given up is free.
+        await client.abort("w", *(key(child) for child in range(1, MAX_FOLLOWERS + 1)))
+        await until_true(lambda: not worker._intake.followers)
+        await client.abort("w", *(each for _, each in client.offers))
+
+
+async def test_followers_that_wait_in_vain_are_refused(
+    heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while in which no slot becomes free; those of the message with a slot go on."""
+    monkeypatch.setattr("rollbus.bus.protocol.queue.follower_backlog.STALLED_S", 0.1)
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, 2)
+        await client.until(lambda: len(refused(client)) == 2)
+        assert refused(client) == dict.fromkeys((1, 2), ErrorCode.QUEUE_FULL)
+        assert worker.stats().intake.refused == 2
+        assert worker.presence().in_flight == 2
+        await client.abort("w", key(0), RequestKey("other", 0, 0))
+
+
+async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: StartHeard) -> None:
+    """Before it pauses, drains or takes new weights: the queue gives followers to another worker."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, 2)
+        await client.until(lambda: len(client.offers) == 4)
+        worker._in_flight.stop_intake()
+        await client.until(lambda: len(refused(client)) == 2)
+        assert worker.presence().in_flight == 2
+        await client.abort("w", key(0), RequestKey("other", 0, 0))
+
+
+async def test_samples_that_are_placed_together_stay_together(heard_worker: StartHeard) -> None:
+    """The first has a slot; those for which there is none follow it, where a client that does not ask is refused."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await follow(client, 0, 1, 2)
+        await client.until(lambda: len(client.offers) == 3 and running(client) == {0, 1})
+        await client.abort("w", key(0))
+        await client.until(lambda: running(client) == {0, 1, 2})
+        assert not refused(client)
+        await client.abort("w", key(1), key(2))
+
+
+async def test_requests_of_lane_high_go_first(heard_worker: StartHeard) -> None:
+    """Two of them wait in the queue: the worker learns that from the first, and takes both before a follower."""
+    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
+        await lead(client, 2)
+        await client.until(lambda: len(client.offers) == 4)
+        for number in range(3):
+            await client.enqueue(endless(f"high{number}", priority=-1), lane="high")
+        worker._puller._plan.count_message("high", waiting=3)
+        await client.abort("w", key(0), RequestKey("other", 0, 0))
+        await client.until(lambda: any(each.request_id.startswith("high") for _, each in client.offers))
+        await client.until(lambda: client.chunks["high0"] and client.chunks["high1"])
+        assert not running(client) - {0}
+        await client.abort("w", *(each for _, each in client.offers))
+        await client.until(lambda: bool(client.chunks["high2"]))
+        await client.abort("w", *(each for _, each in client.offers))

@@ -1,0 +1,74 @@
+"""The requests that follow others of their group to a worker, from their offer until the engine has a slot for them."""
+
+import time
+from collections.abc import Callable, Collection
+
+from ...bus.protocol.queue.follower_backlog import STALLED_S, FollowerBacklog
+from ...schemas.errors import ErrorCode, RequestRejected
+from ...schemas.request import GenerateRequest, Lane, lane_of
+from .intake_stats import IntakeStats
+from .links import WorkerLinks
+from .worker_requests import Instructions
+
+__all__ = ["WaitingFollowers"]
+
+
+class WaitingFollowers:
+    """The followers that were offered, and that the engine has not seen.
+
+    Args:
+        execute: executes instructions, and has sent what there is to send.
+    """
+
+    def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
+        self.backlog: FollowerBacklog[str] = FollowerBacklog()
+        self._links = links
+        self._execute = execute
+        # By engine name; those of the backlog.
+        self._requests: dict[str, GenerateRequest] = {}
+        self._stats = stats
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return repr(self.backlog)
+
+    def __len__(self) -> int:
+        """Followers that wait."""
+        return len(self.backlog)
+
+    def add(self, name: str, request: GenerateRequest) -> None:
+        """Have an offered follower wait, by its engine name."""
+        self._requests[name] = request
+        self.backlog.add(name, lane_of(request.priority), time.monotonic())
+
+    def pop(self, lanes_waiting: Collection[Lane] | None) -> tuple[str, GenerateRequest] | None:
+        """Return the follower that gets a free slot, as `FollowerBacklog.pop`."""
+        name = self.backlog.pop(lanes_waiting, time.monotonic())
+        return None if name is None else (name, self._requests.pop(name))
+
+    def remove(self, names: Collection[str]) -> None:
+        """Forget followers that have ended; others are ignored."""
+        if names and self._requests:
+            self.backlog.remove(names)
+            for name in names:
+                self._requests.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all: this worker has lost its lease."""
+        self.remove(self.backlog.pop_all())
+
+    def refuse_all(self) -> None:
+        """Refuse all: their clients put them into the queue."""
+        self._refuse(self.backlog.pop_all(), "this worker accepts no requests now")
+
+    def refuse_stalled(self) -> None:
+        """Refuse those that wait while none gets a slot."""
+        reason = f"no request of a group got a slot here for {STALLED_S:g} s"
+        self._refuse(self.backlog.pop_stalled(time.monotonic()), reason)
+
+    def _refuse(self, names: list[str], reason: str) -> None:
+        if names:
+            self._stats.refused += len(names)
+            self.remove(names)
+            self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
+            self._execute(Instructions())
