@@ -126,7 +126,7 @@ FLEETS: Final = {
         block_tokens=32,
         caches_outputs=True,
         shape=Shape(slots=16, rounds=2, long=64),
-        recorded=("groups", "agents", "nothing"),
+        recorded=("groups", "prefill", "agents", "nothing"),
     ),
 }
 

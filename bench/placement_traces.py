@@ -254,6 +254,7 @@ def _aside(shape: Shape, make: _Maker) -> Trace:
 
 TRACES: Final[dict[str, Callable[[Shape, _Maker], Trace]]] = {
     "groups": _groups,
+    "prefill": lambda shape, make: replace(_groups(replace(shape, short=4), make), name="groups, 4 tokens"),
     "group-ids": _group_ids,
     "flood": _flood,
     "agents": _agents,
