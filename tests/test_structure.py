@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
+PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 ROOT_ENTRIES = {
     *PACKAGES, "bench", "deploy", "docs", "examples", "src", "tests", ".ci", ".dockerignore", ".env.example",
     ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml",

@@ -6,14 +6,14 @@
         generation = await rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
 
 `rollbus.sync` has the same without asyncio. The parts of `rollbus` are `rollbus.bus`, `rollbus.frontend`,
-`rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this docstring is not what `help(rollbus)` shows, another
-package called `rollbus` comes first on your path.
+`rollbus.integrations`, `rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this docstring is not what
+`help(rollbus)` shows, another package called `rollbus` comes first on your path.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-_PARTS = {"bus", "examples", "frontend", "schemas", "trainer", "workers"}
+_PARTS = {"bus", "examples", "frontend", "integrations", "schemas", "trainer", "workers"}
 """Packages in here: their import asks for an attribute of the same name first."""
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 __all__ = ["FOLDERS", "ROOT", "misnamed"]
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("bus", "frontend", "schemas", "trainer", "workers")
+FOLDERS = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 """The parts of `rollbus`, at the top of the repository."""
 
 

@@ -1,0 +1,19 @@
+"""TRL's trainers on a fleet: rollouts and new weights for `GRPOTrainer` and `AsyncGRPOTrainer`.
+
+    from rollbus.integrations.trl import PublishPolicy, Rollouts
+
+    trainer = GRPOTrainer(
+        model,
+        rollout_func=Rollouts("nats://127.0.0.1:4222", model="policy"),
+        callbacks=[PublishPolicy("nats://127.0.0.1:4222", model="policy", checkpoint=model)],
+        ...
+    )
+
+Written for trl 1.16, whose interfaces these are.
+"""
+
+from .async_grpo import RolloutWorker, WeightTransfer
+from .policy import PublishPolicy
+from .rollouts import Rollouts
+
+__all__ = ["PublishPolicy", "RolloutWorker", "Rollouts", "WeightTransfer"]

@@ -1,0 +1,334 @@
+"""What TRL's `AsyncGRPOTrainer` takes in place of its own: a worker that has a fleet answer, and a transfer of weights.
+
+They follow `RolloutWorkerProtocol` and `WeightTransferProtocol` of `trl.experimental.async_grpo`.
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from ... import sync
+from ...bus.client.generation import Generation
+from ...bus.client.weights.results import PublishedWeights
+from ...schemas.checks import check_int
+from ...schemas.errors import InvalidRequest
+from ...schemas.limits import MAX_N
+from ...schemas.request import GenerateRequest
+from ...schemas.sampling import SamplingParams
+from ...trainer.checkpoint import checkpoint_tensors
+from .prompts import token_ids_of
+from .publisher import PolicyPublisher
+
+__all__ = ["RolloutWorker", "WeightTransfer"]
+
+logger = logging.getLogger(__name__)
+
+STOP_S: Final = 15.0
+"""For the thread to end, as TRL gives its own."""
+FULL_WAIT_S: Final = 0.2
+"""How often a thread that waits for room in the queue looks whether it is to stop."""
+MAX_METRICS: Final = 1024
+"""Measurements that wait for the trainer's next log; later ones are dropped."""
+NO_TEXT: Final = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns of a dataset that reward functions get by other names."""
+
+Reward = Callable[..., Any]
+
+
+class WeightTransfer:
+    """Has the fleet take the policy as it generates: deltas, staged while it serves, and one short pause.
+
+    Args:
+        url: of the NATS server; None: as in `rollbus.connect`.
+        model: served name.
+        checkpoint: folder of the checkpoint with which training begins, and which the workers serve.
+        policy: returns the trainer's model, whose tensors then go under the names of its checkpoint. None: the names
+            that TRL gives are those; it is so for models without experts whose parameters are all trained.
+        options: `fleet` and `credentials`, as in `rollbus.connect`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model: str,
+        checkpoint: str | os.PathLike[str],
+        policy: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._publisher = PolicyPublisher(url, model=model, checkpoint=checkpoint, **options)
+        self._policy = policy
+
+    def __repr__(self) -> str:
+        """One line with the version."""
+        return f"<WeightTransfer {self._publisher!r}>"
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that the fleet has; None before the first transfer."""
+        return self._publisher.version
+
+    @property
+    def last(self) -> PublishedWeights | None:
+        """What the last transfer came to."""
+        return self._publisher.last
+
+    def init_weight_transfer(self) -> None:
+        """Wait for a worker, and take the lease of this model's publishers."""
+        self._publisher.open()
+
+    def pause(self) -> None:
+        """Do nothing: workers serve while they stage, and stop for the switch by themselves."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish a version; the iterator is drawn to its end, as other ranks wait in it."""
+        if self._policy is None:
+            self._publisher.publish(iterator)
+            return
+        for _ in iterator:
+            pass
+        self._publisher.publish(checkpoint_tensors(self._policy(), self._publisher.checkpoint))
+
+    def resume(self) -> None:
+        """Do nothing; see `pause`."""
+
+    def destroy(self) -> None:
+        """Give the lease back."""
+        self._publisher.close()
+
+
+class RolloutWorker:
+    """Has the fleet answer the prompts of a dataset without end, rewards the answers, and puts them into a queue.
+
+    A group is one request with `num_generations` samples. A sample's `model_version` is that of its oldest token. The
+    worker has a thread of its own, which reward functions share with the trainer's Python.
+
+    Args:
+        url: of the NATS server; None: as in `rollbus.connect`.
+        model: served name.
+        dataset: rows with `prompt`, a string or messages; its other columns go to the reward functions.
+        reward_funcs: called as by TRL, with `prompts`, `completions`, `completion_ids` and the columns of the row, each
+            a list; they return a number or None for each completion, and may be coroutine functions.
+        tokenizer: transformers' tokenizer of the model.
+        sampling: of completions; `n` is set here.
+        num_generations: samples of a group.
+        max_groups: under way at a time.
+        queue_size: samples that wait for the trainer, at most; then the worker waits.
+        transfer: whose versions the trainer counts; None: the trainer's versions are the fleet's.
+        options: further arguments of `rollbus.connect`.
+
+    Attributes:
+        rollout_buffer: of `RolloutSample`.
+        metrics_queue: of maps from a metric's name to a number or to (numerator, denominator).
+    """
+
+    def __init__(  # noqa: PLR0913 - each is something that only the caller knows
+        self,
+        url: str | None = None,
+        *,
+        model: str | None = None,
+        dataset: Sequence[Mapping[str, Any]],
+        reward_funcs: Sequence[Reward],
+        tokenizer: Any,
+        sampling: SamplingParams,
+        num_generations: int = 8,
+        max_groups: int = 16,
+        queue_size: int = 1024,
+        transfer: WeightTransfer | None = None,
+        **options: Any,
+    ) -> None:
+        self._url = url
+        self._model = model
+        self._dataset = dataset
+        if len(dataset) == 0:
+            raise InvalidRequest(field="dataset", problem="is empty", allowed="1 row or more")
+        self._reward_funcs = list(reward_funcs)
+        if not self._reward_funcs:
+            raise InvalidRequest(field="reward_funcs", problem="is empty", allowed="1 function or more")
+        self._tokenizer = tokenizer
+        num_generations = check_int("num_generations", num_generations, 1, MAX_N)
+        fields = {name: getattr(sampling, name) for name in SamplingParams.__struct_fields__}
+        self._sampling = SamplingParams(**fields | {"n": num_generations})
+        self._max_groups = check_int("max_groups", max_groups, 1, 1_000_000)
+        self._transfer = transfer
+        self._options = options
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(check_int("queue_size", queue_size, 1, 2**31))
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(MAX_METRICS)
+        self._thread: threading.Thread | None = None
+        self._exits = ExitStack()
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._beat = time.monotonic()
+        self._lead = 0
+        self._rows: dict[str, tuple[int, Mapping[str, Any]]] = {}
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<RolloutWorker groups={len(self._rows)} waiting={self.rollout_buffer.qsize()}>"
+
+    def start(self) -> None:
+        """Connect, and begin; without effect where it runs.
+
+        Raises:
+            BusBroken: there is no server.
+        """
+        if self._thread is None:
+            client = self._exits.enter_context(sync.connect(self._url, **self._options))
+            self._beat = time.monotonic()
+            self._thread = threading.Thread(target=self._run, args=(client,), name="rollbus-rollouts", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Abort what is under way, and end; without effect where it does not run."""
+        self._stopping.set()
+        self._exits.close()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+            self._thread = None
+        self._stopping.clear()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Learn how the trainer counts: its present version is what was transferred last."""
+        if self._transfer is not None and self._transfer.version is not None:
+            self._lead = self._transfer.version - model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if it has failed, or has finished no group for so long.
+
+        Raises:
+            RuntimeError: the cause is what it failed with.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"the rollout worker has failed: {self._error}") from self._error
+        age = time.monotonic() - self._beat
+        if self._thread is not None and age > stale_after_s:
+            raise RuntimeError(f"no group of completions was finished for {age:.0f} s; allowed: {stale_after_s:.0f} s")
+
+    # On its thread.
+
+    def _run(self, client: sync.BlockingClient) -> None:
+        try:
+            for generation in client.complete_many(self._requests(), max_in_flight=self._max_groups):
+                self._beat = time.monotonic()
+                group, row = self._rows.pop(generation.request_id)
+                if generation.error is not None:
+                    self._skip(generation)
+                elif not self._put(self._samples(group, row, generation)):
+                    return
+        # Whatever it is, the trainer learns of it by `check_health`.
+        except BaseException as error:
+            if not self._stopping.is_set():
+                logger.exception("rollouts.failed error=%s", error)
+                self._error = error
+        finally:
+            self._rows.clear()
+
+    def _requests(self) -> Iterator[GenerateRequest]:
+        group = 0
+        while not self._stopping.is_set():
+            row = self._dataset[group % len(self._dataset)]
+            [ids] = token_ids_of([row["prompt"]], self._tokenizer)
+            request = GenerateRequest(prompt_token_ids=ids, sampling=self._sampling, model=self._model)
+            self._rows[request.request_id] = group, row
+            yield request
+            group += 1
+
+    def _skip(self, generation: Generation) -> None:
+        if isinstance(generation.error, InvalidRequest):
+            raise generation.error
+        logger.warning("rollouts.group_failed request=%s error=%s", generation.request_id, generation.error)
+        self._measure({"rollout/failed_groups_total": 1.0})
+
+    def _samples(self, group: int, row: Mapping[str, Any], generation: Generation) -> list[RolloutSample]:
+        answers = (generation, *generation.siblings)
+        prompt_ids = np.asarray(generation.request.prompt_token_ids)
+        texts = self._tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
+        is_text = isinstance(row["prompt"], str)
+        rewards, by_function = self._rewards(row, texts if is_text else messages, answers)
+        prompt = [{"role": "user", "content": row["prompt"]}] if is_text else list(row["prompt"])
+        lengths = [len(answer.token_ids) for answer in answers]
+        self._measure({"completions/mean_length": (float(sum(lengths)), float(len(lengths)))})
+        scored = rewards[~np.isnan(rewards)]
+        metrics = {"reward_std": float(scored.std()) if len(scored) else float("nan")}
+        advantages = _advantages(rewards)
+        return [
+            RolloutSample(
+                prompt=prompt,
+                completion=messages[i],
+                input_ids=np.concatenate([prompt_ids, answer.token_ids]).astype(np.int64),
+                completion_mask=np.repeat(np.array([0, 1], np.int64), [len(prompt_ids), lengths[i]]),
+                old_log_probs=np.concatenate([np.zeros(len(prompt_ids), np.float32), _logprobs(answer)]),
+                advantage=float(advantages[i]),
+                model_version=int(answer.weight_versions.min()) - self._lead,
+                group_id=group,
+                metrics=metrics | {name: float(values[i]) for name, values in by_function.items()},
+                enqueued_at=time.time(),
+            )
+            for i, answer in enumerate(answers)
+            if lengths[i]
+        ]
+
+    def _rewards(
+        self, row: Mapping[str, Any], completions: Sequence[Any], answers: Sequence[Generation]
+    ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+        """Return the rewards of the answers, summed, and by function; NaN where no function gives one."""
+        count = len(answers)
+        columns = {name: [value] * count for name, value in row.items() if name not in NO_TEXT}
+        found: dict[str, npt.NDArray[Any]] = {}
+        for function in self._reward_funcs:
+            given = function(
+                prompts=[row["prompt"]] * count,
+                completions=list(completions),
+                completion_ids=[answer.token_ids.tolist() for answer in answers],
+                **columns,
+            )
+            given = asyncio.run(given) if inspect.iscoroutine(given) else given
+            name = getattr(function, "__name__", type(function).__name__)
+            found[f"rewards/{name}"] = np.array([np.nan if r is None else r for r in given], dtype=float)
+        each = np.array(list(found.values()))
+        rewards = np.where(np.isnan(each).all(0), np.nan, np.nansum(each, 0))
+        return rewards, found | {"reward": rewards}
+
+    def _put(self, samples: Sequence[RolloutSample]) -> bool:
+        """Put samples into the queue as there is room; False: the worker is to stop."""
+        for sample in samples:
+            while True:
+                self._beat = time.monotonic()
+                if self._stopping.is_set():
+                    return False
+                try:
+                    self.rollout_buffer.put(sample, timeout=FULL_WAIT_S)
+                    break
+                except queue.Full:
+                    continue
+        return True
+
+    def _measure(self, metrics: dict[str, Any]) -> None:
+        with suppress(queue.Full):
+            self.metrics_queue.put_nowait(metrics)
+
+
+def _logprobs(answer: Generation) -> npt.NDArray[Any]:
+    return np.full(len(answer.token_ids), np.nan, np.float32) if answer.logprobs is None else answer.logprobs
+
+
+def _advantages(rewards: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return TRL's advantages of a group: 0 where there is no reward."""
+    scored = ~np.isnan(rewards)
+    advantages = np.zeros_like(rewards)
+    if scored.any():
+        advantages[scored] = (rewards[scored] - rewards[scored].mean()) / (rewards[scored].std() + 1e-8)
+    return advantages

@@ -1,0 +1,142 @@
+"""Gives a fleet a trainer's weights, one version after the other."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from msgspec.structs import replace
+from safetensors import safe_open
+
+from ... import sync
+from ...bus.client.weights.publisher import WeightPublisher
+from ...bus.client.weights.results import PublishedWeights
+from ...bus.protocol.fleet.command_result import RESULTS, CommandIncomplete, CommandResult
+
+__all__ = ["PolicyPublisher"]
+
+DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Of a checkpoint's tensors that a trainer may hold in another one."""
+MAX_TRIES: Final = 4
+"""Updates of the fleet with one version: workers may die in each, and the next one is without them."""
+WORKERS_WAIT_S: Final = 600.0
+"""For the first worker: engines load for minutes."""
+
+
+class PolicyPublisher:
+    """Publishes a model's weights in the dtypes of its checkpoint. One process of a trainer uses it.
+
+    Its first version is the one after what the fleet has.
+
+    Args:
+        url: of the NATS server; None: as in `rollbus.connect`.
+        model: served name.
+        checkpoint: folder of the checkpoint with which training began, and which the workers serve.
+        options: `fleet` and `credentials`, as in `rollbus.connect`.
+
+    Attributes:
+        version: that the fleet has; None before the first publication.
+        last: what the last publication came to.
+    """
+
+    def __init__(
+        self, url: str | None = None, *, model: str, checkpoint: str | os.PathLike[str], **options: Any
+    ) -> None:
+        self._url = url
+        self._model = model
+        self._checkpoint = Path(checkpoint)
+        self._options = options
+        self._exits = ExitStack()
+        self._opened: tuple[sync.BlockingClient, WeightPublisher] | None = None
+        self._dtypes: Mapping[str, torch.dtype] = {}
+        self._next = 1
+        self.version: int | None = None
+        self.last: PublishedWeights | None = None
+
+    def __repr__(self) -> str:
+        """One line with the version."""
+        return f"<PolicyPublisher {self._model} version={self.version}>"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the checkpoint with which training began."""
+        return self._checkpoint
+
+    def open(self) -> None:
+        """Wait for a worker, and take the lease; without effect where that was done.
+
+        Raises:
+            NoWorkers: none came in ten minutes.
+            ControlError: another publisher has the lease.
+            InvalidRequest: there is no checkpoint in the folder.
+        """
+        self._connected()
+
+    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
+        """Publish a version, and wait until each living worker has it. One that dies meanwhile is not waited for.
+
+        Args:
+            tensors: all of the model as (name, tensor), in the names of the checkpoint; drawn to the end.
+
+        Raises:
+            InvalidRequest: a tensor is not what is in the checkpoint.
+            ControlError: the lease is lost, or the store has no room.
+            CommandIncomplete: a worker lives, and has not taken it.
+            NoWorkers: none is left.
+        """
+        client, publisher = self._connected()
+        stored = publisher.publish_blocking(self._cast(tensors), version=self._next, update=False)
+        self._next += 1
+        self.last = replace(stored, ledger=self._update(client, stored))
+        self.version = stored.version
+        return self.last
+
+    def close(self) -> None:
+        """Give the lease back; without effect where it was not taken."""
+        self._opened = None
+        self._exits.close()
+
+    def _connected(self) -> tuple[sync.BlockingClient, WeightPublisher]:
+        if self._opened is None:
+            with ExitStack() as stack:
+                client = stack.enter_context(sync.connect(self._url, **self._options))
+                client.fleet.wait_for_workers(1, model=self._model, timeout_s=WORKERS_WAIT_S)
+                present = [worker.weight_version for worker in client.fleet.workers if worker.model == self._model]
+                self._next = 1 + max(present, default=0)
+                self._dtypes = dict(_dtypes(self._checkpoint))
+                publisher = WeightPublisher(client.with_asyncio, model=self._model, checkpoint=self._checkpoint)
+                self._opened = client, stack.enter_context(publisher)
+                self._exits = stack.pop_all()
+        return self._opened
+
+    def _update(self, client: sync.BlockingClient, stored: PublishedWeights) -> CommandResult:
+        """Have the fleet load a stored version, also where workers die in the midst."""
+        tries_left = MAX_TRIES
+        while True:
+            tries_left -= 1
+            try:
+                return client.fleet.update_weights(objects=stored.objects, version=stored.version, model=self._model)
+            except CommandIncomplete as error:
+                behind = {worker.worker for worker in client.fleet.workers} - error.ledger.applied.keys()
+                others = {name for column in RESULTS[1:] for name in getattr(error.ledger, column)}
+                if behind & others or not tries_left:
+                    raise
+                # Nothing was begun where a worker died in the check before it.
+                if error.check_of is None and error.ledger.applied:
+                    return error.ledger
+
+    def _cast(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.detach().to(self._dtypes.get(name, tensor.dtype))
+
+
+def _dtypes(checkpoint: Path) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield (name, dtype) of the tensors of a checkpoint that may be cast."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                dtype = file.get_slice(name).get_dtype()
+                if dtype in DTYPES:
+                    yield name, DTYPES[dtype]

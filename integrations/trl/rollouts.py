@@ -1,0 +1,138 @@
+"""`rollout_func` of TRL's `GRPOTrainer`: a fleet answers the prompts of a step."""
+
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from types import TracebackType
+from typing import Any, Self
+
+from ... import sync
+from ...bus.client.generation import Generation
+from ...schemas.errors import InvalidRequest
+from ...schemas.request import GenerateRequest
+from .prompts import sampling_of, token_ids_of
+
+__all__ = ["Rollouts"]
+
+
+class Rollouts:
+    """A `rollout_func`: `GRPOTrainer(model, rollout_func=Rollouts("nats://127.0.0.1:4222"), ...)`.
+
+    Equal prompts in a row are one group, which the fleet computes once where a worker has room. Each process of a
+    distributed trainer has one of these, and asks for its own prompts. It connects at its first call; leave it with
+    `with`, or `close` it, or let the process end.
+
+    Besides what TRL requires it returns `weight_versions`, a list of ints for each completion, and for a model with
+    experts `routed_experts`, u1|u2[Lp + G - 1, num_layers, top_k]: reward functions get both.
+
+    Args:
+        url: of the NATS server; None: as in `rollbus.connect`.
+        model: served name; None: the fleet's only model.
+        lora: adapter that answers; None: the model itself.
+        timeout_s: seconds for each completion; None: rollbus's default.
+        options: further arguments of `rollbus.connect`.
+
+    Attributes:
+        generations: of the last call, in the order of its prompts.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model: str | None = None,
+        lora: str | None = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._url = url
+        self._model = model
+        self._lora = lora
+        self._timeout_s = timeout_s
+        self._options = options
+        self._lock = threading.Lock()
+        self._exits = ExitStack()
+        self._client: sync.BlockingClient | None = None
+        self.generations: Sequence[Generation] = ()
+
+    def __repr__(self) -> str:
+        """One line with the state."""
+        return f"<Rollouts model={self._model} {'not connected' if self._client is None else repr(self._client)}>"
+
+    def __enter__(self) -> Self:
+        """Connect now, and not at the first call."""
+        self._connected()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next call would open another."""
+        with self._lock:
+            self._client = None
+            self._exits.close()
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return completions, as `GRPOTrainer` asks for them.
+
+        Raises:
+            InvalidRequest: a prompt has images, the trainer has tools, or its configuration asks for what there is not.
+            RequestError: a completion failed.
+            BusBroken: there is no server.
+        """
+        if trainer.tools:
+            allowed = "none: a loop of tools generates without this function"
+            raise InvalidRequest(field="tools", problem="are set", allowed=allowed)
+        prompt_ids = token_ids_of(
+            prompts, trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
+        )
+        sampling = sampling_of(trainer.args, trainer.eos_token_ids)
+        requests = [
+            GenerateRequest(
+                prompt_token_ids=ids,
+                sampling=sampling,
+                model=self._model,
+                lora=self._lora,
+                timeout_s=self._timeout_s,
+                group_id=group_id,
+            )
+            for ids, group_id in _groups(prompt_ids)
+        ]
+        found: dict[str, Generation] = {}
+        for generation in self._connected().complete_many(requests, max_in_flight=len(requests)):
+            if generation.error is not None:
+                raise generation.error
+            found[generation.request_id] = generation
+        self.generations = [found[request.request_id] for request in requests]
+        return _as_trl(prompt_ids, self.generations)
+
+    def _connected(self) -> sync.BlockingClient:
+        with self._lock:
+            if self._client is None:
+                self._client = self._exits.enter_context(sync.connect(self._url, **self._options))
+            return self._client
+
+
+def _groups(prompt_ids: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+    """Return each prompt with the id of its group: equal prompts in a row are samples of one."""
+    groups = ((list(equal), uuid.uuid4().hex) for _, equal in groupby(prompt_ids))
+    return [(ids, group_id) for equal, group_id in groups for ids in equal]
+
+
+def _as_trl(prompt_ids: list[list[int]], generations: Sequence[Generation]) -> dict[str, list[Any]]:
+    logprobs = [generation.logprobs for generation in generations]
+    answer: dict[str, list[Any]] = {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [generation.token_ids.tolist() for generation in generations],
+        "logprobs": [[] if found is None else found.tolist() for found in logprobs],
+        "weight_versions": [generation.weight_versions.tolist() for generation in generations],
+    }
+    if all(generation.routed_experts is not None for generation in generations):
+        answer["routed_experts"] = [generation.routed_experts for generation in generations]
+    return answer

@@ -1,0 +1,90 @@
+"""Run by the Python of trainers: `GRPOTrainer`, unchanged, with a fleet's completions; prints what it saw as JSON.
+
+python trl_grpo.py URL FLEET MODEL_FOLDER STEPS OUTPUT
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rollbus.integrations.trl import PublishPolicy, Rollouts
+
+GROUP = 8
+PROMPTS = ["one", "two and two", "a longer prompt of several words", "0 1 2 3"]
+WANTED = 200
+"""Rewarded are tokens below it."""
+
+
+def share_of_wanted(completion_ids, weight_versions, **_):
+    """Return how many of a completion's tokens are wanted ones."""
+    seen["versions"].append([min(map(min, weight_versions)), max(map(max, weight_versions))])
+    return [sum(token < WANTED for token in ids) / len(ids) for ids in completion_ids]
+
+
+class Compared(Rollouts):
+    """Compares the sampler's logprobs with those that the trainer's own code computes."""
+
+    def __call__(self, prompts, trainer):
+        """Answer, and compare."""
+        answer = super().__call__(prompts, trainer)
+        with torch.no_grad():
+            for prompt, tokens, logprobs in zip(
+                answer["prompt_ids"], answer["completion_ids"], answer["logprobs"], strict=True
+            ):
+                ids = torch.tensor([[*prompt, *tokens]])
+                own, *_ = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, torch.ones_like(ids), len(tokens)
+                )
+                seen["difference"] = max(seen["difference"], float((own[0] - torch.tensor(logprobs)).abs().max()))
+        seen["workers"].append(sorted({name for found in self.generations for name in found.worker_ids}))
+        seen["attempts"] = max(seen["attempts"], *(found.attempts for found in self.generations))
+        return answer
+
+
+class Told(TrainerCallback):
+    """Says on stdout which step has ended: the test kills a worker then."""
+
+    def on_step_end(self, args, state, control, **_):
+        """A line for each step."""
+        print(f"step {state.global_step}", flush=True)
+
+
+url, fleet, folder, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+seen = {"versions": [], "difference": 0.0, "workers": [], "attempts": 0}
+torch.manual_seed(0)
+torch.set_num_threads(1)
+publish = PublishPolicy(url, fleet=fleet, model="policy", checkpoint=folder)
+with Compared(url, fleet=fleet, model="policy") as rollouts:
+    trainer = GRPOTrainer(
+        model=str(folder),
+        reward_funcs=share_of_wanted,
+        rollout_func=rollouts,
+        callbacks=[publish, Told()],
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        args=GRPOConfig(
+            output_dir=sys.argv[5],
+            use_cpu=True,
+            bf16=False,
+            model_init_kwargs={"dtype": "float32"},
+            learning_rate=5e-3,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            max_steps=steps,
+            per_device_train_batch_size=len(PROMPTS) * GROUP,
+            num_generations=GROUP,
+            max_completion_length=12,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+seen["rewards"] = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+seen["version"] = publish.version
+print("seen " + json.dumps(seen), flush=True)

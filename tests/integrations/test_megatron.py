@@ -1,0 +1,18 @@
+"""Megatron-Core's own router replay, fed with the rows of a micro-batch, on a CPU."""
+
+import asyncio
+
+import pytest
+
+from tests.integrations.support import needs_trainers, started
+from tests.support.patience import ENGINE_STARTS_S
+
+pytestmark = [pytest.mark.slow, needs_trainers]
+
+
+async def test_replayed_choices_are_those_of_the_rows() -> None:
+    """Also when layers are recomputed, for a part of the layers and tokens; gradients reach the router."""
+    async with asyncio.timeout(ENGINE_STARTS_S), started("megatron_replay.py") as process:
+        said = (await process.communicate())[0].decode()
+    assert process.returncode == 0, said
+    assert said.endswith("ok\n")

@@ -1,0 +1,55 @@
+"""TRL's published `GRPOTrainer`, unchanged, with a fleet's completions and new weights after each step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integrations.support import needs_trainers, run_program
+from tests.support.real_fleet import RealWorkers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_trainers]
+
+NUM_STEPS = 16
+KILL_AFTER = 4
+
+
+async def test_it_learns_and_a_killed_worker_costs_nothing(
+    nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
+) -> None:
+    """The reward rises by far; sampler's and trainer's logprobs are equal; each step has the weights before it."""
+    workers = await policy_workers.have(2)
+    first = next(iter(workers.values()))
+
+    def kill(line: str) -> None:
+        if line == f"step {KILL_AFTER}":
+            first.kill()
+
+    seen = await run_program(
+        "trl_grpo.py", nats_url, policy_workers.fleet, policy, NUM_STEPS, tmp_path / "out", on_line=kill
+    )
+
+    rewards = np.array(seen["rewards"])
+    assert len(rewards) == NUM_STEPS
+    assert rewards[-3:].mean() > rewards[:3].mean() + 0.25
+    assert seen["difference"] < 1e-4
+    assert seen["versions"] == [[version, version] for version in range(1, NUM_STEPS + 1)]
+    assert seen["version"] == NUM_STEPS + 1
+    assert sum(map(len, seen["workers"][:2])) >= 3, "both workers answered"
+    assert all(len(names) == 1 for names in seen["workers"][-3:])
+
+
+async def test_what_the_asynchronous_trainer_calls_works_on_a_fleet(
+    nats_url: str, policy: Path, policy_workers: RealWorkers
+) -> None:
+    """Its protocols, in its order, with its own queue: samples are whole and fresh, and only changes travel."""
+    await policy_workers.have(2)
+
+    seen = await run_program("trl_async.py", nats_url, policy_workers.fleet, policy, 4)
+
+    assert seen["version"] == 5
+    assert seen["difference"] < 1e-4
+    assert max(seen["staleness"]) <= 3
+    assert min(seen["staleness"]) >= 0
+    assert seen["stored"][0] >= 1.0
+    assert seen["lengths"] > 0
