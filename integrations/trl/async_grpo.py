@@ -227,8 +227,8 @@ class RolloutWorker:
                     self._skip(generation)
                 elif not self._put(self._samples(group, row, generation)):
                     return
-        # Whatever it is, the trainer learns of it by `check_health`.
         except BaseException as error:
+            # Boundary of the thread: whatever reward functions raise, the trainer learns of it by `check_health`.
             if not self._stopping.is_set():
                 logger.exception("rollouts.failed error=%s", error)
                 self._error = error
