@@ -165,7 +165,7 @@ class RequestDispatcher:
 
     def wake(self) -> None:
         """What waits in a line may have become possible."""
-        if self._pending or self.prefill.num_waiting or self.placement.num_admitted:
+        if self._pending or self.prefill.num_waiting or self.placement.has_due:
             self._woken.set()
 
     def restart_timers(self) -> None:

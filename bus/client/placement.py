@@ -101,12 +101,13 @@ class RequestPlacement:
     @property
     def num_waiting(self) -> int:
         """Requests that follow others."""
-        return sum(map(len, self._leaders.values())) + self.num_admitted
+        admitted = sum(len(followers) for _, followers in self._admitted)
+        return sum(map(len, self._leaders.values())) + admitted
 
     @property
-    def num_admitted(self) -> int:
-        """Requests that `pop_followers` is to return."""
-        return sum(len(followers) for _, followers in self._admitted)
+    def has_due(self) -> bool:
+        """`pop_followers` has requests to return."""
+        return bool(self._admitted) or any(leaders.has_due for leaders in self._leaders.values())
 
     # What workers announce.
 
@@ -187,7 +188,8 @@ class RequestPlacement:
         if not is_group:
             return *placed, *self._queue(left)
         if placed:
-            leaders.add_leader(wanted.group or 0, placed[0].children[0])
+            leader = placed[0].children[0]
+            leaders.add_leader(wanted.group or 0, leader, leader.lane)
         return *placed, *self._follow(left, wanted)
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
@@ -200,17 +202,22 @@ class RequestPlacement:
         limit = min(MAX_FOLLOWERS, SIBLINGS_PER_PIECE * len(wanted.pieces) - 1)
         queued: list[Placed] = []
         for child in children:
-            leaders, group = self._leaders[child.open_call.model], wanted.group or 0
-            if not leaders.follow(group, child, limit):
-                leaders.add_leader(group, child)
-                self._in_queue[child.open_call.model].add(child)
-                queued += self._queue([child])
+            if self._leaders[child.open_call.model].add(wanted.group or 0, child, child.lane, limit):
+                queued += self._lead([child])
         return queued
 
+    def _lead(self, children: Sequence[ChildRequest]) -> list[Placed]:
+        for child in children:
+            self._in_queue[child.open_call.model].add(child)
+        return self._queue(children)
+
     def pop_followers(self) -> list[Placed]:
-        """Return the requests whose leader was admitted: with its worker, or where else there is room."""
+        """Return the requests whose leader was admitted: with its worker, or where else there is room.
+
+        And leaders that the queue has room for.
+        """
         admitted, self._admitted = self._admitted, []
-        found: list[Placed] = []
+        found = [placed for leaders in self._leaders.values() for placed in self._lead(leaders.pop_due())]
         for worker, followers in admitted:
             waiting = [child for child in followers if child.state in UNPUBLISHED]
             for _, children in groupby(waiting, lambda child: child.open_call):

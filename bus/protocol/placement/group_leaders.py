@@ -2,69 +2,131 @@
 
 In the queue the requests of a group would be spread over all workers, each of which computes their prompt. So only the
 leader goes there. Its followers go to the worker that admits it; without one, they find another leader.
+
+A leader in the queue stands for its followers too. So they count together against what a client may have in a lane of
+the queue; the groups beyond that wait in the client, in order. Else a client's share would be some ten times as long.
 """
 
+from collections import Counter
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar, get_args
 
-__all__ = ["GroupLeaders"]
+from ....schemas.request import Lane
+
+__all__ = ["MAX_AHEAD", "GroupLeaders"]
+
+MAX_AHEAD: Final = 1024
+"""Leaders and followers of one lane that no worker has admitted: the queue's default share of a client."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class GroupLeaders(Generic[K]):
-    """The leaders of one client and model that no worker has admitted yet. Bounded by its requests in flight."""
+    """The leaders of one client and model that no worker has admitted yet. Bounded by its requests in flight.
 
-    def __init__(self) -> None:
+    Args:
+        max_ahead: leaders and followers of one lane, above which no request begins to lead.
+    """
+
+    def __init__(self, max_ahead: int = MAX_AHEAD) -> None:
+        self._max_ahead = max_ahead
         # Followers in order of arrival, by their leader.
         self._followers: dict[K, dict[K, None]] = {}
         self._leader_of: dict[K, K] = {}
         # By group: its last leader, and the group of each of these.
         self._last: dict[int, K] = {}
         self._group_of: dict[K, int] = {}
+        # Of leaders and followers: the lane, and how many each lane has.
+        self._lane_of: dict[K, Lane] = {}
+        self._ahead: Counter[Lane] = Counter()
+        # By lane, in order of arrival: group and limit of those that wait until they may lead or follow.
+        self._waiting: dict[Lane, dict[K, tuple[int, int]]] = {lane: {} for lane in get_args(Lane)}
 
     def __repr__(self) -> str:
         """One line with counts."""
         return f"<GroupLeaders leaders={len(self._followers)} waiting={len(self)}>"
 
     def __len__(self) -> int:
-        """Requests that follow."""
-        return len(self._leader_of)
+        """Requests that follow, or wait until they may."""
+        return len(self._leader_of) + sum(map(len, self._waiting.values()))
 
     def __contains__(self, key: K) -> bool:
-        """It follows."""
-        return key in self._leader_of
+        """It follows, or waits until it may."""
+        return key in self._leader_of or any(key in waiting for waiting in self._waiting.values())
+
+    @property
+    def has_due(self) -> bool:
+        """`pop_due` has something to do."""
+        return any(waiting and self._ahead[lane] < self._max_ahead for lane, waiting in self._waiting.items())
 
     def leads(self, key: K) -> bool:
         """Return True if it is, or was, the leader of its group, and no worker has admitted it."""
         return key in self._followers
 
-    def add_leader(self, group: int, key: K) -> None:
+    def add_leader(self, group: int, key: K, lane: Lane) -> None:
         """Have a request lead a group from now on."""
         before = self._last.get(group)
         if before is not None:
             del self._group_of[before]
         self._followers[key] = {}
         self._last[group], self._group_of[key] = key, group
+        self._count(key, lane)
 
-    def follow(self, group: int, key: K, limit: int) -> bool:
-        """Have a request follow the last leader of its group; False: there is none, or it has `limit` followers."""
+    def add(self, group: int, key: K, lane: Lane, limit: int) -> bool:
+        """Have a request follow the last leader of its group, or lead, or wait until it may.
+
+        Args:
+            limit: followers of one leader.
+
+        Returns:
+            It leads: the caller publishes it.
+        """
+        if self._follow(group, key, lane, limit):
+            return False
+        if self._waiting[lane] or self._ahead[lane] >= self._max_ahead:
+            self._waiting[lane][key] = group, limit
+            return False
+        self.add_leader(group, key, lane)
+        return True
+
+    def pop_due(self) -> list[K]:
+        """Return those that waited and lead now, for the caller to publish; others of their groups follow them."""
+        due: list[K] = []
+        for lane, waiting in self._waiting.items():
+            while waiting and self._ahead[lane] < self._max_ahead:
+                key = next(iter(waiting))
+                group, limit = waiting.pop(key)
+                if not self._follow(group, key, lane, limit):
+                    self.add_leader(group, key, lane)
+                    due.append(key)
+        return due
+
+    def remove(self, key: K) -> list[K]:
+        """It leads, follows and waits no longer; returns those that followed it, in order."""
+        for waiting in self._waiting.values():
+            waiting.pop(key, None)
+        leader = self._leader_of.pop(key, None)
+        if leader is not None:
+            del self._followers[leader][key]
+        followers = list(self._followers.pop(key, ()))
+        for gone in (key, *followers):
+            self._leader_of.pop(gone, None)
+            if gone in self._lane_of:
+                self._ahead[self._lane_of.pop(gone)] -= 1
+        group = self._group_of.pop(key, None)
+        if group is not None:
+            del self._last[group]
+        return followers
+
+    def _follow(self, group: int, key: K, lane: Lane, limit: int) -> bool:
         leader = self._last.get(group)
         if leader is None or len(self._followers[leader]) >= limit:
             return False
         self._followers[leader][key] = None
         self._leader_of[key] = leader
+        self._count(key, lane)
         return True
 
-    def remove(self, key: K) -> list[K]:
-        """It leads and follows no longer; returns those that followed it, in order."""
-        leader = self._leader_of.pop(key, None)
-        if leader is not None:
-            del self._followers[leader][key]
-        followers = list(self._followers.pop(key, ()))
-        for follower in followers:
-            del self._leader_of[follower]
-        group = self._group_of.pop(key, None)
-        if group is not None:
-            del self._last[group]
-        return followers
+    def _count(self, key: K, lane: Lane) -> None:
+        self._lane_of[key] = lane
+        self._ahead[lane] += 1

@@ -1,4 +1,4 @@
-"""Who leads a group of requests, who follows, and what is left when one of them goes."""
+"""Who leads a group of requests, who follows, who waits, and what is left when one of them goes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +9,9 @@ from rollbus.bus.protocol.placement.group_leaders import GroupLeaders
 def led(*followers: str) -> GroupLeaders[str]:
     """Group 1, which `a` leads."""
     leaders: GroupLeaders[str] = GroupLeaders()
-    leaders.add_leader(1, "a")
+    leaders.add_leader(1, "a", "normal")
     for follower in followers:
-        assert leaders.follow(1, follower, 8)
+        assert not leaders.add(1, follower, "normal", 8)
     return leaders
 
 
@@ -21,7 +21,7 @@ def test_a_leader_returns_its_followers_in_order_once() -> None:
     assert ("b" in leaders, "a" in leaders, leaders.leads("a"), len(leaders)) == (True, False, True, 2)
     assert leaders.remove("a") == ["b", "c"]
     assert leaders.remove("a") == []
-    assert (len(leaders), "b" in leaders, leaders.follow(1, "b", 8)) == (0, False, False)
+    assert (len(leaders), "b" in leaders, leaders.add(1, "b", "normal", 8)) == (0, False, True)
 
 
 def test_a_follower_that_ends_is_forgotten() -> None:
@@ -34,39 +34,62 @@ def test_a_follower_that_ends_is_forgotten() -> None:
 def test_a_leader_with_enough_followers_takes_no_more() -> None:
     """The next one leads those that come later; each leader keeps its own."""
     leaders = led("b", "c")
-    assert not leaders.follow(1, "d", 2)
-    leaders.add_leader(1, "d")
-    assert leaders.follow(1, "e", 2)
+    assert leaders.add(1, "d", "normal", 2)
+    assert not leaders.add(1, "e", "normal", 2)
     assert leaders.remove("a") == ["b", "c"]
-    assert leaders.follow(1, "f", 2)
+    assert not leaders.add(1, "f", "normal", 2)
     assert leaders.remove("d") == ["e", "f"]
 
 
 def test_other_groups_do_not_follow() -> None:
     """Each group has a leader of its own."""
-    assert not led().follow(2, "x", 8)
+    assert led().add(2, "x", "normal", 8)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["lead", "follow", "remove"]), st.integers(0, 2), st.integers(0, 9))))
-def test_nobody_follows_a_leader_that_is_gone(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever happens, each follower is returned by its leader or was removed itself."""
-    leaders: GroupLeaders[int] = GroupLeaders()
-    following: set[int] = set()
+def test_followers_count_for_what_may_stand_in_the_queue() -> None:
+    """The groups beyond it wait in order, those of other lanes do not wait for them, and what is removed gives room."""
+    leaders: GroupLeaders[str] = GroupLeaders(max_ahead=3)
+    assert [leaders.add(1, key, "normal", 8) for key in ("a1", "a2", "a3", "a4")] == [True, False, False, False]
+    assert [leaders.add(2, key, "normal", 8) for key in ("b1", "b2")] == [False, False]
+    assert leaders.add(3, "c1", "normal", 8) is False
+    assert leaders.add(4, "d1", "high", 8)
+    assert (len(leaders), leaders.has_due, leaders.pop_due(), "b1" in leaders) == (6, False, [], True)
+
+    assert leaders.remove("b2") == []
+    assert leaders.remove("a1") == ["a2", "a3", "a4"]
+    assert (leaders.has_due, leaders.pop_due()) == (True, ["b1", "c1"])
+    assert (len(leaders), leaders.leads("b1"), leaders.has_due) == (0, True, False)
+
+
+Steps = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "pop"]), st.integers(0, 2), st.integers(0, 9)), max_size=60
+)
+
+
+@given(Steps, st.integers(1, 6))
+def test_everybody_leads_follows_or_waits_and_nobody_is_left(steps: list[tuple[str, int, int]], most: int) -> None:
+    """Whatever happens: of each lane at most so many leaders begin, and all of them go at last, each once."""
+    leaders: GroupLeaders[int] = GroupLeaders(most)
     leading: set[int] = set()
+    others: set[int] = set()
     for step, group, key in steps:
         if step == "remove":
             returned = leaders.remove(key)
-            assert following.issuperset(returned)
-            following -= {key, *returned}
+            assert others.issuperset(returned)
+            others -= {key, *returned}
             leading.discard(key)
-        elif key in following | leading:
-            continue
-        elif step == "lead":
-            leaders.add_leader(group, key)
-            leading.add(key)
-        elif leaders.follow(group, key, 3):
-            following.add(key)
-        assert len(leaders) == len(following)
-    for key in sorted(leading):
-        following.difference_update(leaders.remove(key))
-    assert not following
+        elif step == "pop":
+            due = leaders.pop_due()
+            assert others.issuperset(due)
+            others -= set(due)
+            leading |= set(due)
+        elif key not in leading | others:
+            (leading if leaders.add(group, key, "normal", 3) else others).add(key)
+        assert len(leaders) == len(others)
+        assert len(leading) <= most
+    while leading or others:
+        for key in sorted(leading):
+            others.difference_update(leaders.remove(key))
+        leading = set(leaders.pop_due())
+        others -= leading
+    assert (len(leaders), leaders.has_due) == (0, False)
