@@ -1,10 +1,12 @@
 """Real nats-servers that run from configuration files which something else has written."""
 
 import contextlib
+import random
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from rollbus.bus.auth.cluster import ROUTE_PORT_OFFSET
 from tests.support.nats_server import require_binary
@@ -12,15 +14,22 @@ from tests.support.patience import SOON_S
 
 __all__ = ["ConfiguredServer", "check_config", "configured_servers", "free_nodes"]
 
+PORTS: Final = (10_000, 20_000)
+"""Below those of connections on Linux (32,768 and above), also with the offset of routes."""
+
 
 def free_nodes(count: int) -> list[str]:
-    """Addresses on this machine whose ports, and those of their routes, nobody uses."""
+    """Addresses on this machine whose ports, and those of their routes, nobody uses.
+
+    The ports are not among those that the system gives to connections, which might take them before the server does.
+    """
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         while len(ports) < count:
-            with contextlib.ExitStack() as pair, contextlib.suppress(OSError, OverflowError):
-                port = pair.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                pair.enter_context(socket.create_server(("127.0.0.1", port + ROUTE_PORT_OFFSET)))
+            port = random.randrange(*PORTS)
+            with contextlib.ExitStack() as pair, contextlib.suppress(OSError):
+                for one in (port, port + ROUTE_PORT_OFFSET):
+                    pair.enter_context(socket.create_server(("127.0.0.1", one)))
                 held.enter_context(pair.pop_all())
                 ports.append(port)
     return [f"127.0.0.1:{port}" for port in ports]
