@@ -99,6 +99,7 @@ async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) ->
     async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
         fresh = await answers(other)
 
+    assert ended.stdout, ended.stderr
     told = json.loads(ended.stdout)
     assert (ended.code, ended.stderr, told["complete"]) == (0, "", True)
     assert {worker["worker"]: worker["weight_version"] for worker in told["workers"]} == dict.fromkeys(old, 2)

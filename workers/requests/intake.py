@@ -168,7 +168,8 @@ class RequestIntake:
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
         envelope, client, now = incoming.envelope, incoming.client, time.monotonic()
         lane = lane_of(priority_of(envelope.request))
-        group = incoming.group() if envelope.may_wait and envelope.kv is None else None
+        may_wait = envelope.may_wait and envelope.kv is None and self._lifecycle.may_accept() and not self._is_stopping
+        group = incoming.group() if may_wait else None
         room, capabilities = self.room(), self._engine.capabilities
         slots = 0 if capabilities is None else capabilities.max_num_seqs
         capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self.followers)
