@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 from ...schemas.checks import describe
@@ -12,6 +12,7 @@ from ...schemas.request import GenerateRequest
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry
 from .calls import Call
+from .drawing import Drawing
 from .generation import Generation, join_samples
 
 __all__ = ["Batch", "RequestSource", "check_iterable", "check_request"]
@@ -113,9 +114,9 @@ class RequestSource:
     """
 
     def __init__(self, requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest], batch: Batch) -> None:
-        self._source = aiter(requests) if isinstance(requests, AsyncIterable) else iter(check_iterable(requests))
+        source = requests if isinstance(requests, AsyncIterable) else check_iterable(requests)
+        self._drawing = Drawing(source, batch.news.set)
         self._batch = batch
-        self._drawing: asyncio.Task[GenerateRequest] | None = None
         self.is_over = False
 
     async def draw(self) -> GenerateRequest | None:
@@ -128,38 +129,17 @@ class RequestSource:
             Exception: whatever the source raised.
         """
         try:
-            if isinstance(self._source, Iterator):
-                return check_request(next(self._source))
-            if self._drawing is None:
-                self._drawing = self._start_drawing(self._source)
-            while not self._drawing.done() and not self._batch.has_result:
+            while not self._drawing.is_ready and not self._batch.has_result:
                 self._batch.news.clear()
                 await self._batch.news.wait()
-            if not self._drawing.done():
-                return None
-            drawing, self._drawing = self._drawing, None
-            return check_request(drawing.result())
+            return check_request(self._drawing.pop()) if self._drawing.is_ready else None
         except (StopIteration, StopAsyncIteration):
             self.is_over = True
             return None
 
-    def _start_drawing(self, source: AsyncIterator[GenerateRequest]) -> asyncio.Task[GenerateRequest]:
-        async def draw() -> GenerateRequest:
-            return await anext(source)
-
-        # Not in a task group: that would cancel the task which reads the results, also while it is elsewhere.
-        drawing = asyncio.get_running_loop().create_task(draw(), name="client.draw")
-        drawing.add_done_callback(lambda _: self._batch.news.set())
-        return drawing
-
     async def close(self) -> None:
         """Cancel the drawing that is under way, and wait until the source has cleaned up."""
-        if self._drawing is not None:
-            self._drawing.cancel()
-            await asyncio.wait({self._drawing})
-            if not self._drawing.cancelled():
-                # Asked for, or asyncio complains that nobody has.
-                self._drawing.exception()
+        await self._drawing.close()
 
 
 def check_iterable(requests: Iterable[GenerateRequest]) -> Iterable[GenerateRequest]:

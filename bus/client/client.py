@@ -311,7 +311,7 @@ class Client:
             raise InvalidRequest(field="inexact", problem=f"is {inexact!r}", allowed="refuse, continue or drop")
         form = PromptForm(n, SamplingParams() if sampling is None else sampling, inexact)
         planner = GroupPlanner(need=need, limit=limit, max_lag=max_lag)
-        return GroupSampler(self._registry, prompts, form, planner, max_lag=max_lag)
+        return GroupSampler(self._registry, prompts, form, planner)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.

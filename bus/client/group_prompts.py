@@ -1,8 +1,7 @@
 """The prompts of a trainer's groups: what the caller gives, one at a time and no sooner than it is needed."""
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +12,7 @@ from ...schemas.continuation import check_continuable
 from ...schemas.errors import InvalidRequest
 from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
+from .drawing import Drawing
 
 __all__ = ["GroupPrompt", "GroupPrompts", "InexactGroups", "PromptForm", "Prompts"]
 
@@ -71,36 +71,17 @@ class GroupPrompts:
     """
 
     def __init__(self, prompts: Prompts, form: PromptForm, wake: Callable[[], None]) -> None:
-        if isinstance(prompts, AsyncIterable):
-            self._source: Iterator[Prompt] | AsyncIterator[Prompt] = aiter(prompts)
-        elif isinstance(prompts, Iterable):
-            self._source = iter(prompts)
-        else:
+        if not isinstance(prompts, Iterable | AsyncIterable):
             raise InvalidRequest(
                 field="prompts", problem=f"is {describe(prompts)}", allowed="an iterable or an async iterable"
             )
+        self._drawing: Drawing[Prompt] = Drawing(prompts, wake)
         self._form = form
-        self._wake = wake
-        # One at most. Between steps it stays: to cancel it would end an async generator.
-        self._drawing: asyncio.Task[Prompt] | None = None
 
     @property
     def is_ready(self) -> bool:
         """True if `pop` has a prompt or the end; if not, one is on its way, and `wake` will be called."""
-        if isinstance(self._source, Iterator):
-            return True
-        if self._drawing is None:
-            self._drawing = self._start_drawing(self._source)
-        return self._drawing.done()
-
-    def _start_drawing(self, source: AsyncIterator[Prompt]) -> asyncio.Task[Prompt]:
-        async def draw() -> Prompt:
-            return await anext(source)
-
-        # Not in a task group: that would cancel the task which takes the steps, also while it is elsewhere.
-        drawing = asyncio.get_running_loop().create_task(draw(), name="client.draw_prompt")
-        drawing.add_done_callback(lambda _: self._wake())
-        return drawing
+        return self._drawing.is_ready
 
     def pop(self) -> tuple[GenerateRequest, object] | None:
         """Return the next request and its key; None: there are no more. Call it when `is_ready`.
@@ -110,26 +91,13 @@ class GroupPrompts:
             Exception: whatever the iterable raised.
         """
         try:
-            prompt = self._next_prompt()
+            prompt = self._drawing.pop()
         except (StopIteration, StopAsyncIteration):
             return None
         if isinstance(prompt, GroupPrompt):
             return self._form.request(prompt.prompt), prompt.key
         return self._form.request(prompt), None
 
-    def _next_prompt(self) -> Prompt:
-        if isinstance(self._source, Iterator):
-            return next(self._source)
-        if self._drawing is None:
-            raise RuntimeError("no prompt is on its way; ask `is_ready` before")
-        drawing, self._drawing = self._drawing, None
-        return drawing.result()
-
     async def close(self) -> None:
         """Cancel the drawing that is under way, and wait until the source has cleaned up."""
-        if self._drawing is not None:
-            self._drawing.cancel()
-            await asyncio.wait({self._drawing})
-            if not self._drawing.cancelled():
-                # Asked for, or asyncio complains that nobody has.
-                self._drawing.exception()
+        await self._drawing.close()

@@ -39,7 +39,6 @@ class GroupSampler:
         prompts: the caller's.
         form: of their requests.
         planner: decides; nobody else has it.
-        max_lag: as the planner has it.
     """
 
     def __init__(
@@ -48,13 +47,10 @@ class GroupSampler:
         prompts: Prompts,
         form: PromptForm,
         planner: GroupPlanner,
-        *,
-        max_lag: int | None,
     ) -> None:
         self._registry = registry
         self._form = form
         self._planner = planner
-        self._max_lag = max_lag
         self._woken = asyncio.Event()
         self._prompts = GroupPrompts(prompts, form, self._woken.set)
         self._numbers = itertools.count()
@@ -188,7 +184,7 @@ class GroupSampler:
 
     async def _lags(self, version: int | None) -> dict[int, int]:
         """By how many versions the oldest token of each group is behind."""
-        if self._max_lag is None:
+        if self._planner.max_lag is None:
             return {}
         lags = {}
         newest: dict[tuple[str | None, str | None], int | None] = {}

@@ -38,7 +38,7 @@ class GroupPlanner:
     def __init__(self, *, need: int, limit: int, max_lag: int | None) -> None:
         self._need = need
         self._limit = limit
-        self._max_lag = max_lag
+        self.max_lag = max_lag
         self._states: dict[int, GroupState] = {}
         # In the order in which they completed.
         self._complete: dict[int, None] = {}
@@ -67,7 +67,7 @@ class GroupPlanner:
         dropped = tuple(
             group
             for group in self.having(GroupState.STOPPED, GroupState.COMPLETE)
-            if self._max_lag is not None and lags.get(group, 0) > self._max_lag
+            if self.max_lag is not None and lags.get(group, 0) > self.max_lag
         )
         for group in dropped:
             self.drop(group)
