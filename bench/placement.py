@@ -233,10 +233,10 @@ async def measure(
     """Have all ways play a trace in turns; returns the figures of each round by way."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in players}
     num_workers = len(rb.fleet.workers)
-    # The first round warms engines and clients up, and is not counted.
+    # The first round warms up engines and clients; its figures are not counted.
     for number in range(rounds + 1):
         for way, player in players.items():
-            # Whoever was killed in the turn before is there again, and a flood is over.
+            # A worker that was killed in the turn before serves again, and no request of a flood is left.
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_S)
             while True:
                 if not any(worker.in_flight for worker in (await rb.fleet.state()).workers):

@@ -1,6 +1,6 @@
 """The ways to choose a worker that `bench.placement` simulates: each is a `Way` of `bench.placement_sim`."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from bench.placement_engine import Job
@@ -126,10 +126,14 @@ class Ours(QueueOnly):
         self._policy = PlacementPolicy()
         self._caches: dict[Job, CacheId | None] = {}
         self._able: dict[str, WorkerLoad] = {}
+        self._unanswered: Counter[str] = Counter()
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
         """Give it to the policy."""
         self._policy.update(presence, now)
+        # What a worker has not answered yet had not come when it announced its room.
+        for _ in range(self._unanswered[presence.worker]):
+            self._policy.loads.placed(presence.worker, 0, now)
         load = self._policy.loads.get(presence.worker)
         if load is not None:
             self._able[presence.worker] = load
@@ -142,8 +146,13 @@ class Ours(QueueOnly):
         else:
             placements = self._policy.place_group(wanted, count, able, now)
         for placement in placements:
-            self._policy.placed(wanted, placement, now)
+            self._note(wanted, placement, now)
         return [placement.worker for placement in placements]
+
+    def _note(self, wanted: PlacementWanted, placement: Placement, now: float) -> None:
+        self._policy.placed(wanted, placement, now)
+        if placement.worker is not None:
+            self._unanswered[placement.worker] += 1
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
         """Return another worker that has room if nothing else waits, else the worker that has the prompt."""
@@ -152,11 +161,12 @@ class Ours(QueueOnly):
         if not is_queueing:
             free = self._policy.place(wanted, list(self._able.values()), now)
             placement = placement if free.worker is None else free
-        self._policy.placed(wanted, placement, now)
+        self._note(wanted, placement, now)
         return placement.worker or worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Tell the policy, which remembers the prompt."""
+        self._unanswered[worker] -= job.is_placed
         self._caches[job] = self._policy.admitted(_wanted(job), worker, now, was_placed=job.is_placed)
 
     def ended(self, job: Job, worker: str, now: float) -> None:
@@ -167,6 +177,7 @@ class Ours(QueueOnly):
 
     def refused(self, job: Job, worker: str, now: float) -> None:
         """Tell the policy, which places nothing there for now."""
+        self._unanswered[worker] -= 1
         self._policy.refused(_wanted(job), worker, now)
 
 

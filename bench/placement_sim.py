@@ -188,11 +188,11 @@ class Simulation:
             self._at(LATENCY_S, self._refuse, engine, job)
 
     def _refuse(self, engine: Engine, job: Job) -> None:
-        """Have the client put a request into the queue that a worker has refused."""
+        """Have the client put a request into the queue that a worker has refused, or behind the first of its group."""
         self.refused += 1
         self.way.refused(job, engine.name, self.now)
         job.is_placed = False
-        self._at(LATENCY_S, self._enqueue, job)
+        self._send([job], [None])
 
     def _enqueue(self, job: Job) -> None:
         self._queue.append(job)

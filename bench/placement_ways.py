@@ -79,7 +79,7 @@ class Played:
     placed: int = 0
     refused: int = 0
     least: int = 0
-    """Prompt tokens that one engine would compute which forgets nothing."""
+    """Prompt tokens that a single engine that forgets nothing would compute."""
 
 
 class LeastLoaded(PlacementPolicy):
@@ -195,7 +195,7 @@ class Player:
         return played
 
     async def _kill(self) -> None:
-        """Kill a worker; whoever started it starts another one."""
+        """Kill a worker; the process that started the worker starts another one."""
         pids = {worker.worker: worker.pid for worker in self._rb.fleet.workers}
         os.kill(next(pid for name, pid in sorted(pids.items()) if pid and not name.startswith(SLOW)), signal.SIGKILL)
 

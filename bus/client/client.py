@@ -163,7 +163,7 @@ class Client:
         return self._registry.stats()
 
     async def __aenter__(self) -> Self:
-        """Connect, listen, and ask who is there."""
+        """Connect, subscribe to what workers send, and ask all workers to announce themselves."""
         if self._connected is not None:
             raise BusClosed("this client is entered already")
         registry = CallRegistry(replace(self._config, incarnation=uuid.uuid4().hex[:12]))

@@ -139,7 +139,7 @@ class BlockingClient:
         return self._awaited.stats()
 
     def __enter__(self) -> Self:
-        """Connect, listen, and ask who is there."""
+        """Connect, subscribe to what workers send, and ask all workers to announce themselves."""
         if self._owner is not None:
             raise BusClosed("this client is entered already")
         owner = OwnerThread(self._awaited)

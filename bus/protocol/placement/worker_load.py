@@ -28,18 +28,19 @@ MAX_RATE: Final = 1e9
 MAX_REQUESTS: Final = 1_000_000
 """Announced numbers of requests count as at most this: no worker has so many, and any number may be announced."""
 RATE_KEPT: Final = 0.995
-"""Share of the best prefill rate that an announcement leaves, half in two minutes: an engine announces a low rate while
-it computes only the short ends of cached prompts."""
+"""Each announcement of a worker leaves this share of its highest prefill rate, half after two minutes: an engine
+announces a low rate while it computes only the short ends of cached prompts."""
 MEAN_OVER: Final = 10
 """Announcements that the mean of running requests covers: as many seconds as the announced decode rate."""
 RUNNING_SLOWDOWN: Final = 0.01
 """Time that each running request adds to an engine step, as a share of a step without any."""
 SLOW: Final = 1.5
-"""A worker that takes less than this times as long as the typical worker counts as equal, as rates are noisy."""
+"""A worker counts as slow if it takes this many times as long as the typical worker. Below, both count as equal, as
+rates are noisy."""
 SLOWEST: Final = 16.0
-"""The policy takes no worker for more than this many times slower than the typical one, whatever it announces."""
+"""A worker counts as at most this many times slower than the typical worker, whatever rates it announces."""
 TYPICAL_S: Final = 1.0
-"""How long the typical rates are used before they are computed again from those of all workers."""
+"""Seconds until the typical rates are computed again from the rates of all workers."""
 
 
 @dataclass(slots=True, eq=False)
