@@ -233,11 +233,18 @@ class VersionStore:
     async def refresh(self) -> None:
         """Renew the lease, so that `record` is what the server has: an answer to a commit may have been lost.
 
+        If the server has lost its store, the bucket is made anew where that is allowed, and the lease is taken anew.
+
         Raises:
             ControlError: `publisher_busy`: another publisher took over; `storage`.
             BusBroken: JetStream or the connection failed.
         """
-        await self._change(lambda record: record)
+        home, epoch = self._opened(), self.epoch
+        await _make_bucket(home.nats, home.key)
+        await self._change(lambda record: chain.lease_kept(record, self._holder, epoch, self._age_s), is_leasing=True)
+        if self.record.epoch > epoch:
+            logger.warning("versions.lease_lost model=%s epoch=%s now=%s", self._model, epoch, self.record.epoch)
+            self._epoch = self.record.epoch
 
     async def note_recorded(self, objects: str) -> None:
         """Note that a folder was recorded in the desired state: it and the one before stay.
@@ -292,14 +299,14 @@ class VersionStore:
             await asyncio.sleep(POLL_S)
         self._stored = stored
         try:
-            await self._change(self._taken, is_taking=True)
+            await self._change(self._taken, is_leasing=True)
         except ControlError as error:
             if error.code is not ControlCode.STORAGE:
                 raise
             # A killed upload may have filled the bucket. What it left is rubbish whoever has the lease.
             if not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
-            await self._change(self._taken, is_taking=True)
+            await self._change(self._taken, is_leasing=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
@@ -325,8 +332,11 @@ class VersionStore:
     def _taken(self, record: ChainRecord) -> ChainRecord:
         if record.holder == self._holder:  # by a write that was not answered
             return record
-        age_s = self._stored.age_s if self._stored is not None else 0.0
-        return chain.lease_taken(record, self._holder, age_s)
+        return chain.lease_taken(record, self._holder, self._age_s)
+
+    @property
+    def _age_s(self) -> float:
+        return self._stored.age_s if self._stored is not None else 0.0
 
     async def _renew(self) -> None:
         """Renew the lease until it is lost."""
@@ -337,7 +347,7 @@ class VersionStore:
             except RollbusError as error:
                 logger.warning("versions.lease_not_renewed model=%s error=%s", self._model, error)
 
-    async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_taking: bool = False) -> None:
+    async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
         """Write what `change` makes of the chain record; called again for what another program has written.
 
         A change that was made already must be no change.
@@ -353,8 +363,8 @@ class VersionStore:
                 try:
                     before = self._stored or await key.read()
                     self._stored, self.record = before, before.record
-                    if not is_taking:
-                        self._check_lease(before.record)
+                    if not is_leasing:
+                        chain.check_lease(before.record, self._holder, self.epoch)
                     after = change(before.record)
                     self._stored = None
                     sequence = await key.write(after, before.sequence)
@@ -364,18 +374,10 @@ class VersionStore:
                     await retries.note_refusal(before.sequence)
                 except Unanswered as error:
                     await retries.wait(error)
-
-    def _check_lease(self, record: ChainRecord) -> None:
-        epoch = self.epoch
-        if chain.is_held_by(record, self._holder, epoch):
-            return
-        other = "another publisher" if record.holder is None else record.holder.publisher
-        self._lost = ControlError(
-            ControlCode.PUBLISHER_BUSY,
-            f"{other} took over the published weights of {self._model!r} in epoch {record.epoch}, while this publisher "
-            f"({self._publisher}, epoch {epoch}) did not renew its lease",
-        )
-        raise self._lost
+                except ControlError as error:
+                    if error.code is ControlCode.PUBLISHER_BUSY and self._epoch is not None:
+                        self._lost = error
+                    raise
 
 
 async def _make_no_room() -> None:

@@ -12,7 +12,7 @@ from rollbus.bus.control import publication, versions
 from rollbus.bus.control.chain_key import ChainKey, read_chain
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.nats.jetstream import Unanswered, put
+from rollbus.bus.nats.jetstream import Unanswered, ask, put
 from rollbus.bus.objects import ObjectInfo, ObjectReader, sender
 from rollbus.bus.objects.writer import delete_stored
 from rollbus.bus.protocol.weights import chain
@@ -218,3 +218,26 @@ async def test_a_lease_is_kept_while_the_server_is_away(monkeypatch: pytest.Monk
             while (await key.read()).sequence == before:  # noqa: ASYNC110 - the server tells nobody
                 await asyncio.sleep(0.05)
         assert store.epoch == 1
+
+
+async def test_a_server_that_loses_its_store_gets_a_new_chain(nats_url: str) -> None:
+    """What was being published fails, and leaves nothing; the same publisher's next version begins a new chain."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        opened_store(nats_url, fleet) as store,
+    ):
+        await publish(store, 1)
+        under_way = store.begin(2)
+        await under_way.put("a.safetensors", [b"x"])
+        manifest = manifest_of(store, under_way, b"x")
+        await store.note_recorded("b/versions/0")  # what was put is stored
+        await ask(nats, f"STREAM.DELETE.OBJ_{bucket}")
+        await store.refresh()
+        assert (store.epoch, store.record.links) == (2, ())
+        with pytest.raises(ControlError, match="lost its store while version 2 was being published") as raised:
+            await under_way.commit(manifest)
+        assert raised.value.code is ControlCode.STORAGE
+        objects = await publish(store, 3)
+        assert [link.objects for link in store.record.links] == [objects]
+        assert await parts_in(nats, bucket) == 2

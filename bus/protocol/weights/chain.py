@@ -21,13 +21,14 @@ __all__ = [
     "YOUNG_S",
     "AnchorReason",
     "Contents",
+    "check_lease",
     "committed",
     "contents",
     "folder_of",
-    "is_held_by",
     "is_published",
     "is_weights",
     "kept",
+    "lease_kept",
     "lease_taken",
     "links_with",
     "needed_bytes",
@@ -101,9 +102,46 @@ def lease_taken(record: ChainRecord, holder: Holder, age_s: float) -> ChainRecor
     return replace(record, epoch=record.epoch + 1, holder=holder, opened=None)
 
 
-def is_held_by(record: ChainRecord, holder: Holder, epoch: int) -> bool:
-    """True if `holder` still has the lease of `epoch`."""
-    return (record.holder, record.epoch) == (holder, epoch)
+def lease_kept(record: ChainRecord, holder: Holder, epoch: int, age_s: float) -> ChainRecord:
+    """Return the record in which `holder` goes on with its lease of `epoch`, or with a later one.
+
+    Epochs only rise: in a record of an earlier one the server has lost what was stored since, all of it or a part. Then
+    the lease is taken anew, and what was being published under the lost one cannot be committed.
+
+    Args:
+        record: as it is stored.
+        age_s: seconds since it was stored, by the server's clock.
+
+    Raises:
+        ControlError: `publisher_busy`: another publisher has the lease.
+    """
+    if record.epoch < epoch:
+        return lease_taken(replace(record, epoch=epoch), holder, age_s)
+    # A later epoch: the lease was taken anew by a write that was not answered.
+    check_lease(record, holder, record.epoch if record.holder == holder else epoch)
+    return record
+
+
+def check_lease(record: ChainRecord, holder: Holder, epoch: int) -> None:
+    """Check that `holder` still has the lease of `epoch`.
+
+    Raises:
+        ControlError: `publisher_busy`: another publisher took over; `storage`: the server has lost the lease.
+    """
+    if (record.holder, record.epoch) == (holder, epoch):
+        return
+    if record.epoch < epoch:
+        raise ControlError(
+            ControlCode.STORAGE,
+            f"the server has lost its store, and with it the lease of epoch {epoch} on the published weights of "
+            f"{record.model!r}: what was being published is not; the next publication begins a new chain",
+        )
+    other = "another publisher" if record.holder is None else record.holder.publisher
+    raise ControlError(
+        ControlCode.PUBLISHER_BUSY,
+        f"{other} took over the published weights of {record.model!r} in epoch {record.epoch}, while this publisher "
+        f"({holder.publisher}, epoch {epoch}) did not renew its lease",
+    )
 
 
 def links_with(links: Sequence[Link], own: Link) -> tuple[Link, ...]:
@@ -211,9 +249,15 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
     """Return the record after the commit of a version; a version that is in it already is not added again.
 
     Raises:
+        ControlError: `storage`: the manifest is of a lease that the server has lost, and its objects with it.
         LocalProtocolError: the manifest does not continue this chain.
     """
     links, own = record.links, manifest.own
+    if manifest.epoch < record.epoch:
+        raise ControlError(
+            ControlCode.STORAGE,
+            f"the server has lost its store while version {manifest.version} was being published; it is not published",
+        )
     if manifest.adapter is not None:
         expected: tuple[Link, ...] = (own,)
     elif own in links[-1:]:

@@ -57,11 +57,30 @@ def test_a_lease_is_taken_renewed_and_given_back() -> None:
     """A free lease is had at once; each one has an epoch of its own."""
     first = chain.lease_taken(ChainRecord(model="m"), ALICE, math.inf)
     assert (first.holder, first.epoch) == (ALICE, 1)
-    assert chain.is_held_by(first, ALICE, 1)
+    assert chain.lease_kept(first, ALICE, 1, 0.0) == first
     second = chain.lease_taken(replace(first, holder=None), BOB, 0.0)
     assert (second.holder, second.epoch) == (BOB, 2)
-    assert not chain.is_held_by(second, ALICE, 1)
-    assert not chain.is_held_by(second, BOB, 1)
+    for record, shown in ((second, "bob"), (replace(second, holder=None), "another publisher")):
+        with pytest.raises(ControlError, match=rf"{shown} took over .* in epoch 2, .*\(alice, epoch 1\)") as raised:
+            chain.lease_kept(record, ALICE, 1, math.inf)
+        assert raised.value.code is ControlCode.PUBLISHER_BUSY
+
+
+def test_a_lease_that_the_server_has_lost_is_taken_anew() -> None:
+    """Epochs only rise, also over a store that was lost; what was begun before is not committed after it."""
+    empty = ChainRecord(model="m")
+    with pytest.raises(ControlError, match="lost its store, and with it the lease of epoch 7") as raised:
+        chain.check_lease(empty, ALICE, 7)
+    assert raised.value.code is ControlCode.STORAGE
+    anew = chain.lease_kept(empty, ALICE, 7, math.inf)
+    assert (anew.holder, anew.epoch) == (ALICE, 8)
+    # The write of it was not answered, and is found.
+    assert chain.lease_kept(anew, ALICE, 7, 0.0) == anew
+    with pytest.raises(ControlError, match="while version 1 was being published"):
+        chain.committed(anew, manifest((anchor(1),)))
+    with pytest.raises(ControlError, match="bob publishes weights") as raised:
+        chain.lease_kept(chain.lease_taken(empty, BOB, math.inf), ALICE, 7, 0.0)
+    assert raised.value.code is ControlCode.PUBLISHER_BUSY
 
 
 @pytest.mark.parametrize("holder", [BOB, replace(ALICE, incarnation="3")])
