@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import math
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,3 +40,48 @@ async def test_it_learns_and_replay_brings_sampler_and_trainer_closer(tmp_path: 
     assert set(steps["lag"][1:]) <= {1, 2}
     assert f"of {NUM_STEPS}\n" in said
     assert (tmp_path / "learning.svg").read_text().startswith("<?xml")
+
+
+@pytest.fixture(scope="module")
+def rl_loop() -> dict[str, Any]:
+    """Its names."""
+    return runpy.run_path(str(RL_LOOP))
+
+
+def judged(rl_loop: dict[str, Any], rewards: list[float], *, kl: tuple[float, float] = (1e-5, 1e-4)) -> list[str]:
+    """What is wrong with a run of one step for each reward."""
+    fields: dict[str, Any] = {"seed": 0, "lag": 1, "mixed": 0.0, "dropped": 0, "seconds": 1.0}
+    kls = {"kl_with_replay": kl[0], "kl_without_replay": kl[1]}
+    steps = [rl_loop["Step"](step=step, reward=reward, **fields, **kls) for step, reward in enumerate(rewards)]
+    problems: list[str] = rl_loop["summarize"]([steps])
+    return problems
+
+
+@pytest.mark.parametrize("rewards", [[0.1], [0.1] * 10, [0.2, 0.1, 0.0], [0.1] * 19, [0.0]])
+def test_few_steps_promise_no_higher_rewards(rl_loop: dict[str, Any], rewards: list[float]) -> None:
+    """Nor does a single one."""
+    assert judged(rl_loop, rewards) == []
+
+
+@pytest.mark.parametrize("num_steps", [20, 25, 40])
+def test_rewards_of_enough_steps_must_rise_by_half(rl_loop: dict[str, Any], num_steps: int) -> None:
+    """Those of the last ten, against those of the first ten."""
+    between = [0.1] * (num_steps - 20)
+
+    assert judged(rl_loop, [0.1] * 10 + between + [0.16] * 10) == []
+    assert judged(rl_loop, [0.0] * 10 + between + [0.16] * 10) == []
+    for last in (0.14, 0.1, 0.0):
+        assert judged(rl_loop, [0.1] * 10 + between + [last] * 10) == ["seed 0: the mean reward has not risen by half"]
+    assert len(judged(rl_loop, [0.0] * num_steps)) == 1
+
+
+@pytest.mark.parametrize("num_steps", [1, 30])
+def test_replay_must_bring_both_closer_where_there_is_anything_to_compare(
+    rl_loop: dict[str, Any], num_steps: int
+) -> None:
+    """At any number of steps."""
+    rewards = [0.1 * 1.1**step for step in range(num_steps)]
+
+    assert judged(rl_loop, rewards, kl=(math.nan, math.nan)) == []
+    for kl in ((1e-4, 1e-4), (1e-4, 1e-5)):
+        assert judged(rl_loop, rewards, kl=kl) == ["seed 0: replay has not brought sampler and trainer closer"]
