@@ -14,7 +14,7 @@ from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
 from .drawing import Drawing
 
-__all__ = ["GroupPrompt", "GroupPrompts", "InexactGroups", "PromptForm", "Prompts"]
+__all__ = ["GroupPrompt", "GroupPrompts", "InexactGroups", "Prompt", "PromptForm", "Prompts"]
 
 InexactGroups = Literal["refuse", "continue", "drop"]
 """What becomes of a stopped group whose sampler had a state of its own; `refuse`: such prompts are not accepted."""

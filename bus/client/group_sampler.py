@@ -112,7 +112,7 @@ class GroupSampler:
             Exception: whatever the prompts' iterable raised.
         """
         if not self._is_entered:
-            raise BusClosed("groups are not entered; use them inside `async with`")
+            raise BusClosed("these groups are not entered, or were left")
         if self._is_stepping:
             raise RuntimeError("a step of these groups is under way; steps follow each other")
         self._is_stepping = True

@@ -10,5 +10,6 @@ Connect, and use it from any thread:
 """
 
 from .bus.client.sync.client import BlockingClient, BlockingFleet, connect
+from .bus.client.sync.groups import BlockingGroups
 
-__all__ = ["BlockingClient", "BlockingFleet", "connect"]
+__all__ = ["BlockingClient", "BlockingFleet", "BlockingGroups", "connect"]

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import rollbus
+from rollbus.bus.client.group_sampler import GroupSampler
 from rollbus.bus.client.sync.client import BlockingClient, BlockingFleet
+from rollbus.bus.client.sync.groups import BlockingGroups
 from rollbus.schemas.errors import BusBroken, BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
 from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import SOON_S
@@ -36,11 +38,13 @@ def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize(("blocking", "awaited"), [(BlockingClient, rollbus.Client), (BlockingFleet, rollbus.Fleet)])
+@pytest.mark.parametrize(
+    ("blocking", "awaited"),
+    [(BlockingClient, rollbus.Client), (BlockingFleet, rollbus.Fleet), (BlockingGroups, GroupSampler)],
+)
 def test_both_have_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
     """Nothing that one has is missing in the other, nothing blocking is to be awaited, and each says what it does."""
-    # Steps of groups are entered with `async with`; they have no blocking form.
-    shared = names_of(awaited) - {"groups"}
+    shared = names_of(awaited)
     assert names_of(blocking) - {"with_asyncio"} == shared
     for name in shared:
         ours, theirs = getattr(blocking, name), getattr(awaited, name)

@@ -48,16 +48,16 @@ async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker:
     async with one_worker() as (rb, _, engine):
         [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
         await until_idle(engine, rb)
-    assert interrupted == ["complete", "complete_many", "generate", "wait_for_workers"]
-    assert answers == ["length"] * 4
+    assert interrupted == ["complete", "complete_many", "generate", "groups", "wait_for_workers"]
+    assert answers == ["length"] * 5
 
 
 async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """The child gets typed errors, holds no connection, works with a client of its own and ends; the parent goes on."""
     async with one_worker():
         child, parent = await run("fork", nats_url, fleet)
-    assert child == {"errors": ["BusClosed"] * 7, "connections": 0, "own": 3}
-    assert parent == {"code": 7, "tokens": [200, [20] * 60], "missing": 0}
+    assert child == {"errors": ["BusClosed"] * 9, "connections": 0, "own": 3}
+    assert parent == {"code": 7, "tokens": [200, [20] * 60 + [3]], "missing": 0}
 
 
 async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:

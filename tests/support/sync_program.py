@@ -37,13 +37,17 @@ def be_interrupted(url: str, fleet: str) -> None:
     """Get Ctrl-C in each kind of call, and go on with requests of the same ids."""
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()
+        groups = rb.groups([endless()], n=1, need=1).__enter__()
         calls: dict[str, Callable[[], object]] = {
             "complete": lambda: rb.complete(endless("complete")),
             "complete_many": lambda: list(rb.complete_many([endless("complete_many")])),
             "generate": lambda: [None for _ in rb.generate(endless("generate"))],
+            "groups": groups.step,
             "wait_for_workers": lambda: rb.fleet.wait_for_workers(1000),
         }
         interrupted = [name for name, call in calls.items() if is_interrupted(rb, call)]
+        # The step's group runs on until its groups are left.
+        groups.__exit__(None, None, None)
         answers = [rb.complete(short(name)).finish_reason for name in calls]
     say([interrupted, answers])
 
@@ -73,18 +77,22 @@ def fork(url: str, fleet: str) -> None:
         requests = [greedy(index, 20, request_id=f"r{index}") for index in range(60)]
         stream, many = rb.generate(greedy(1, 200)), rb.complete_many(requests, max_in_flight=8)
         chunks, results = [next(stream)], [next(many)]
-        held = rb.fleet
+        held, groups = rb.fleet, rb.groups([short("group")], n=1, need=1).__enter__()
         child = os.fork()
         if child == 0:
             errors = [error_of(call) for call in (
                 lambda: rb.complete(short("child")), lambda: rb.fleet, rb.stats, held.state, lambda: next(stream),
-                lambda: next(many), lambda: list(rb.complete_many([short("child")])),
+                lambda: next(many), lambda: list(rb.complete_many([short("child")])), groups.step,
+                lambda: rb.groups([], n=1, need=1),
             )]  # fmt: skip
+            groups.__exit__(None, None, None)
             say({"errors": errors, "connections": len(psutil.Process().net_connections()), "own": own(url, fleet)})
             sys.exit(7)
         _, status = os.waitpid(child, 0)
         chunks += stream
         results += many
+        results += [answer for group in groups.step().groups for answer in group.generations]
+        groups.__exit__(None, None, None)
         tokens = sum(chunk.num_tokens for chunk in chunks), [len(result.token_ids) for result in results]
         say({"code": os.waitstatus_to_exitcode(status), "tokens": tokens, "missing": rb.stats().missing_frames})
 

@@ -13,12 +13,15 @@ from ....schemas.errors import BusClosed, InvalidRequest
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import GenerateRequest
+from ....schemas.sampling import SamplingParams
 from .. import client as with_asyncio
 from ..batch import Batch, check_iterable, check_request
 from ..batch_times import BatchTimes
 from ..client import Client, ClientStats, batch_of
 from ..fleet import Fleet
 from ..generation import Generation
+from ..group_prompts import InexactGroups, Prompt
+from .groups import BlockingGroups, HandedPrompts
 from .owner_thread import OwnerThread
 
 __all__ = ["BlockingClient", "BlockingFleet", "connect"]
@@ -203,6 +206,27 @@ class BlockingClient:
             owner.finish(_close(batch))
         if batch.no_workers is not None:
             raise batch.no_workers
+
+    def groups(  # noqa: PLR0913 - the arguments of `Client.groups`
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        n: int,
+        need: int,
+        over: float = 1.25,
+        sampling: SamplingParams | None = None,
+        max_lag: int | None = None,
+        inexact: InexactGroups = "refuse",
+    ) -> BlockingGroups:
+        """Steps that do not wait for their slowest answers, as `Client.groups` makes them; to be entered with `with`.
+
+        `prompts` is drawn from on the thread that calls `step`.
+        """
+        owner, handed = self._connected, HandedPrompts()
+        sampler = self._awaited.groups(
+            handed, n=n, need=need, over=over, sampling=sampling, max_lag=max_lag, inexact=inexact
+        )
+        return BlockingGroups(owner, sampler, handed, prompts)
 
     @property
     def _connected(self) -> OwnerThread:
