@@ -239,6 +239,22 @@ async def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path)
         partial.make_room(2**60)
 
 
+async def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even the lock file can be written, the next try of the same process need not wait."""
+    folders = store(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="No space left"):
+            await folders.open("a", ignore)
+    opened = await folders.open("a", lambda: pytest.fail("it waits for a lock"))
+    assert isinstance(opened, PartialFolder)
+    opened.leave(discard=True)
+
+
 @pytest.mark.parametrize("is_held", [True, False])
 async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> None:
     """If nobody has them; younger ones stay, for the next try."""

@@ -226,11 +226,14 @@ class FolderStore:
             if (hold := self.hold(digest)) is not None:
                 return hold
             if (fd := self._lock(digest, is_exclusive=True)) is not None:
-                if not self.folder(digest).is_dir():
-                    self.partial(digest).mkdir(exist_ok=True, mode=0o700)
-                    os.truncate(fd, os.pwrite(fd, f"{BUILDER}{os.getpid()}".encode(), 0))
-                    return PartialFolder(self, digest, fd)
-                os.close(fd)
+                with contextlib.ExitStack() as unless_begun:
+                    # Also where the disk is full: a lock that stays would keep out this process itself.
+                    unless_begun.callback(os.close, fd)
+                    if not self.folder(digest).is_dir():
+                        self.partial(digest).mkdir(exist_ok=True, mode=0o700)
+                        os.truncate(fd, os.pwrite(fd, f"{BUILDER}{os.getpid()}".encode(), 0))
+                        unless_begun.pop_all()
+                        return PartialFolder(self, digest, fd)
             if watch is None:
                 watch = LockWatch(self._lock_file(digest))
                 on_wait()
