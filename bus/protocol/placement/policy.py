@@ -27,9 +27,9 @@ BACKLOG_SHARE: Final = 0.5
 """Weight of tokens that a worker has to compute before: they are a wait, where the prompt's own are work as well."""
 GROUP_ROOM: Final = 8
 """Free slots of the worker that gets the first request of a group of unknown size."""
-SIBLINGS_PER_PIECE: Final = 4
+SIBLINGS_PER_PIECE: Final = 8
 """Siblings that one worker gets for each piece of their prompt, if others have room: more would slow each other down
-for longer than the prompt takes. Groups of the usual 8 stay together from 512 tokens on."""
+for longer than the prompt takes. Groups of the usual 8 stay together, however short a prompt is remembered."""
 
 
 class PlacementReason(enum.StrEnum):

@@ -51,6 +51,8 @@ class WorkerLoad:
     incarnation: str
     free_slots: int = 0
     """Requests that it would start at once: as announced, less those that it got since."""
+    slots: int = 0
+    """Requests that it can run, as announced: those that it has, and its free slots."""
     running: int = 0
     """Requests that it has: as announced, and those that it got since."""
     weight_version: int = 0
@@ -139,6 +141,7 @@ class LoadTable:
             self._loads[presence.worker] = load
         load.free_slots = min(presence.free_slots, MAX_REQUESTS)
         load.running = min(presence.in_flight, MAX_REQUESTS)
+        load.slots = load.free_slots + load.running
         load.weight_version = presence.weight_version
         load.loras = {lora.name: lora.version for lora in presence.loras}
         if presence.engine_stats is not None:
@@ -188,7 +191,8 @@ class LoadTable:
         """Count a request that a worker had and has no more."""
         load = self._loads.get(worker)
         if load is not None:
-            load.free_slots += 1
+            # An announcement may have come before the end that it counts.
+            load.free_slots = min(load.free_slots + 1, load.slots)
             load.running = max(load.running - 1, 0)
 
     def admitted(self, worker: str) -> None:

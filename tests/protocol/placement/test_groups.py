@@ -101,9 +101,9 @@ def test_short_prompts_of_a_session_stay_with_its_worker() -> None:
 def test_a_large_group_is_spread_by_load() -> None:
     """More siblings than their prompt is worth go to further workers, unless those have no room."""
     limit = SIBLINGS_PER_PIECE * 8
-    assert shares(place([256] * 8, 64)) == [limit, limit]
-    assert shares(place([256] * 8, 250)) == [32] * 2 + [31] * 6
-    assert shares(place([256, 0, 0], 64)) == [64]
+    assert shares(place([256] * 8, 2 * limit)) == [limit, limit]
+    assert shares(place([256] * 8, 4 * limit - 6)) == [limit - 1] * 2 + [limit - 2] * 2
+    assert shares(place([256, 0, 0], 2 * limit)) == [2 * limit]
 
 
 def test_a_group_does_not_fit_anywhere() -> None:

@@ -47,6 +47,18 @@ def test_what_was_placed_is_subtracted_until_the_next_announcement() -> None:
     assert load_of(table).running == 5
 
 
+def test_a_worker_has_no_more_free_slots_than_slots() -> None:
+    """A worker announces a free slot before the client has heard of the request that ended there."""
+    table = table_of("a")
+    table.placed("a", 100, 0.5)
+    table.update(presence("a", free_slots=7, in_flight=1), 1)
+    table.ended("a")
+    assert table.free_slots("a", 1) == 8
+    table.ended("a")
+
+    assert table.free_slots("a", 1) == 8
+
+
 def test_the_counts_of_one_client_are_never_below_nothing() -> None:
     """A worker of which more is known than it announced has no room, and runs at least nothing."""
     table = table_of("a", free_slots=1)
