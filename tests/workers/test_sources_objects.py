@@ -90,6 +90,26 @@ async def test_a_staged_folder_that_somebody_changes_is_not_used(
         assert files_in(fetched) == files_in(folder)
 
 
+async def test_a_staged_adapter_that_somebody_changes_is_not_used(nats_url: str, tmp_path: Path) -> None:
+    """As a checkpoint; and staged again, it is right."""
+    folder = write_adapter(tmp_path / "lora")
+    async with store(nats_url, tmp_path) as (uploads, sources):
+        source = await uploads.put(folder)
+        fetched = await sources.adapter(source, ignore)
+        async with sources.using_adapter(fetched) as verify_unchanged:
+            await verify_unchanged()
+            (fetched / "adapter_config.json").write_bytes(b"{}")
+            with pytest.raises(ControlError, match=f"files of {fetched} were changed while they were loaded"):
+                await verify_unchanged()
+        with pytest.raises(ControlError, match=f"files of {fetched} were changed: stage its source again") as caught:
+            async with sources.using_adapter(fetched):
+                pass
+        assert caught.value.code is ControlCode.STORAGE
+
+        async with sources.using_adapter(await sources.adapter(source, ignore)):
+            assert files_in(fetched) == files_in(folder)
+
+
 async def change_while_loaded(sources: Sources, folder: Path) -> None:
     """Change a folder while an engine reads it."""
     async with sources.using(folder) as verify_unchanged:

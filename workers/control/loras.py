@@ -4,6 +4,7 @@ Requests may name the adapters in `versions.loras`. A name is removed before the
 after the engine has confirmed that it has it.
 """
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class Loras:
         Raises:
             ControlError: `unsupported`, `path_refused`, `bad_source`, `storage`, and `timeout` before the load: all is
                 as it was. `engine_error`: the one of its name is as it was, or not here any more if the engine has lost
-                it. `timeout` of the load: it is not here any more.
+                it. `timeout` of the load, and `storage`, if its files changed meanwhile: it is not here any more.
         """
         capabilities = self._in_flight.runner.engine.capabilities
         check_adapters_supported(command.source, capabilities)
@@ -106,17 +107,27 @@ class Loras:
             raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload one of them first")
 
     async def _replace(self, name: str, desired: LoadedLora, path: Path, deadline: Deadline) -> None:
-        """Have the frozen engine load an adapter."""
-        before, now = self._remove(name), None
-        try:
-            async with deadline.bound(f"loading the adapter {name}"):
-                await self._in_flight.runner.engine.load_lora(name, path, desired.version)
-            now = desired
-        except ControlError as exc:
-            now = self._still_loaded(name, before, exc)
-            raise
-        finally:
-            self._record(name, now, "its adapter was lost in a load that failed")
+        """Have the frozen engine load an adapter whose files are still those that were checked."""
+        engine = self._in_flight.runner.engine
+        async with self._sources.using_adapter(path) as verify_unchanged:
+            before, now = self._remove(name), None
+            try:
+                async with deadline.bound(f"loading the adapter {name}"):
+                    await engine.load_lora(name, path, desired.version)
+                    try:
+                        await verify_unchanged()
+                    except ControlError:
+                        before = None
+                        # Nobody can name the adapter, also if the engine keeps it.
+                        with contextlib.suppress(ControlError):
+                            await engine.unload_lora(name)
+                        raise
+                now = desired
+            except ControlError as exc:
+                now = self._still_loaded(name, before, exc)
+                raise
+            finally:
+                self._record(name, now, "its adapter was lost in a load that failed")
 
     async def unload(self, command: UnloadLora) -> None:
         """Unload an adapter; one that is not here is fine.

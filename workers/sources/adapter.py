@@ -11,7 +11,7 @@ from .checkpoint import read_json
 from .headers import FLOATS, Tensor, read_header
 from .roots import bad_source
 
-__all__ = ["check_adapter"]
+__all__ = ["adapter_files", "check_adapter"]
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -34,6 +34,11 @@ class _Config(msgspec.Struct, frozen=True):
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
+
+
+def adapter_files(folder: Path) -> set[Path]:
+    """Name the files that an engine reads of an adapter, as far as they are there. Blocks."""
+    return {path for name in (CONFIG, TENSORS) if (path := folder / name).exists()}
 
 
 def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:

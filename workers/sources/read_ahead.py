@@ -1,6 +1,6 @@
-"""Checkpoints that a path names: read ahead into memory before an engine reads them, and watched for changes."""
+"""Folders that a path names: watched for changes; checkpoints are read ahead into memory for the engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -9,7 +9,7 @@ from .headers import Tensor
 from .progress import Progress
 from .quiet_threads import Job, Scratch, run_quietly
 
-__all__ = ["FileNotes", "WatchedFolders", "note_files", "read_ahead"]
+__all__ = ["FileNotes", "WatchedFolders", "checkpoint_files", "note_files", "read_ahead"]
 
 FileNotes = Mapping[Path, tuple[int, int]]
 """Of each file that counts: its size and time of change (ns)."""
@@ -21,14 +21,15 @@ MEMORY_SHARE: Final = 2
 """A checkpoint that is larger than one such part of the free memory is not read ahead: it would push out itself."""
 
 
-MAX_WATCHED: Final = 64
-"""Folders: more than a fleet goes back to."""
-
-
 class WatchedFolders:
-    """Folders that paths named, with what their files were when they were checked."""
+    """Folders that paths named, with what their files were when they were checked.
 
-    def __init__(self) -> None:
+    Args:
+        max_watched: how many are remembered.
+    """
+
+    def __init__(self, max_watched: int) -> None:
+        self._max_watched = max_watched
         self._folders: dict[str, Path] = {}
         self._notes: dict[Path, FileNotes] = {}
 
@@ -45,7 +46,7 @@ class WatchedFolders:
         self._folders.pop(path, None)
         self._folders[path] = folder
         self._notes[folder] = notes
-        while len(self._folders) > MAX_WATCHED:
+        while len(self._folders) > self._max_watched:
             del self._folders[next(iter(self._folders))]
             self._notes = {folder: self._notes[folder] for folder in self._folders.values()}
 
@@ -62,14 +63,19 @@ def _note(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def note_files(folder: Path, tensors: Mapping[str, Tensor]) -> FileNotes:
-    """Note the files that an engine reads of a checkpoint. Blocks.
+def checkpoint_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[Path]:
+    """Name the files that an engine reads of a checkpoint. Blocks."""
+    return {tensor.file for tensor in tensors.values()} | {
+        path for name in (INDEX, CONFIG) if (path := folder / name).exists()
+    }
+
+
+def note_files(files: Iterable[Path]) -> FileNotes:
+    """Note what files are like now. Blocks.
 
     Raises:
         OSError: one is not there any more.
     """
-    files = {tensor.file for tensor in tensors.values()}
-    files |= {path for name in (INDEX, CONFIG) if (path := folder / name).exists()}
     return {path: _note(path) for path in sorted(files)}
 
 

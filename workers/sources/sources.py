@@ -19,7 +19,7 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import Staging
-from .adapter import check_adapter
+from .adapter import adapter_files, check_adapter
 from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
 from .fetcher import Checks, Fetcher
 from .folder_store import FolderStore, Hold
@@ -27,7 +27,7 @@ from .headers import Tensor
 from .places import clear_old_cache, store_root
 from .progress import Progress, Report
 from .published import check_manifest
-from .read_ahead import WatchedFolders, note_files, read_ahead
+from .read_ahead import FileNotes, WatchedFolders, checkpoint_files, note_files, read_ahead
 from .roots import allowed_folder, bad_source
 from .staged import StagedFolders
 
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS: Final = 2
 """Generations on a machine: the one in use, and the one before or after it."""
+MAX_WATCHED: Final = 64
+"""Folders with checkpoints that paths named: more than a fleet goes back to."""
 
 
 class Staged(NamedTuple):
@@ -92,7 +94,8 @@ class Sources:
         self._checkpoints = StagedFolders(checkpoints, max_held=1)
         adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
         self._adapters = StagedFolders(adapters, max_held=MAX_LORAS)
-        self._watched = WatchedFolders()
+        self._watched = WatchedFolders(MAX_WATCHED)
+        self._watched_adapters = WatchedFolders(MAX_LORAS)
         self._present: Hold | None = None
         # What is fetched comes one at a time, and so does what is read: together it would be no faster.
         self._lock = asyncio.Lock()
@@ -152,28 +155,21 @@ class Sources:
         Raises:
             ControlError: `storage`: it was deleted or changed since it was checked.
         """
-        hold = None
-        if folder.parent == self._checkpoints.store.root:
-            hold = self._checkpoints.store.hold(folder.name)
-            if hold is None:
-                raise ControlError(ControlCode.STORAGE, f"{folder} was deleted meanwhile: stage its source again")
         with contextlib.ExitStack() as stack:
-            if hold is not None:
-                stack.callback(hold.release)
-            changed = f"files of {folder} were changed"
-            if await self._is_changed(folder, hold):
-                raise ControlError(ControlCode.STORAGE, f"{changed}: stage its source again")
-
-            async def verify_unchanged() -> None:
-                if await self._is_changed(folder, hold):
-                    raise ControlError(ControlCode.HALF_WRITTEN, f"{changed} while they were loaded")
-
-            yield verify_unchanged
+            hold = _hold(folder, self._checkpoints.store, stack)
+            yield await _unchanged(folder, hold, self._watched, ControlCode.HALF_WRITTEN)
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
             self._present.release()
         self._present = hold
+
+    @contextlib.asynccontextmanager
+    async def using_adapter(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
+        """Let the folder of an adapter stay while an engine reads it; the rest is as in `using`, always `storage`."""
+        with contextlib.ExitStack() as stack:
+            hold = _hold(folder, self._adapters.store, stack)
+            yield await _unchanged(folder, hold, self._watched_adapters, ControlCode.STORAGE)
 
     async def clean_up(self) -> None:
         """Delete what nobody needs: older generations, what killed builders left, and the cache of older releases."""
@@ -189,11 +185,6 @@ class Sources:
             self._present.release()
             self._present = None
 
-    async def _is_changed(self, folder: Path, hold: Hold | None) -> bool:
-        if hold is not None:
-            return not await asyncio.to_thread(hold.is_unchanged)
-        return await asyncio.to_thread(self._watched.is_changed, folder)
-
     async def _get(
         self,
         source: WeightSource,
@@ -205,9 +196,11 @@ class Sources:
     ) -> Path:
         if source.path is not None:
             report("checking")
-            folder = await asyncio.to_thread(_allowed, source.path, self._roots, checks)
+            folder, notes = await asyncio.to_thread(_allowed, source.path, self._roots, checks)
             if staged is self._checkpoints:
                 await self._read_ahead(source.path, folder, Progress(source, report))
+            else:
+                self._watched_adapters.add(source.path, folder, notes)
             return folder
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
@@ -241,7 +234,7 @@ class Sources:
         """Read a checkpoint that `path` names once, unless that was done before and nothing has changed since."""
         async with self._reading:
             try:
-                notes = await asyncio.to_thread(lambda: note_files(folder, read_checkpoint(folder)))
+                notes = await asyncio.to_thread(lambda: note_files(checkpoint_files(folder, read_checkpoint(folder))))
                 if not self._watched.is_noted(folder, notes):
                     with self._counting(progress):
                         await read_ahead(notes, progress)
@@ -299,8 +292,52 @@ async def _try_to_clean(clean: Callable[[], None]) -> None:
         logger.warning("sources.not_cleaned error=%s", error)
 
 
-def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> Path:
-    """Check where a folder lies, and what is in it."""
+def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> tuple[Path, FileNotes]:
+    """Check where a folder lies, and what is in it; return also what an adapter's files were before that."""
     folder = allowed_folder(path, roots)
+    try:
+        notes = note_files(adapter_files(folder))
+    except OSError as error:
+        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
     checks.folder(folder)
-    return folder
+    return folder, notes
+
+
+def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold | None:
+    """Hold a folder of the store until the stack ends; None: it is no folder of the store.
+
+    Raises:
+        ControlError: `storage`: it was deleted.
+    """
+    if folder.parent != store.root:
+        return None
+    hold = store.hold(folder.name)
+    if hold is None:
+        raise ControlError(ControlCode.STORAGE, f"{folder} was deleted meanwhile: stage its source again")
+    stack.callback(hold.release)
+    return hold
+
+
+async def _unchanged(folder: Path, hold: Hold | None, watched: WatchedFolders, code: ControlCode) -> VerifyUnchanged:
+    """Check that the files are what they were when the folder was checked; return what checks it after a load.
+
+    Args:
+        folder: which one.
+        hold: of the folder; None: a path named it.
+        watched: has what its files were, then.
+        code: of a change that is found after the load.
+
+    Raises:
+        ControlError: `storage`: they are not.
+    """
+
+    def is_changed() -> bool:
+        return watched.is_changed(folder) if hold is None else not hold.is_unchanged()
+
+    async def verify_unchanged() -> None:
+        if await asyncio.to_thread(is_changed):
+            raise ControlError(code, f"files of {folder} were changed while they were loaded")
+
+    if await asyncio.to_thread(is_changed):
+        raise ControlError(ControlCode.STORAGE, f"files of {folder} were changed: stage its source again")
+    return verify_unchanged
