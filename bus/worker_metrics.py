@@ -86,6 +86,14 @@ WEIGHTS_COUNTERS: Final = {
     "paused_seconds": ("weights_paused_s", "In which the engine made no step for requests as weights were replaced"),
 }
 """By their names here, behind `rollbus_weights_`: fields of `WorkerCounters`, and what they are."""
+PUBLISHED_GAUGES: Final = {
+    "stored_bytes": ("stored_bytes", "Bytes in the store of the published version that it staged last"),
+    "model_bytes": ("model_bytes", "Bytes of the tensors of that version"),
+    "chain_length": ("chain_length", "Versions from the last anchor, without it, to that version"),
+    "store_used_bytes": ("used_bytes", "Bytes in use in the store of the model, as the worker began to stage it"),
+    "store_limit_bytes": ("limit_bytes", "Bytes that this store may have; absent where it has no limit of its own"),
+}
+"""By their names here, behind `rollbus_weights_`: fields of `PublishedVersion`, and what they are."""
 STAGING_OUTCOMES: Final = {
     "staged": "weights_staged",
     "failed": "weights_stagings_failed",
@@ -167,6 +175,12 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     for name, (field, text) in WEIGHTS_COUNTERS.items():
         totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
         yield Family(f"rollbus_weights_{name}", "counter", text, names, totals)
+    published = [(_labels(one), one.published) for one in workers if one.published is not None]
+    for name, (field, text) in PUBLISHED_GAUGES.items():
+        values = [(labels, getattr(version, field)) for labels, version in published]
+        if field == "limit_bytes":
+            values = [(labels, limit or None) for labels, limit in values]
+        yield Family(f"rollbus_weights_{name}", "gauge", text, names, _known("", values))
     stagings = [
         Sample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
         for labels, counters in counted

@@ -10,7 +10,7 @@ from . import limits
 from .checks import check_name, check_subject_token
 from .control import PauseMode
 from .rows import DTYPES
-from .weights import Staging
+from .weights import PublishedVersion, Staging
 
 __all__ = [
     "Capabilities",
@@ -339,6 +339,9 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     oldest_prefix_s: NotNegativeSeconds | None = None
     """Seconds since the oldest prefix was used that its prefix cache may still have; what was used earlier is gone,
     unless a request holds it. None: it may have forgotten none, or its engine does not say."""
+    published: PublishedVersion | None = None
+    """The published version that it staged last, in this life; None: its weights are of no published version, or it
+    does not say."""
 
     def __post_init__(self) -> None:
         """Refuse names that cannot stand in a subject."""

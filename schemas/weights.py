@@ -8,10 +8,11 @@ from msgspec import Meta
 from . import limits
 from .errors import InvalidRequest
 
-__all__ = ["Canary", "Staging", "UpdateTiming", "Verified", "WeightSource"]
+__all__ = ["Canary", "PublishedVersion", "Staging", "UpdateTiming", "Verified", "WeightSource"]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
@@ -79,6 +80,23 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of this stage that are done."""
     total_bytes: Bytes = 0
     """Bytes that this stage has in all; 0: not known."""
+
+
+class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A published version of the weights, as the worker found it and its store when it last read a manifest."""
+
+    version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    """Of the weights."""
+    stored_bytes: Bytes = 0
+    """Bytes of the version in the store: of its delta, of its anchor, or of both."""
+    model_bytes: Bytes = 0
+    """Bytes of its tensors."""
+    chain_length: Count = 0
+    """Versions of its chain after the last anchor, itself among them; 0: it has an anchor."""
+    used_bytes: Bytes = 0
+    """Bytes of the model's bucket that were in use."""
+    limit_bytes: Bytes = 0
+    """Bytes that the bucket may have; 0: it has no limit of its own."""
 
 
 class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -365,9 +365,8 @@ class Worker:
 
     def presence(self) -> WorkerPresence:
         """What this worker says of itself now; the lease is looked at first, which may have run out just now."""
-        free_slots = max(self._intake.room(), 0)
+        free_slots, uptime_s = max(self._intake.room(), 0), time.monotonic() - self._started_at
         versions, reconciler, state = self._links.versions, self._control.reconciler, self._lifecycle.state
-        uptime_s = time.monotonic() - self._started_at
         return WorkerPresence(
             worker=self._config.worker_id,
             incarnation=self._lifecycle.incarnation,
@@ -397,4 +396,5 @@ class Worker:
             staging=reconciler.stager.progress,
             cache_epoch=self._runner.cache_epoch,
             oldest_prefix_s=None if state is WorkerState.STARTING else self._engine.oldest_prefix_s,
+            published=reconciler.stager.published,
         )

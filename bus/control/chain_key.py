@@ -2,7 +2,6 @@
 
 import logging
 import math
-from datetime import datetime
 from typing import Final, NamedTuple
 
 import msgspec
@@ -10,18 +9,15 @@ import msgspec
 from ...schemas.chain import CHAIN, CHAIN_OBJECT, ChainRecord, decode_chain
 from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, put
-from ..objects.catalog import find_object, list_subjects
+from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put
+from ..objects.catalog import BucketState, bucket_state, find_object, list_subjects
 from ..objects.layout import ObjectInfo, info_subject, stream_of
 from ..subjects import published_bucket
 from .retries import TRY_S
 
-__all__ = ["BucketState", "ChainKey", "StoredChain", "read_chain"]
+__all__ = ["ChainKey", "StoredChain", "read_chain"]
 
 logger = logging.getLogger(__name__)
-
-NO_LIMIT: Final = 2**62
-"""Of a bucket that shares what the server has."""
 
 
 class StoredChain(NamedTuple):
@@ -33,17 +29,6 @@ class StoredChain(NamedTuple):
     """Of its message; 0: there is none."""
     age_s: float
     """Seconds since it was stored, by the server's clock."""
-
-
-class BucketState(NamedTuple):
-    """What a bucket says of itself."""
-
-    used: int
-    """Bytes."""
-    limit: int
-    """Bytes."""
-    now: datetime
-    """By the server's clock."""
 
 
 class ChainKey:
@@ -65,13 +50,9 @@ class ChainKey:
             ControlError: `storage`: there is no bucket.
         """
         try:
-            answer = await ask(self._nats, f"STREAM.INFO.{stream_of(self.bucket)}")
+            return await bucket_state(self._nats, self.bucket)
         except ApiError as error:
             raise self._refused("read", error) from error
-        limit = answer["config"].get("max_bytes", -1)
-        return BucketState(
-            answer["state"]["bytes"], limit if limit >= 0 else NO_LIMIT, datetime.fromisoformat(answer["ts"])
-        )
 
     async def read(self) -> StoredChain:
         """Read the record. One that does not decode, or is not signed where it has to be, counts as empty.

@@ -33,7 +33,10 @@ from .layout import (
 
 __all__ = [
     "BUCKET_BYTES",
+    "NO_LIMIT",
+    "BucketState",
     "FoundObject",
+    "bucket_state",
     "delete_objects",
     "delete_prefix",
     "ensure_bucket",
@@ -45,6 +48,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+NO_LIMIT: Final = 2**62
+"""Of a bucket that shares what the server has."""
 
 BUCKET_BYTES: Final = 32 * 1024**3
 """Of a bucket that is made here: two checkpoints of a model with 8 billion parameters in 16 bits."""
@@ -171,6 +177,30 @@ async def _names(nats: Client, bucket: str) -> list[str]:
     """List the names of all objects."""
     found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
     return [name for name in found if name is not None]
+
+
+class BucketState(NamedTuple):
+    """What a bucket says of itself."""
+
+    used: int
+    """Bytes."""
+    limit: int
+    """Bytes; `NO_LIMIT` if it shares what the server has."""
+    now: datetime
+    """By the server's clock."""
+
+
+async def bucket_state(nats: Client, bucket: str) -> BucketState:
+    """Ask how full a bucket is.
+
+    Raises:
+        ApiError: the server refuses, or there is no bucket.
+        BusBroken: JetStream does not answer.
+    """
+    answer = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
+    limit = answer["config"].get("max_bytes", -1)
+    used, now = answer["state"]["bytes"], datetime.fromisoformat(answer["ts"])
+    return BucketState(used, limit if limit >= 0 else NO_LIMIT, now)
 
 
 async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Final, ParamSpec, TypeVar
 
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError
 from ..nats.connection import Connection
-from .catalog import list_prefix
+from ..nats.jetstream import ApiError
+from .catalog import BucketState, bucket_state, list_prefix
 from .layout import ObjectInfo, check_path, decode_digest, split_objects
 from .new_file import NewFile, is_whole, reason
 from .object_chunks import read_object_chunks
@@ -106,6 +107,18 @@ class FolderReader:
             finally:
                 await self.run(file.close)
         _check_digest(info, file.digest, expected)
+
+    async def bucket_state(self) -> BucketState:
+        """Ask how full the bucket is.
+
+        Raises:
+            ControlError: `storage`: NATS failed.
+        """
+        bucket, _ = split_objects(self.objects)
+        try:
+            return await bucket_state(self._nats, bucket)
+        except (ApiError, BusBroken, BusClosed) as error:
+            raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
 
     async def run(self, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """Call a function on the thread of the disk: in the order of the calls, also where a caller was cancelled."""

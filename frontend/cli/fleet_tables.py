@@ -11,7 +11,8 @@ from ...bus.worker_metrics import prefix_cache_hit_ratio
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from ...schemas.desired import DesiredState, Recorded
 from ...schemas.presence import Capabilities, WorkerPresence
-from .byte_counts import staging_text
+from ...schemas.weights import PublishedVersion
+from .byte_counts import size, staging_text
 
 __all__ = [
     "DESIRED_COLUMNS",
@@ -19,6 +20,7 @@ __all__ = [
     "ERROR_COLUMNS",
     "PREFIX_COLUMNS",
     "PROBLEM_COLUMNS",
+    "PUBLISHED_COLUMNS",
     "QUEUE_COLUMNS",
     "STAGING_COLUMNS",
     "WORKER_COLUMNS",
@@ -27,6 +29,7 @@ __all__ = [
     "error_rows",
     "prefix_rows",
     "problem_rows",
+    "published_rows",
     "queue_rows",
     "staging_rows",
     "state_as_json",
@@ -46,6 +49,7 @@ ENGINE_COLUMNS = (
     *("can", "workers"),
 )
 STAGING_COLUMNS = ("worker", "stages", "progress")
+PUBLISHED_COLUMNS = ("published of", "version", "stored", "model", "after anchor", "store used", "store limit")
 PREFIX_COLUMNS = ("worker", "cache hits", "prompt tokens", "recomputed", "placed", "refused")
 ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
@@ -130,6 +134,27 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     """Which weights are on their way to which worker: the cells of `STAGING_COLUMNS` for each worker that stages."""
     return [[one.worker, one.staging.source, staging_text(one.staging)] for one in workers if one.staging is not None]
+
+
+def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """Return the newest published version of each model that its workers staged: the cells of `PUBLISHED_COLUMNS`."""
+    newest: dict[str, PublishedVersion] = {}
+    for worker in workers:
+        found, known = worker.published, newest.get(worker.model)
+        if found is not None and (known is None or known.version < found.version):
+            newest[worker.model] = found
+    return [
+        [
+            model,
+            str(found.version),
+            size(found.stored_bytes),
+            size(found.model_bytes),
+            str(found.chain_length),
+            size(found.used_bytes),
+            size(found.limit_bytes) if found.limit_bytes else NONE,
+        ]
+        for model, found in sorted(newest.items())
+    ]
 
 
 def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:

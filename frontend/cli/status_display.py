@@ -80,6 +80,7 @@ def _tables(state: FleetState) -> list[tuple[Sequence[str], list[list[str]]]]:
     every = (
         (tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers]),
         (tables.STAGING_COLUMNS, tables.staging_rows(state.workers)),
+        (tables.PUBLISHED_COLUMNS, tables.published_rows(state.workers)),
         (tables.PREFIX_COLUMNS, tables.prefix_rows(state.workers)),
         (tables.QUEUE_COLUMNS, tables.queue_rows(state.queues)),
         (tables.PROBLEM_COLUMNS, tables.problem_rows(state.queue_problems)),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...bus.protocol.weights.chain import chain_length
 from ...schemas.chain import ChainRecord
 from ...schemas.manifest import Link
 from .byte_counts import size
@@ -39,7 +40,8 @@ def head_line(weights: ModelWeights) -> str:
     if record.holder is not None:
         holder = f"published by {record.holder.publisher} (heard {weights.age_s:.0f} s ago)"
     limit = f" of {size(weights.limit)}" if weights.limit < 2**60 else ""
-    return f"{record.model}: {holder}, epoch {record.epoch}, {size(weights.used)}{limit} used"
+    length = f"{chain_length(record.links)} versions after the last anchor"
+    return f"{record.model}: {holder}, epoch {record.epoch}, {size(weights.used)}{limit} used, {length}"
 
 
 def weights_rows(weights: ModelWeights) -> list[list[str]]:
@@ -72,6 +74,7 @@ def weights_as_json(weights: ModelWeights) -> dict[str, Any]:
         "renewed_s": None if math.isinf(weights.age_s) else round(weights.age_s, 3),
         "used_bytes": weights.used,
         "limit_bytes": weights.limit,
+        "chain_length": chain_length(record.links),
         "versions": [
             {
                 **msgspec.to_builtins(link),

@@ -8,6 +8,7 @@ from rollbus.frontend.cli.fleet_tables import (
     DESIRED_COLUMNS,
     ENGINE_COLUMNS,
     PREFIX_COLUMNS,
+    PUBLISHED_COLUMNS,
     QUEUE_COLUMNS,
     STAGING_COLUMNS,
     WORKER_COLUMNS,
@@ -15,6 +16,7 @@ from rollbus.frontend.cli.fleet_tables import (
     engine_rows,
     error_rows,
     prefix_rows,
+    published_rows,
     queue_rows,
     staging_rows,
     state_as_json,
@@ -34,7 +36,7 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.presence import EngineStats, LoraInfo, RoutedExpertsInfo, WorkerCounters, WorkerState
-from rollbus.schemas.weights import Staging
+from rollbus.schemas.weights import PublishedVersion, Staging
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
 
@@ -109,6 +111,18 @@ def test_what_is_staged_has_a_row() -> None:
 
     assert dict(zip(STAGING_COLUMNS, row, strict=True)) == {
         "worker": PAUSED.worker, "stages": "objects:b/8", "progress": "fetching 50 % of 1.0 GiB",
+    }  # fmt: skip
+
+
+def test_the_newest_published_version_of_a_model_has_a_row() -> None:
+    """However many workers have staged it; a store without a limit of its own shows none."""
+    older = PublishedVersion(version=7, stored_bytes=2**30)
+    newer = PublishedVersion(version=8, stored_bytes=2**25, model_bytes=2**31, chain_length=3, used_bytes=2**32)
+    [row] = published_rows([replace(PAUSED, published=newer), STARTING, replace(PAUSED, published=older)])
+
+    assert dict(zip(PUBLISHED_COLUMNS, row, strict=True)) == {
+        "published of": PAUSED.model, "version": "8", "stored": "32 MiB", "model": "2.0 GiB",
+        "after anchor": "3", "store used": "4.0 GiB", "store limit": "-",
     }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_pa
     [model] = json.loads(told.stdout)["models"]
     assert [(link["version"], link["kind"]) for link in model["versions"]] == [(1, "anchor"), (2, "delta")]
     assert model["versions"][1]["objects"] == published["objects"]
-    assert model["publisher"] is None
+    assert (model["publisher"], model["chain_length"]) == (None, 1)
+    assert "1 versions after the last anchor" in shown.stdout
     assert "nobody publishes" in shown.stdout
 
 

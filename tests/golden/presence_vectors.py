@@ -1,6 +1,7 @@
 """Golden messages of workers about themselves by name, as `vectors` has the others: appended to, never edited."""
 
-from rollbus.schemas.presence import EngineStats, LoraInfo, Staging, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.weights import PublishedVersion, Staging
 
 __all__ = ["PRESENCE_VECTORS"]
 
@@ -83,6 +84,26 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
         target_version=7,
         staging=Staging(
             source="objects:weights/versions/8-1-0123abcd", stage="fetching", done_bytes=2**20, total_bytes=2**35
+        ),
+    ),
+    "presence_published": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=8,
+        in_flight=6,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        target_version=8,
+        published=PublishedVersion(
+            version=8,
+            stored_bytes=2**25,
+            model_bytes=2**31,
+            chain_length=3,
+            used_bytes=2**32,
+            limit_bytes=2**33,
         ),
     ),
 }

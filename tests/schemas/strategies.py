@@ -35,7 +35,7 @@ from rollbus.schemas.presence import (
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.schemas.weights import Staging
+from rollbus.schemas.weights import PublishedVersion, Staging
 from tests.support.arrays import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
@@ -309,6 +309,11 @@ stagings = st.builds(
     done_bytes=st.integers(0, 2**53),
     total_bytes=st.integers(0, 2**53),
 )
+published = st.builds(
+    PublishedVersion,
+    version=VERSION,
+    **{name: st.integers(0, 2**53) for name in PublishedVersion.__struct_fields__ if name != "version"},
+)
 counters = st.builds(
     WorkerCounters,
     **{
@@ -348,6 +353,7 @@ presences = st.builds(
     counters=maybe(counters),
     engine_stats=maybe(engine_stats),
     staging=maybe(stagings),
+    published=maybe(published),
     cache_epoch=st.integers(0, 2**53),
     oldest_prefix_s=maybe(st.floats(0, 1e9)),
 )

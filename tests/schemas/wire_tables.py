@@ -43,7 +43,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
     *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
-    *(weights.Staging, weights.UpdateTiming),
+    *(weights.Staging, weights.PublishedVersion, weights.UpdateTiming),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
     certificate.Certificate,
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
 from rollbus.bus.worker_metrics import exposition
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.weights import PublishedVersion
 from rollbus.workers import probe as probe_module
 from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, Probe, listen
 from tests.support.fleet_states import until_worker
@@ -93,6 +95,29 @@ def test_metrics_are_prometheus_text() -> None:
     assert not {"vllm:num_requests_waiting", "vllm:prefix_cache_queries_total"} & found.keys()
     assert families["vllm:prefix_cache_hits"].type == "counter"
     assert families["rollbus_worker_time_to_first_token_seconds"].type == "summary"
+
+
+def test_metrics_tell_of_the_published_version() -> None:
+    """By the fields of `PublishedVersion`; a store without a limit of its own has no series for that."""
+    known = PublishedVersion(version=8, stored_bytes=1, model_bytes=2, chain_length=3, used_bytes=4, limit_bytes=5)
+    described = [
+        presence(worker="w-1", published=known),
+        presence(worker="w-2", published=replace(known, limit_bytes=0)),
+    ]
+    found = {
+        (sample.name.removeprefix("rollbus_weights_"), sample.labels["worker"]): sample.value
+        for family in text_string_to_metric_families(exposition([*described, presence(worker="w-3")]))
+        for sample in family.samples
+        if family.name.startswith("rollbus_weights_")
+    }
+
+    limited = {"stored_bytes": 1, "model_bytes": 2, "chain_length": 3, "store_used_bytes": 4, "store_limit_bytes": 5}
+    assert found == {
+        (name, worker): value
+        for name, value in limited.items()
+        for worker in ("w-1", "w-2")
+        if (name, worker) != ("store_limit_bytes", "w-2")
+    }
 
 
 @pytest.mark.parametrize(

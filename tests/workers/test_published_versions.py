@@ -14,7 +14,7 @@ from rollbus.schemas.manifest import Link, delta_name
 from rollbus.workers.sources import Sources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
 from tests.support.connections import opened
-from tests.support.objects import files_in, fresh_bucket
+from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 from tests.support.version_chain import Versions, folder_content, random_weights
 
 Weights = dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]]
@@ -79,6 +79,22 @@ async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: P
     assert stages[3:6] == ["building", "checking", "fetching"]
     assert sources.staging is None
     assert len([path for path in (tmp_path / "cache/shared.weights/checkpoints").iterdir() if path.is_dir()]) == 2
+
+
+async def test_a_worker_tells_of_the_version_that_it_staged(nats_url: str, tmp_path: Path) -> None:
+    """Also one that found it on its machine: its bytes, the model's, the length of the chain, and the store's use."""
+    async with chain(nats_url, tmp_path) as versions:
+        await publish_steps(versions, 2)
+        link = versions.links[-1]
+        for name in ("w1", "w2"):
+            sources = worker(nats_url, tmp_path, name)
+            await sources.checkpoint(versions.source(), ignore)
+            found = sources.published
+            assert found is not None
+            assert (found.version, found.stored_bytes, found.chain_length) == (link.version, link.delta_bytes, 2)
+            assert found.model_bytes == sum(content.nbytes for content in random_weights(0).values())
+            assert found.used_bytes > (versions.links[0].anchor_bytes or 0)
+            assert found.limit_bytes == BUCKET_BYTES
 
 
 async def test_a_staged_version_needs_no_store(nats_url: str, tmp_path: Path) -> None:

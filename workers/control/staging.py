@@ -16,6 +16,7 @@ from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities, Staging
+from ...schemas.weights import PublishedVersion
 from ..sources import Sources
 from .boundary import command_boundary
 from .supported import check_adapters_supported, check_weights_supported
@@ -150,6 +151,11 @@ class Stager:
     def progress(self) -> Staging | None:
         """How far the source is that is being staged; None: none is."""
         return None if self._current is None else self._progress(self._current[0])
+
+    @property
+    def published(self) -> PublishedVersion | None:
+        """The published version of the weights that was staged last; None: there was none."""
+        return self._sources.published
 
     def _progress(self, job: _Job) -> Staging:
         staging, source = self._sources.staging, str(job.key.source)[:MAX_ERROR_CHARS]

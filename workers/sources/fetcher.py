@@ -13,10 +13,11 @@ from ...bus.objects import FolderReader, ObjectReader
 from ...bus.objects.layout import decode_digest
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.manifest import Manifest
+from ...schemas.weights import PublishedVersion
 from .builder import Builder, fetch_files, verify_version
 from .folder_store import FolderStore, Hold, PartialFolder
 from .progress import Progress
-from .published import read_manifest
+from .published import describe, read_manifest
 from .quiet_threads import Scratch, run_quietly
 from .stamps import files_stamp
 from .tensor_files import check_no_others, verify_file
@@ -45,8 +46,8 @@ class Fetched(NamedTuple):
     """A source that is staged."""
 
     hold: Hold
-    is_published: bool
-    """False: it is a plain upload, under whose name other content may come."""
+    published: PublishedVersion | None
+    """None: it is a plain upload, under whose name other content may come."""
 
 
 class Fetcher:
@@ -74,11 +75,13 @@ class Fetcher:
             ControlError: `bad_source`, `storage`.
         """
         hold: Hold | None = None
+        published: PublishedVersion | None = None
         try:
             async with self._objects.open_folder(objects) as folder:
                 manifest = await read_manifest(folder, objects)
                 if manifest is not None:
                     await asyncio.to_thread(checks.manifest, manifest)
+                    published = describe(manifest, await folder.bucket_state())
                 hold = await self._find_or_build(folder, manifest, checks, progress)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
@@ -89,7 +92,7 @@ class Fetcher:
             if hold is not None:  # the connection was being closed
                 hold.release()
             raise
-        return Fetched(hold, manifest is not None)
+        return Fetched(hold, published)
 
     async def _find_or_build(
         self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress

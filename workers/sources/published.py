@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ...bus.objects import FolderReader
+from ...bus.objects import NO_LIMIT, BucketState, FolderReader
+from ...bus.protocol.weights.chain import chain_length
 from ...bus.protocol.weights.safetensors_layout import layouts
 from ...bus.protocol.weights.tensor_delta import max_body_bytes
 from ...schemas.errors import RemoteProtocolError
@@ -19,11 +20,20 @@ from ...schemas.manifest import (
     decode_manifest,
     delta_name,
 )
+from ...schemas.weights import PublishedVersion
 from .checkpoint import check_tensors
 from .headers import Tensor
 from .roots import bad_source
 
-__all__ = ["anchor_files", "check_manifest", "check_same_tensors", "delta_files", "read_link", "read_manifest"]
+__all__ = [
+    "anchor_files",
+    "check_manifest",
+    "check_same_tensors",
+    "delta_files",
+    "describe",
+    "read_link",
+    "read_manifest",
+]
 
 MAX_SLACK: Final = 1024**2
 """Of a delta: bytes that need not be of a tensor."""
@@ -45,6 +55,19 @@ async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
     if manifest.own.objects != objects:
         raise bad_source(f"objects:{objects} has the manifest of objects:{manifest.own.objects}")
     return manifest
+
+
+def describe(manifest: Manifest, bucket: BucketState) -> PublishedVersion:
+    """Return what the worker says of a version, and of the bucket in which it lies."""
+    own = manifest.own
+    return PublishedVersion(
+        version=manifest.version,
+        stored_bytes=(own.delta_bytes or 0) + (own.anchor_bytes or 0),
+        model_bytes=sum(entry.size for entry in manifest.tensors),
+        chain_length=chain_length(manifest.links),
+        used_bytes=bucket.used,
+        limit_bytes=0 if bucket.limit == NO_LIMIT else bucket.limit,
+    )
 
 
 def check_manifest(manifest: Manifest, model: str, own: Mapping[str, Tensor] | None) -> None:

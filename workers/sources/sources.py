@@ -18,7 +18,7 @@ from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
-from ...schemas.weights import Staging
+from ...schemas.weights import PublishedVersion, Staging
 from .adapter import adapter_files, check_adapter
 from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
 from .fetcher import Checks, Fetcher
@@ -103,6 +103,9 @@ class Sources:
         self._progress: Progress | None = None
         self.last_staged: Staged | None = None
         """Of the last staging that came to its end; None: there was none."""
+        self.published: PublishedVersion | None = None
+        """Of the checkpoint that came last from the object store, or was found to be on the machine; None: it was no
+        published version, or there was none."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -213,7 +216,9 @@ class Sources:
                 return found
             with self._counting(Progress(source, report)) as progress:
                 fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
-            folder = staged.add(source.objects, fetched.hold, is_published=fetched.is_published)
+            folder = staged.add(source.objects, fetched.hold, is_published=fetched.published is not None)
+            if staged is self._checkpoints:
+                self.published = fetched.published
             await _try_to_clean(staged.store.clean_up)
         return folder
 

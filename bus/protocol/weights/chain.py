@@ -21,6 +21,7 @@ __all__ = [
     "YOUNG_S",
     "AnchorReason",
     "Contents",
+    "chain_length",
     "check_lease",
     "committed",
     "contents",
@@ -160,6 +161,11 @@ def links_with(links: Sequence[Link], own: Link) -> tuple[Link, ...]:
     raise LocalProtocolError(f"version {own.version} is a delta, and there is no anchor before it")
 
 
+def chain_length(links: Sequence[Link]) -> int:
+    """Return how many versions there are after the last anchor."""
+    return next((n for n, link in enumerate(reversed(links)) if link.anchor_bytes is not None), len(links))
+
+
 def needs_anchor(
     links: Sequence[Link], *, snapshot: str | None, after_transfer: bool, workers_read_deltas: bool
 ) -> AnchorReason | None:
@@ -179,13 +185,13 @@ def needs_anchor(
         return AnchorReason.AFTER_TRANSFER
     if not workers_read_deltas:
         return AnchorReason.OLD_WORKERS
-    start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=None)
-    if start is None:
+    length = chain_length(links)
+    if length == len(links):
         return AnchorReason.FIRST
-    deltas = links[start + 1 :]
-    if len(deltas) >= MAX_DELTAS:
+    if length >= MAX_DELTAS:
         return AnchorReason.CHAIN_LENGTH
-    if 2 * sum(link.delta_bytes or 0 for link in deltas) > (links[start].anchor_bytes or 0):
+    anchor, *deltas = links[-length - 1 :]
+    if 2 * sum(link.delta_bytes or 0 for link in deltas) > (anchor.anchor_bytes or 0):
         return AnchorReason.CHAIN_BYTES
     return None
 
@@ -216,8 +222,7 @@ def contents(
         may_have_delta = not reason.is_required or reason is AnchorReason.OLD_WORKERS
         has_room = used + needed_for_version(links, anchor_bytes) <= limit
         return Contents(anchor=True, delta=may_have_delta and has_room)
-    start = max((i for i, link in enumerate(links) if link.anchor_bytes is not None), default=0)
-    if not reason.is_required and len(links) - start < MAX_LINKS:
+    if not reason.is_required and chain_length(links) + 1 < MAX_LINKS:
         return Contents(anchor=False, delta=True)
     raise ControlError(
         ControlCode.STORAGE,
