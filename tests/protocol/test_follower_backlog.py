@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS, MAX_GROUPS, STALLED_S, FollowerBacklog
+from rollbus.bus.protocol.queue.follower_backlog import (
+    FOLLOW_S,
+    MAX_FOLLOWERS,
+    MAX_GROUPS,
+    STALLED_S,
+    Begun,
+    FollowerBacklog,
+)
 from rollbus.schemas.request import Lane
 
 EMPTY = ()
@@ -11,65 +18,113 @@ HIGH: tuple[Lane, ...] = ("high",)
 NORMAL: tuple[Lane, ...] = ("normal",)
 
 
+def lead(made: FollowerBacklog[str], group: str) -> None:
+    """Have a request of client `c` lead a group from the queue, in which no others wait."""
+    made.add_queued("c", group, "normal", 0.0, num_waiting=0)
+
+
 def backlog(*groups: str) -> FollowerBacklog[str]:
-    """A backlog where the leaders of these groups of client `c` had their turn."""
+    """A backlog where the leaders of these groups had their turn."""
     made: FollowerBacklog[str] = FollowerBacklog()
     for group in groups:
-        made.add_leader("c", group)
+        lead(made, group)
     return made
 
 
+def admits(  # noqa: PLR0913
+    made: FollowerBacklog[str],
+    client: str = "c",
+    group: str = "g",
+    *,
+    lane: Lane = "normal",
+    waiting: tuple[Lane, ...] | None = EMPTY,
+    now: float = 0.0,
+    capacity: int = 1000,
+) -> bool:
+    """One more follower may come."""
+    return made.admit(client, group, lane, waiting, now, capacity=capacity) is not None
+
+
+def popped(made: FollowerBacklog[str], waiting: tuple[Lane, ...] | None, now: float = 0.0) -> str | None:
+    """The follower that gets a slot which no placed request may have."""
+    begun = made.pop(waiting, 0, now)
+    return None if begun is None else begun.key
+
+
 def test_nothing_follows_without_a_leader_that_had_its_turn() -> None:
-    """Else a client would pass the queue; another client's group of the same name is another group."""
+    """Else a client would pass the queue; another client's group of the same name is another group, as in lanes."""
     made = backlog("g")
-    assert not made.admit("c", "h", capacity=8)
-    assert not made.admit("d", "g", capacity=8)
-    assert made.admit("c", "g", capacity=8)
+    assert not admits(made, group="h")
+    assert not admits(made, "d")
+    assert not admits(made, lane="high")
+    assert admits(made)
 
 
 def test_a_leader_has_so_many_followers() -> None:
     """The next ones need a leader that waits for its turn again."""
     made = backlog("g", "g")
-    assert sum(made.admit("c", "g", capacity=1000) for _ in range(100)) == MAX_FOLLOWERS
-    made.add_leader("c", "g")
-    assert made.admit("c", "g", capacity=1)
+    assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
+    lead(made, "g")
+    assert admits(made, capacity=1)
 
 
 def test_a_full_backlog_takes_none() -> None:
     """What is refused for want of room is not counted: it may come again."""
     made = backlog("g")
-    assert not made.admit("c", "g", capacity=0)
-    assert sum(made.admit("c", "g", capacity=1000) for _ in range(100)) == MAX_FOLLOWERS
+    assert not admits(made, capacity=0)
+    assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
+
+
+def test_a_leader_has_followers_for_a_while() -> None:
+    """A client cannot save turns of the queue, and have the slots of all of them at once."""
+    made = backlog("g")
+    assert admits(made, now=FOLLOW_S - 0.01)
+    assert not admits(made, now=FOLLOW_S)
+
+
+def test_followers_of_placed_requests_come_only_while_no_request_waits_in_the_queue() -> None:
+    """Those that wait already begin in the turns of placed requests; followers of the queue's leaders need none."""
+    made = backlog()
+    made.add_placed("c", "g", "normal", 0.0)
+    assert not admits(made, waiting=NORMAL)
+    assert not admits(made, waiting=None)
+    assert admits(made, waiting=EMPTY)
+    for key, turn in (("placed", "placed"), ("more", "placed"), ("queued", "queued")):
+        made.add(key, "c", "normal", turn, 0.0)  # type: ignore[arg-type]
+    assert [made.num_due(NORMAL, turns) for turns in (0, 1, 2, 8)] == [1, 2, 3, 3]
+    assert made.pop(NORMAL, 0, 0.0) == Begun("queued", "c", "queued")
+    assert made.pop(NORMAL, 0, 0.0) is None
+    assert made.pop(NORMAL, 1, 0.0) == Begun("placed", "c", "placed")
 
 
 def test_leaders_are_forgotten_in_order() -> None:
     """However many groups there are, so many are remembered."""
     made = backlog(*(f"g{i}" for i in range(MAX_GROUPS + 1)))
-    assert not made.admit("c", "g0", capacity=8)
-    assert made.admit("c", "g1", capacity=8)
+    assert not admits(made, group="g0")
+    assert admits(made, group="g1")
 
 
 def test_followers_begin_in_order_but_behind_more_urgent_requests_of_the_queue() -> None:
     """Requests of lane high in the queue go first, and such followers do not wait for them."""
     made = backlog("g")
     for key, lane in (("low", "low"), ("normal", "normal"), ("high", "high")):
-        made.add(key, lane, 0.0)  # type: ignore[arg-type]
-    assert (made.num_due(HIGH), made.num_due(NORMAL), made.num_due(None), made.num_due(EMPTY)) == (1, 2, 3, 3)
-    assert made.pop(HIGH, 0.0) == "high"
-    assert made.pop((*HIGH, *NORMAL), 0.0) is None
-    assert made.pop(NORMAL, 0.0) == "normal"
-    assert made.pop(NORMAL, 0.0) is None
-    assert made.pop(None, 0.0) == "low"
-    assert made.pop(EMPTY, 0.0) is None
+        made.add(key, "c", lane, "queued", 0.0)  # type: ignore[arg-type]
+    assert [made.num_due(waiting, 0) for waiting in (HIGH, NORMAL, None, EMPTY)] == [1, 2, 3, 3]
+    assert popped(made, HIGH) == "high"
+    assert popped(made, (*HIGH, *NORMAL)) is None
+    assert popped(made, NORMAL) == "normal"
+    assert popped(made, NORMAL) is None
+    assert popped(made, None) == "low"
+    assert popped(made, EMPTY) is None
 
 
 def test_followers_wait_while_others_of_them_begin() -> None:
     """Each that begins shows that slots become free; without one, those that came long ago are let go."""
     made = backlog("g")
     for i in range(3):
-        made.add(f"{i}", "normal", 0.0)
-    assert made.pop(EMPTY, STALLED_S - 0.1) == "0"
-    made.add("late", "normal", STALLED_S)
+        made.add(f"{i}", "c", "normal", "queued", 0.0)
+    assert popped(made, EMPTY, STALLED_S - 0.1) == "0"
+    made.add("late", "c", "normal", "queued", STALLED_S)
     assert made.pop_stalled(STALLED_S + 0.1) == []
     assert made.pop_stalled(2 * STALLED_S - 0.1) == ["1", "2"]
     assert made.pop_stalled(2 * STALLED_S) == ["late"]
@@ -80,12 +135,12 @@ def test_the_mean_of_followers_is_that_of_late() -> None:
     """Groups of eight teach it seven, and requests without a group zero."""
     made = backlog()
     for _ in range(100):
-        made.add_leader("c", "g")
+        lead(made, "g")
         for _ in range(7):
-            made.admit("c", "g", capacity=8)
+            admits(made, capacity=8)
     assert 6 < made.mean_followers < 8
     for _ in range(100):
-        made.add_leader("c", "alone")
+        lead(made, "alone")
     assert made.mean_followers < 0.1
 
 
@@ -98,17 +153,17 @@ def test_each_follower_leaves_once(steps: list[tuple[str, int]]) -> None:
         now = float(number)
         match step:
             case "add":
-                made.add(f"{number}", "normal", now)
+                made.add(f"{number}", "c", "normal", "queued", now)
                 waiting.append(f"{number}")
             case "remove":
                 gone = waiting[chosen : chosen + 1]
                 made.remove([*gone, "unknown"])
                 waiting = [key for key in waiting if key not in gone]
             case "pop":
-                assert made.pop(EMPTY, now) == (waiting.pop(0) if waiting else None)
+                assert popped(made, EMPTY, now) == (waiting.pop(0) if waiting else None)
             case _:
                 stalled = made.pop_stalled(now)
                 assert waiting[: len(stalled)] == stalled
                 del waiting[: len(stalled)]
-        assert len(made) == len(waiting) == made.num_due(None)
+        assert len(made) == len(waiting) == made.num_due(None, 0)
     assert made.pop_all() == waiting

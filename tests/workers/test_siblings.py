@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
+from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode
@@ -160,15 +161,21 @@ async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
         assert [key.request_id for _, key in client.offers] == ["s"]
 
 
-async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(heard_worker: StartHeard) -> None:
-    """However many requests are placed at a worker with one slot, those that wait in its queue come in turns."""
+@pytest.mark.parametrize("num_followers", [0, MAX_FOLLOWERS])
+async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(
+    heard_worker: StartHeard, num_followers: int
+) -> None:
+    """However many requests are placed at a worker with one slot, those that wait in its queue come in turns.
+
+    Also where each placed request would lead others of a group: while requests wait, it leads none.
+    """
     config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
     async with (
         heard_worker(config=config) as (client, worker, _),
         asyncio.timeout(SOON_S),
         asyncio.TaskGroup() as tasks,
     ):
-        flooding = tasks.create_task(flood(client))
+        flooding = tasks.create_task(flood(client, num_followers))
         await client.until(lambda: client.offers)
         for number in range(10):
             await client.enqueue(endless(f"q{number}"))
@@ -191,12 +198,12 @@ def count_queued(client: HandClient) -> int:
     return sum(key.request_id.startswith("q") for _, key in client.offers)
 
 
-async def flood(client: HandClient) -> None:
+async def flood(client: HandClient, num_followers: int) -> None:
     """Place requests without a pause, each as soon as the one before is offered or refused."""
-    number = 0
+    number, siblings = 0, [Sibling(child) for child in range(1, 1 + num_followers)]
     while True:
         request_id = f"p{number}"
-        await client.hand_over(endless(request_id), "w")
+        await client.hand_over(endless(request_id), "w", siblings=siblings, may_wait=bool(siblings))
         await client.until(lambda: is_answered(client, request_id))  # noqa: B023 - awaited before it changes
         number += 1
 
@@ -206,6 +213,11 @@ def is_answered(client: HandClient, request_id: str) -> bool:
     return client.ended(request_id) or any(key.request_id == request_id for _, key in client.offers)
 
 
+def has_ended(client: HandClient, key: RequestKey) -> bool:
+    """The worker has ended this sample."""
+    return any(chunk.child == key.child and chunk.is_terminal for chunk in client.chunks[key.request_id])
+
+
 async def free_slots(client: HandClient) -> None:
     """Abort each request that was offered, one after another."""
     number = 0
@@ -213,5 +225,5 @@ async def free_slots(client: HandClient) -> None:
         await client.until(lambda: len(client.offers) > number)  # noqa: B023 - awaited before it changes
         key = client.offers[number][1]
         await client.abort("w", key)
-        await client.until(lambda: client.ended(key.request_id))  # noqa: B023 - awaited before it changes
+        await client.until(lambda: has_ended(client, key))  # noqa: B023 - awaited before it changes
         number += 1

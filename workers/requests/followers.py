@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Collection
 
-from ...bus.protocol.queue.follower_backlog import STALLED_S, FollowerBacklog
+from ...bus.protocol.queue.follower_backlog import STALLED_S, Turn
+from ...bus.protocol.queue.slot_turns import SlotTurns
 from ...schemas.errors import ErrorCode, RequestRejected
 from ...schemas.request import GenerateRequest, Lane, lane_of
 from .intake_stats import IntakeStats
@@ -21,7 +22,8 @@ class WaitingFollowers:
     """
 
     def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
-        self.backlog: FollowerBacklog[str] = FollowerBacklog()
+        self.turns: SlotTurns[str] = SlotTurns()
+        self.backlog = self.turns.backlog
         self._links = links
         self._execute = execute
         # By engine name; those of the backlog.
@@ -36,14 +38,14 @@ class WaitingFollowers:
         """Followers that wait."""
         return len(self.backlog)
 
-    def add(self, name: str, request: GenerateRequest) -> None:
+    def add(self, name: str, client: str, request: GenerateRequest, turn: Turn) -> None:
         """Have an offered follower wait, by its engine name."""
         self._requests[name] = request
-        self.backlog.add(name, lane_of(request.priority), time.monotonic())
+        self.backlog.add(name, client, lane_of(request.priority), turn, time.monotonic())
 
-    def pop(self, lanes_waiting: Collection[Lane] | None) -> tuple[str, GenerateRequest] | None:
-        """Return the follower that gets a free slot, as `FollowerBacklog.pop`."""
-        name = self.backlog.pop(lanes_waiting, time.monotonic())
+    def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
+        """Return the follower that gets one of the free slots, as `SlotTurns.pop`."""
+        name = self.turns.pop(lanes_waiting, num_free, time.monotonic())
         return None if name is None else (name, self._requests.pop(name))
 
     def remove(self, names: Collection[str]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from ...bus.protocol.queue.follower_backlog import Turn
 from ...bus.queue.puller import QueuedRequest
 from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
@@ -46,8 +47,8 @@ class IncomingRequest:
     """At least one. The first of the message stands for the envelope's child, and keeps the request's own seed."""
     message: QueuedRequest | None = None
     """Of the queue; None for a direct request."""
-    waits: bool = False
-    """The samples follow others of their group, and wait for free slots."""
+    turn: Turn | None = None
+    """The samples follow others of their group, and wait for a slot in such a turn; None: they follow none."""
 
     @classmethod
     def decode(cls, client: str, data: bytes, message: QueuedRequest | None = None) -> "IncomingRequest":
@@ -78,9 +79,9 @@ class IncomingRequest:
         # An invalid request never reaches an engine, however often it is delivered.
         return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
 
-    def with_samples(self, samples: Sequence[Sibling], *, waits: bool = False) -> "IncomingRequest":
+    def with_samples(self, samples: Sequence[Sibling], turn: Turn | None = None) -> "IncomingRequest":
         """The same message with some of its samples."""
-        return replace(self, samples=tuple(samples), waits=waits)
+        return replace(self, samples=tuple(samples), turn=turn)
 
     def origins(self, request_id: str) -> list[RequestOrigin]:
         """Return the origin of each sample; the first one has the queue message."""

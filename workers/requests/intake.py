@@ -4,11 +4,12 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
-from ...bus.protocol.queue.intake_shares import IntakeShares
+from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS, Turn
+from ...bus.protocol.queue.slot_turns import SlotRequest
 from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
 from ...schemas.errors import EngineDead, ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
@@ -68,16 +69,16 @@ class RequestIntake:
         self._engine = engine
         self._execute = execute
         self._puller = puller
-        self._shares = IntakeShares()
         self.stats = IntakeStats()
         self.followers = WaitingFollowers(links, execute, self.stats)
+        self._turns = self.followers.turns
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<RequestIntake waiting={self.num_waiting} {self.followers!r} {self._shares!r} {self.stats}>"
+        return f"<RequestIntake waiting={self.num_waiting} {self._turns!r} {self.stats}>"
 
     def room(self) -> int:
         """Return how many more requests would start at once, as `_free` and after the followers that wait."""
@@ -100,9 +101,13 @@ class RequestIntake:
         free = self._free()
         if free <= 0 or self._is_prefill:
             return min(free, 0)
-        free = max(free - self._num_coming - self.followers.backlog.num_due(self._puller.lanes_waiting()), 0)
+        free = max(free - self._num_coming, 0)
+        num_due = self._turns.num_due(self._puller.lanes_waiting(), free)
+        if num_due:
+            # They left the slot to the queue, and the last pull has brought nothing.
+            self._has_incoming.set()
         # Followers come with them: what is pulled beyond would wait here while other workers have room.
-        return math.ceil(free / (1 + self.followers.backlog.mean_followers))
+        return math.ceil((free - num_due) / (1 + self.followers.backlog.mean_followers))
 
     @property
     def _is_prefill(self) -> bool:
@@ -112,12 +117,12 @@ class RequestIntake:
     @property
     def num_waiting(self) -> int:
         """Number of requests that were received and not accepted yet, without followers."""
-        return sum([len(incoming.samples) for incoming in self._incoming if not incoming.waits])
+        return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is None])
 
     @property
     def _num_coming(self) -> int:
         """Number of followers that were received and not accepted yet."""
-        return sum([len(incoming.samples) for incoming in self._incoming if incoming.waits])
+        return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is not None])
 
     @property
     def messages(self) -> list[QueuedRequest]:
@@ -132,7 +137,7 @@ class RequestIntake:
         elif self._is_stopping or len(self._incoming) >= MAX_ARRIVALS or not self._lifecycle.may_accept():
             self._nak([message])
         elif (incoming := self._decode(message.client, message.data, message)) is not None:
-            self._shares.count_queued(self._puller.lanes_waiting())
+            self._turns.shares.count_queued(self._puller.lanes_waiting())
             self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
@@ -142,13 +147,11 @@ class RequestIntake:
             # Unanswered, the client puts it into the queue.
             self.stats.not_serving += 1
         elif (incoming := self._decode(client, data)) is not None:
-            admitted, following, refused = self._admit_placed(incoming)
-            if refused:
-                self._refuse(incoming.with_samples(refused), "this worker has no free slot for a placed request")
-            if admitted:
-                self._add(incoming.with_samples(admitted))
-            if following:
-                self._add(incoming.with_samples(following, waits=True))
+            for begins, samples in self._admit_placed(incoming).items():
+                if begins is None:
+                    self._refuse(incoming.with_samples(samples), "this worker has no free slot for a placed request")
+                elif samples:
+                    self._add(incoming.with_samples(samples, None if begins == "now" else begins))
 
     def _decode(self, client: str, data: bytes, message: QueuedRequest | None = None) -> IncomingRequest | None:
         """Decode a message; return None if nobody can be answered, and then remove it from the queue."""
@@ -163,31 +166,22 @@ class RequestIntake:
         logger.warning("request.bad client=%s error=%s", client, error)
         self._execute(_ack(message))
 
-    def _admit_placed(self, incoming: IncomingRequest) -> tuple[list[Sibling], list[Sibling], list[Sibling]]:
-        """Return the samples of a direct message that get a slot now, those that follow them, and the others."""
+    def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:
+        """Return the samples of a direct message, by when they begin; None: they are refused."""
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
-        envelope, client, now = incoming.envelope, incoming.client, time.monotonic()
-        lane = lane_of(priority_of(envelope.request))
+        envelope, now = incoming.envelope, time.monotonic()
         may_wait = envelope.may_wait and envelope.kv is None and self._lifecycle.may_accept() and not self._is_stopping
-        group = incoming.group() if may_wait else None
+        lane, group = lane_of(priority_of(envelope.request)), incoming.group() if may_wait else None
+        request = SlotRequest(incoming.client, lane, group)
         room, capabilities = self.room(), self._engine.capabilities
         slots = 0 if capabilities is None else capabilities.max_num_seqs
         capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self.followers)
-        admitted: list[Sibling] = []
-        following: list[Sibling] = []
-        refused: list[Sibling] = []
+        found: defaultdict[Turn | Literal["now"] | None, list[Sibling]] = defaultdict(list)
         for sample in incoming.samples:
-            num_free = room - len(admitted)
-            if group is not None and self.followers.backlog.admit(client, group, capacity=capacity - len(following)):
-                self._shares.count_follower(client, waiting, now)
-                following.append(sample)
-            elif num_free > 0 and self._shares.admit_placed(client, lane, waiting, num_free=num_free, now=now):
-                admitted.append(sample)
-                if group is not None:
-                    self.followers.backlog.add_leader(client, group)
-            else:
-                refused.append(sample)
-        return admitted, following, refused
+            num_free, left = room - len(found["now"]), capacity - len(found["queued"]) - len(found["placed"])
+            begins = self._turns.admit_placed(request, waiting, num_free=num_free, capacity=left, now=now)
+            found[begins].append(sample)
+        return found
 
     def _refuse(self, incoming: IncomingRequest, reason: str) -> None:
         """Answer the samples of a direct message that the queue is the place for them."""
@@ -265,8 +259,8 @@ class RequestIntake:
 
     async def _start_followers(self) -> None:
         """Submit the followers that wait, as far as there are slots."""
-        while self.followers and self._free() > 0:
-            follower = self.followers.pop(self._puller.lanes_waiting())
+        while self.followers and (free := self._free()) > 0:
+            follower = self.followers.pop(self._puller.lanes_waiting(), free)
             if follower is None:
                 return
             name, request = follower
@@ -338,11 +332,15 @@ class RequestIntake:
             name = self._links.offer(origin, one, capabilities, now, kv=kv, gathers=not incoming.envelope.stream)
             offered[name] = one
         self.stats.placed += len(offered) if incoming.message is None else 0
-        if incoming.message is not None:
-            self.followers.backlog.add_leader(incoming.client, request.group_id or request.request_id)
-        if incoming.waits:
+        message = incoming.message
+        if message is not None:
+            group = request.group_id or request.request_id
+            self.followers.backlog.add_queued(
+                incoming.client, group, message.lane, now, num_waiting=message.num_pending
+            )
+        if incoming.turn is not None:
             for name, one in offered.items():
-                self.followers.add(name, one)
+                self.followers.add(name, incoming.client, one, incoming.turn)
             self._execute(Instructions())
             return
         # All of them, before the engine is given the first: an abort must find each.

@@ -3,22 +3,29 @@
 One request of a group has its turn: from the queue, or as a placed one. It is the *leader*. The others are *followers*:
 they may wait here, as the worker computes their prompt anyway. A full fleet so takes group after group, slot by slot.
 
-Invariants: a group has at most `MAX_FOLLOWERS` followers for each of its leaders, as its client could else pass the
-queue. Followers begin in the order in which they came. None waits while `STALLED_S` pass in which none begins.
+Followers of a leader of the queue share its turn. Placed requests lead only where the queue is known to be empty, and
+their followers begin in the turns of placed requests. So a client passes the queue by neither.
+
+Invariants: each turn of the queue brings its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
+far as `FollowerShares` lets it. While requests wait in the queue, no placed request brings any. Followers of one kind
+begin in the order in which they came. None waits while `STALLED_S` pass in which none begins.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from ....schemas.request import Lane
+from .follower_shares import FollowerShares
 
-__all__ = ["MAX_FOLLOWERS", "STALLED_S", "FollowerBacklog", "is_behind"]
+__all__ = ["FOLLOW_S", "MAX_FOLLOWERS", "STALLED_S", "Begun", "FollowerBacklog", "Turn", "is_behind"]
 
 MAX_FOLLOWERS: Final = 31
 """Followers of one leader, about as many as groups have: so many slots a request of the queue waits longer at most."""
+FOLLOW_S: Final = 2.0
+"""How long after its turn a leader has followers: its client sends them as it hears of the turn."""
 STALLED_S: Final = 2.0
 """How long followers wait while none begins: about what another worker needs to compute a long prompt."""
 MAX_GROUPS: Final = 1024
@@ -26,12 +33,33 @@ MAX_GROUPS: Final = 1024
 LEADERS_SEEN: Final = 8
 """Leaders over which `mean_followers` is a mean."""
 
+Turn = Literal["queued", "placed"]
+"""In whose turn a follower begins: in that of its leader in the queue, or in one of the placed requests."""
+
 K = TypeVar("K", bound=Hashable)
+
+
+class Begun(NamedTuple, Generic[K]):
+    """A follower that gets a slot."""
+
+    key: K
+    client: str
+    turn: Turn
+
+
+@dataclass(slots=True)
+class _Leader:
+    turn: Turn
+    until: float
+    num_left: int = MAX_FOLLOWERS
+    """Followers that may still come, until then."""
 
 
 @dataclass(slots=True)
 class _Waiting:
+    client: str
     lane: Lane
+    turn: Turn
     came_at: float
 
 
@@ -40,61 +68,93 @@ class FollowerBacklog(Generic[K]):
 
     def __init__(self) -> None:
         self._waiting: dict[K, _Waiting] = {}
-        # By client and group: followers that may still come. Least recent leader first.
-        self._allowed: OrderedDict[tuple[str, str], int] = OrderedDict()
+        # By client, group and lane, as these had their turn last.
+        self._leaders: OrderedDict[tuple[str, str, Lane], _Leader] = OrderedDict()
+        self._shares = FollowerShares()
         self._began_at = -math.inf
         self.mean_followers = 0.0
         """How many followers came with a leader, of late; requests without followers count as leaders."""
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<FollowerBacklog waiting={len(self)} groups={len(self._allowed)}>"
+        return f"<FollowerBacklog waiting={len(self)} groups={len(self._leaders)}>"
 
     def __len__(self) -> int:
         """Followers that wait."""
         return len(self._waiting)
 
-    def add_leader(self, client: str, group: str) -> None:
-        """Count a request that had its turn: others of its group may follow."""
-        self._allowed[client, group] = MAX_FOLLOWERS
-        self._allowed.move_to_end((client, group))
-        if len(self._allowed) > MAX_GROUPS:
-            self._allowed.popitem(last=False)
-        self.mean_followers -= self.mean_followers / LEADERS_SEEN
-
-    def admit(self, client: str, group: str, *, capacity: int) -> bool:
-        """Return True if one more follower of a group may come, and count it.
+    def add_queued(self, client: str, group: str, lane: Lane, now: float, *, num_waiting: int) -> None:
+        """Count a request of the queue: others of its group and lane may follow.
 
         Args:
-            capacity: followers that may wait besides those that do.
+            num_waiting: messages that wait behind its own in the lane.
         """
-        allowed = self._allowed.get((client, group), 0)
-        if allowed <= 0 or capacity <= 0:
-            return False
-        self._allowed[client, group] = allowed - 1
-        self.mean_followers += 1 / LEADERS_SEEN
-        return True
+        self._shares.count_message(client, lane, num_waiting)
+        self._add_leader(client, group, lane, _Leader("queued", now + FOLLOW_S))
 
-    def add(self, key: K, lane: Lane, now: float) -> None:
-        """Have an admitted follower wait."""
-        self._waiting[key] = _Waiting(lane, now)
+    def add_placed(self, client: str, group: str, lane: Lane, now: float) -> None:
+        """Count a placed request: while the queue is known to be empty, others of its group and lane may follow."""
+        self._add_leader(client, group, lane, _Leader("placed", now + FOLLOW_S))
 
-    def pop(self, lanes_waiting: Collection[Lane] | None, now: float) -> K | None:
-        """Return the follower that gets a free slot; None: none waits, or a more urgent request of the queue does.
+    def _add_leader(self, client: str, group: str, lane: Lane, leader: _Leader) -> None:
+        self._leaders[client, group, lane] = leader
+        self._leaders.move_to_end((client, group, lane))
+        if len(self._leaders) > MAX_GROUPS:
+            self._leaders.popitem(last=False)
+        self.mean_followers -= self.mean_followers / LEADERS_SEEN
+
+    def admit(
+        self,
+        client: str,
+        group: str,
+        lane: Lane,
+        lanes_waiting: Collection[Lane] | None,
+        now: float,
+        *,
+        capacity: int,
+    ) -> Turn | None:
+        """Return in whose turn one more follower of a group may begin, and count it; None: it may not come.
 
         Args:
             lanes_waiting: what the worker knows of its queue.
+            capacity: followers that may wait besides those that do.
+        """
+        leader = self._leaders.get((client, group, lane))
+        if leader is None or now >= leader.until or leader.num_left <= 0 or capacity <= 0:
+            return None
+        if leader.turn == "queued":
+            if not self._shares.may_follow(client, lane):
+                return None
+            self._shares.count_follower(client)
+        elif lanes_waiting is None or lanes_waiting:
+            return None
+        leader.num_left -= 1
+        self.mean_followers += 1 / LEADERS_SEEN
+        return leader.turn
+
+    def add(self, key: K, client: str, lane: Lane, turn: Turn, now: float) -> None:
+        """Have an admitted follower wait."""
+        self._waiting[key] = _Waiting(client, lane, turn, now)
+
+    def pop(self, lanes_waiting: Collection[Lane] | None, num_turns: int, now: float) -> Begun[K] | None:
+        """Return the follower that gets a free slot; None: none waits, or the slot is one of the queue.
+
+        Args:
+            lanes_waiting: what the worker knows of its queue.
+            num_turns: slots that placed requests may have now.
         """
         for key, waiting in self._waiting.items():
-            if not is_behind(waiting.lane, lanes_waiting):
-                del self._waiting[key]
-                self._began_at = now
-                return key
+            if is_behind(waiting.lane, lanes_waiting) or (waiting.turn == "placed" and num_turns <= 0):
+                continue
+            del self._waiting[key]
+            self._began_at = now
+            return Begun(key, waiting.client, waiting.turn)
         return None
 
-    def num_due(self, lanes_waiting: Collection[Lane] | None) -> int:
+    def num_due(self, lanes_waiting: Collection[Lane] | None, num_turns: int) -> int:
         """Return how many free slots belong to followers: those that `pop` would give in turn."""
-        return sum(not is_behind(waiting.lane, lanes_waiting) for waiting in self._waiting.values())
+        turns = [waiting.turn for waiting in self._waiting.values() if not is_behind(waiting.lane, lanes_waiting)]
+        return turns.count("queued") + min(turns.count("placed"), num_turns)
 
     def remove(self, keys: Iterable[K]) -> None:
         """Forget followers that have ended; without effect on what does not wait."""

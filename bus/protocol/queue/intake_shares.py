@@ -57,6 +57,12 @@ class IntakeShares:
         else:
             self._restart()
 
+    def num_turns(self, waiting: Collection[Lane] | None, num_free: int) -> int:
+        """Return how many of `num_free` slots placed requests may have before the queue has its next turn."""
+        if waiting is None:
+            return max((num_free - self._num_unseen + 1) // 2, 0)
+        return min(self._num_turns, num_free) if waiting else num_free
+
     def admit_placed(
         self, client: str, lane: Lane, waiting: Collection[Lane] | None, *, num_free: int, now: float
     ) -> bool:
@@ -65,23 +71,32 @@ class IntakeShares:
             self._restart()
             return True
         share = self._ask(client, now)
-        if waiting is None:
-            has_turn = num_free > self._num_unseen
-        else:
+        known = waiting or ()
+        if known:
             self._num_unseen = 0
-            is_behind = "high" in waiting or (lane == "low" and "normal" in waiting)
-            has_turn = self._num_turns > 0 and not is_behind
-        if not has_turn or share.given > min(other.given for other in self._clients.values()):
+        is_behind = "high" in known or (lane == "low" and "normal" in known)
+        is_ahead = share.given > min(other.given for other in self._clients.values())
+        if is_behind or is_ahead or not self.num_turns(waiting, num_free):
             return False
-        self._num_unseen += waiting is None
-        self._num_turns = max(self._num_turns - 1, 0)
-        share.given += 1
+        self._take_turn(share, waiting)
         return True
+
+    def take_turn(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
+        """Count a placed request that has waited, and has now one of the slots that `num_turns` says."""
+        if waiting is not None and not waiting:
+            self._restart()
+        else:
+            self._take_turn(self._ask(client, now), waiting)
 
     def count_follower(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
         """Count a request that follows one of its group: other clients' placed requests come before its client's."""
         if waiting is None or waiting:
             self._ask(client, now).given += 1
+
+    def _take_turn(self, share: _ClientShare, waiting: Collection[Lane] | None) -> None:
+        self._num_unseen += waiting is None
+        self._num_turns = max(self._num_turns - 1, 0)
+        share.given += 1
 
     def _restart(self) -> None:
         self._num_turns, self._num_unseen = 1, 0

@@ -1,0 +1,192 @@
+"""What a client gets of one worker's slots by placed requests and followers, whatever it sends, while others wait."""
+
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.queue.follower_backlog import FOLLOW_S, MAX_FOLLOWERS
+from rollbus.bus.protocol.queue.follower_shares import MAX_AHEAD, MAX_CLIENTS, MESSAGES_SEEN, FollowerShares
+from rollbus.bus.protocol.queue.slot_turns import SlotRequest, SlotTurns
+from rollbus.schemas.request import Lane
+
+NORMAL: tuple[Lane, ...] = ("normal",)
+EMPTY: tuple[Lane, ...] = ()
+CAPACITY = 64
+SHARE = 1024
+"""Messages that one client may have in a lane."""
+
+
+class OneWorker:
+    """A worker whose slots become free one by one, and a queue of messages, each with its client and group."""
+
+    def __init__(self, *messages: tuple[str, str]) -> None:
+        self.turns: SlotTurns[tuple[str, str]] = SlotTurns()
+        self.queue = deque(messages)
+        self.got: list[tuple[str, str]] = []
+        """Client of each request that had a slot, and its way: `queue`, `placed` or `follower`."""
+        self.num_offered = 0
+        self.now = 0.0
+
+    @property
+    def waiting(self) -> tuple[Lane, ...]:
+        """What the worker knows of the queue."""
+        return NORMAL if self.queue else EMPTY
+
+    def place(self, client: str, group: str | None, *, num_free: int) -> str | None:
+        """A client places a request; returns what the worker says."""
+        request = SlotRequest(client, "normal", group)
+        left = CAPACITY - len(self.turns.backlog)
+        begins = self.turns.admit_placed(request, self.waiting, num_free=num_free, capacity=left, now=self.now)
+        if begins == "now":
+            self.got.append((client, "placed"))
+        elif begins is not None:
+            self.num_offered += 1
+            self.turns.backlog.add((client, f"{self.num_offered}"), client, "normal", begins, self.now)
+        return begins
+
+    def follow(self, client: str, group: str, num: int) -> None:
+        """A client sends requests that follow others of a group."""
+        while num > 0 and self.place(client, group, num_free=0) is not None:
+            num -= 1
+
+    def free_slot(self) -> tuple[str, str] | None:
+        """A slot becomes free, and no request is placed in it: a follower gets it, or the queue's next.
+
+        Returns:
+            Client and group of the request of the queue.
+        """
+        self.now += 0.001
+        if self.turns.num_due(self.waiting, 1):
+            begun = self.turns.pop(self.waiting, 1, self.now)
+            assert begun is not None
+            self.got.append((begun[0], "follower"))
+            return None
+        assert self.turns.pop(self.waiting, 1, self.now) is None
+        if not self.queue:
+            return None
+        client, group = self.queue.popleft()
+        self.turns.shares.count_queued(self.waiting)
+        self.turns.backlog.add_queued(client, group, "normal", self.now, num_waiting=len(self.queue))
+        self.got.append((client, "queue"))
+        return client, group
+
+
+@given(st.booleans(), st.sampled_from(["one", "each", "none"]))
+def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool, groups: str) -> None:
+    """A flood of placed requests of any groups: one slot for each of the queue, and no followers that pass it.
+
+    Followers may wait here since the queue was empty. They come in the same turns.
+    """
+    worker = OneWorker()
+    if has_led:
+        for number in range(CAPACITY):
+            worker.place("m", f"g{number}", num_free=1)
+            worker.follow("m", f"g{number}", 2)
+    assert len(worker.turns.backlog) == (CAPACITY if has_led else 0)
+    worker.got.clear()
+    worker.queue.extend(("quiet", f"q{number}") for number in range(300))
+    while worker.queue:
+        for number in range(40):
+            group = {"one": "g0", "each": f"g{number}", "none": None}[groups]
+            if worker.place("m", group, num_free=0 if worker.turns.backlog else 1) == "now":
+                break
+        else:
+            worker.free_slot()
+        got = Counter(client for client, _ in worker.got)
+        assert got["m"] <= got["quiet"] + 1
+    assert got["m"] >= got["quiet"] - 1
+
+
+def test_turns_of_the_queue_cannot_be_saved() -> None:
+    """A client that led many groups and sent no followers has none of these slots later."""
+    worker = OneWorker(*[("m", f"g{number}") for number in range(500)])
+    while worker.queue:
+        worker.free_slot()
+    worker.now += FOLLOW_S
+    worker.queue.append(("quiet", "q"))
+    for number in range(500):
+        worker.follow("m", f"g{number}", MAX_FOLLOWERS)
+    assert worker.free_slot() == ("quiet", "q")
+
+
+@pytest.mark.parametrize("refills", [True, False], ids=["keeps-its-share", "sends-once"])
+@pytest.mark.parametrize("num_groups", [10_000, 1])
+def test_a_client_with_its_full_share_of_the_queue_has_little_more_by_followers(num_groups: int, refills: bool) -> None:
+    """Another client's request comes behind the share: it waits for some times as many slots, not for 32 times.
+
+    All followers of a group may be any requests: the worker counts them, and does not look at their prompts.
+    """
+    worker = OneWorker(*[("m", f"g{number % num_groups}") for number in range(SHARE)])
+    worker.queue.append(("quiet", "q"))
+    for number in range(100_000):
+        taken = worker.free_slot()
+        if taken is None:
+            continue
+        client, group = taken
+        if client == "quiet":
+            break
+        worker.follow("m", group, MAX_FOLLOWERS)
+        if refills:
+            worker.queue.append(("m", f"g{number % num_groups}"))
+    got = Counter(worker.got)
+    assert got["quiet", "queue"] == 1
+    assert got["m", "queue"] == SHARE
+    assert got["m", "follower"] <= (1.2 if refills else 8.5) * SHARE
+
+
+@given(st.integers(1, 31), st.integers(1, 6))
+def test_clients_that_count_followers_against_their_share_have_all_of_them(
+    num_followers: int, num_clients: int
+) -> None:
+    """As the clients of this library do, also several of them beside each other."""
+    groups = SHARE // (1 + num_followers)
+    clients = [f"c{number}" for number in range(num_clients)]
+    worker = OneWorker(*[(client, f"g{number}") for number in range(groups) for client in clients])
+    while worker.queue or worker.turns.backlog:
+        taken = worker.free_slot()
+        if taken is not None:
+            worker.follow(*taken, num_followers)
+    assert Counter(worker.got) == {
+        (client, way): groups * (1 if way == "queue" else num_followers)
+        for client in clients
+        for way in ("queue", "follower")
+    }
+
+
+def test_one_clients_followers_are_not_counted_for_another() -> None:
+    """Beside a client whose followers are refused, groups of another one have theirs."""
+    worker = OneWorker(*[("m", f"m{number}") for number in range(SHARE)])
+    while len(worker.queue) > SHARE // 2:
+        taken = worker.free_slot()
+        if taken is not None:
+            worker.follow("m", taken[1], MAX_FOLLOWERS)
+    worker.queue.appendleft(("other", "g"))
+    while worker.free_slot() != ("other", "g"):
+        pass
+    worker.follow("other", "g", 7)
+    begun = [worker.free_slot() for _ in range(7)]
+    assert begun == [None] * 7
+    assert worker.got[-7:] == [("other", "follower")] * 7
+
+
+def test_the_clients_that_are_told_apart_are_bounded() -> None:
+    """The one that had no slot for longest goes first."""
+    shares = FollowerShares()
+    for number in range(3 * MAX_CLIENTS):
+        shares.count_message(f"c{number}", "normal", MAX_AHEAD)
+    assert f"clients={MAX_CLIENTS} " in repr(shares)
+
+
+def test_slots_of_long_ago_count_little() -> None:
+    """After as many messages of others, a client that had many slots may have followers again."""
+    shares = FollowerShares()
+    for _ in range(MESSAGES_SEEN):
+        shares.count_message("c", "normal", MAX_AHEAD)
+        shares.count_follower("c")
+    assert not shares.may_follow("c", "normal")
+    assert shares.may_follow("c", "high")
+    for _ in range(MESSAGES_SEEN):
+        shares.count_message("d", "normal", MAX_AHEAD)
+    assert shares.may_follow("c", "normal")
