@@ -157,7 +157,8 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: FrameNumber
     """0-based and contiguous on a link. In a heartbeat, which is a frame without content, that of the next frame."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Requests that the worker has just taken on: an offer, which the client refuses by an abort."""
+    """Requests that the worker has just taken on: an offer, which the client refuses by an abort. What may wait is
+    named again when the engine gets it."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """In the order of their making, for each request."""
     link: FrameNumber = 0

@@ -83,6 +83,13 @@ class ChildRequest(AttemptMachine):
         self.open_call = open_call
         self.timer: asyncio.TimerHandle | None = None
         """Ends the present state, if that has a time limit."""
+        self.may_wait = False
+        """The current attempt may wait at its worker for a slot, and that has not named it a second time."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the engine of its worker may have seen it."""
+        return not self.may_wait or self.has_token
 
     def stop_timer(self) -> None:
         """Cancel the timer of a state that was left."""

@@ -254,6 +254,9 @@ class RequestDispatcher:
 
     async def _publish(self, children: Sequence[ChildRequest], worker: str | None, kv: KvTransfer | None) -> None:
         first, *others = children
+        may_wait = worker is not None and kv is None and self.placement.may_wait(first)
+        for child in children:
+            child.may_wait = may_wait
         attempt, data = first.stream.attempt, self._message(first, others, kv)
         if len(data) > self._max_bytes:
             if not others:
@@ -284,7 +287,7 @@ class RequestDispatcher:
                 stream=child.open_call.call.streams,
                 request=msgspec.Raw(child.payload()),
                 siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
-                may_wait=kv is None and self.placement.may_wait(child),
+                may_wait=child.may_wait,
             )
         )
 

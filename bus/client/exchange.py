@@ -241,6 +241,8 @@ class AttemptCoordinator:
             if child is None:
                 self._aborter.abort(worker, key)
             else:
+                # Named again, it waits no longer: the engine has it.
+                child.may_wait &= child.worker != worker
                 self.execute(child, child.handle(on.Offered(worker, incarnation), now))
         dead: dict[ChildRequest, ChunkError] = {}
         for chunk in frame.chunks:
@@ -295,14 +297,15 @@ class AttemptCoordinator:
             return
         # A worker serves one model.
         model = next(iter(errors)).open_call.model
-        here = self.open_children(lambda child: is_at(child, engine))
+        # What waited there for a slot was not in the engine.
+        here = self.open_children(lambda child: is_at(child, engine) and child.has_begun)
         company = self._suspects.at_death(engine, Company(len(here), sum(not child.has_token for child in here)))
-        untokened = [child for child in errors if not child.has_token]
+        untokened = [child for child in errors if child.has_begun and not child.has_token]
         poison = self._suspects.record_death(engine, model, untokened, was_alone=company.num_untokened == 1)
         for child, error in errors.items():
             if is_over := error.code is ErrorCode.ENGINE_DEAD:
                 # A request that has a token may kill engines, too; that shows only where nothing else can be the cause.
-                child.deaths_alone += company.num_open == 1
+                child.deaths_alone += child.has_begun and company.num_open == 1
                 if child.deaths_alone >= MAX_ENGINE_DEATHS_ALONE:
                     poison[child] = child.deaths_alone
             if child not in poison:

@@ -12,7 +12,6 @@ from rollbus import GenerateRequest, Generation, SamplingParams
 from rollbus.bus.protocol.placement.policy import PlacementReason
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode
-from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true
@@ -278,26 +277,6 @@ async def test_refused_followers_find_another_leader_and_then_the_queue(
 
     assert [each.attempts for each in (generation, *generation.siblings)] == [1] * 4
     assert [each.worker_ids for each in (generation, *generation.siblings)] == [("a",)] * 4
-
-
-async def test_a_dead_worker_leaves_its_followers_to_the_queue(nats_url: str, fleet: str) -> None:
-    """The worker of a group dies: what ran there is resumed, and what it had not offered is sent anew."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(both.rb.complete(long(3)))
-        [first] = await both.take_queued(1)
-        await both.frame(both.a, admitted=[first.key])
-        await both.a.take()
-        await both.a.announce(WorkerState.STOPPED)
-        again = await both.take_queued(2)
-        await both.announce(both.b, free_slots=8)
-        for each in again:
-            await both.answer(both.b, each)
-        worker, last = await both.take_direct()
-        await both.answer(worker, last)
-        generation = await completing
-        assert num_tables(both.rb) == EMPTY
-
-    assert sorted(each.attempts for each in (generation, *generation.siblings)) == [1, 1, 2]
 
 
 async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_url: str, fleet: str) -> None:

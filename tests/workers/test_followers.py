@@ -58,6 +58,8 @@ async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker
         await client.abort("w", key(0))
         await client.until(lambda: 2 in running(client))
         assert not client.chunks["queued"]
+        # Each is named again as the engine gets it: until then, it cannot have killed the engine.
+        assert [each for _, each in client.offers[2:]] == [key(1), key(2), key(1), key(2)]
         await client.abort("w", key(1))
         await client.until_ended("queued")
         await client.abort("w", key(2))
@@ -111,7 +113,8 @@ async def test_samples_that_are_placed_together_stay_together(heard_worker: Star
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
         await follow(client, 0, 1, 2)
-        await client.until(lambda: len(client.offers) == 3 and running(client) == {0, 1})
+        await client.until(lambda: len(client.offers) == 5 and running(client) == {0, 1})
+        assert [each.child for _, each in client.offers] == [0, 0, 1, 2, 1]
         await client.abort("w", key(0))
         await client.until(lambda: running(client) == {0, 1, 2})
         assert not refused(client)

@@ -263,9 +263,10 @@ class RequestIntake:
             follower = self.followers.pop(self._puller.lanes_waiting(), free)
             if follower is None:
                 return
-            name, request = follower
-            self._engine.reserve([name])
-            await self._submit(name, request, None)
+            self._engine.reserve([follower[0]])
+            self._links.offer_again([follower[0]])
+            self._execute(Instructions())
+            await self._submit(*follower, None)
 
     async def _admit(self, incoming: IncomingRequest) -> None:
         capabilities, message = self._engine.capabilities, incoming.message
@@ -345,6 +346,7 @@ class RequestIntake:
             return
         # All of them, before the engine is given the first: an abort must find each.
         self._engine.reserve(offered)
+        self._links.offer_again(offered if incoming.envelope.may_wait else ())
         self._execute(Instructions())
         for name, one in offered.items():
             await self._submit(name, one, kv)

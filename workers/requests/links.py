@@ -137,6 +137,13 @@ class WorkerLinks:
         worker_request.gathers = gathers and request.lora is None
         return worker_request.name
 
+    def offer_again(self, names: Iterable[str]) -> None:
+        """Tell the clients of offered requests which may wait that the engine gets these now."""
+        for request in filter(None, map(self.requests.open, names)):
+            if isinstance(request.outbound, OutboundLink):
+                request.outbound.sender.offer_again(request.origin.key)
+                self.outbound.touch(request.outbound)
+
     def _accept(
         self,
         origin: RequestOrigin,
@@ -246,8 +253,8 @@ class WorkerLinks:
             self.break_link(link, instructions)
             return
         for key in progress.confirmed:
-            self.stats.confirmed += 1
             request = self.requests.find(client, message.client_incarnation, key)
+            self.stats.confirmed += request is None or request.state is WorkerRequestState.OFFERED
             if request is not None:
                 if request.state is WorkerRequestState.OFFERED:
                     request.transition(WorkerRequestEvent.CONFIRMED)

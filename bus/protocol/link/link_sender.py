@@ -139,6 +139,11 @@ class LinkSender:
         self._open[key] = writer
         self._offers.append(key)
 
+    def offer_again(self, key: RequestKey) -> None:
+        """Have the next frame offer a request once more, if it is open."""
+        if key in self._open:
+            self._offers.append(key)
+
     def reject(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
         """Answer a request that is not open with its terminal chunk.
 
