@@ -33,12 +33,12 @@ def passes(task: dict, answer: str) -> bool:
 def read_tasks(path: Path) -> list[dict]:
     """Read the tasks; makes some if there is no file."""
     if not path.exists():
-        made = [
-            {"id": c, "prompt": f"Write a word with the letter {c}.", "expected": c} for c in "abcdefghijklmnopqrst"
-        ]
+        letters = "abcdefghijklmnopqrst"
+        made = [{"id": each, "prompt": f"Write a word with the letter {each}.", "expected": each} for each in letters]
         path.write_text("".join(json.dumps(task) + "\n" for task in made))
         print(f"{path} did not exist: made {len(made)} tasks")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open() as file:
+        return [json.loads(line) for line in file]
 
 
 def read_results(path: Path) -> list[dict]:
@@ -76,9 +76,10 @@ def main(arguments: argparse.Namespace) -> None:
             for generation in rb.complete_many(requests(), max_in_flight=16):
                 if generation.error is not None:
                     raise generation.error
-                task = tasks[generation.request_id]
-                answers = [tokenizer.decode(each.token_ids) for each in (generation, *generation.siblings)]
-                num_passed = sum(passes(task, answer) for answer in answers)
+                task, answers = tasks[generation.request_id], (generation, *generation.siblings)
+                if any((answer.weight_versions != version).any() for answer in answers):
+                    raise SystemExit("the fleet has new weights by now: start again to evaluate them")
+                num_passed = sum(passes(task, tokenizer.decode(answer.token_ids)) for answer in answers)
                 result = {"id": task["id"], "weight_version": version, "n": len(answers), "num_passed": num_passed}
                 print(json.dumps(result), file=file, flush=True)
                 results[task["id"]] = result

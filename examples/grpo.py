@@ -47,6 +47,7 @@ def train(model, optimizer, samples) -> None:
 
 async def main(nats: str | None, num_steps: int) -> None:
     """Train the model that the fleet serves."""
+    torch.set_num_threads(1)  # the tiny model needs no more; the workers need the other cores
     async with rollbus.connect(nats) as rb:
         await rb.fleet.wait_for_workers()
         worker = next(worker for worker in rb.fleet.workers if worker.state == "serving")

@@ -58,7 +58,8 @@ def main(http: str, num_steps: int) -> None:
             print(f"  routed experts of positions {num_rows} to {num_rows + len(rows) - 1}: {rows.shape}")
             num_rows += len(rows)
         # What stands between two turns in the chat format of the tiny model (ChatML).
-        between = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+        end = "" if answer.choices[0].finish_reason == "stop" else "<|im_end|>"
+        between = f"{end}\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
         tokens += ids + tokenize(prompt=between, add_special_tokens=False)
 
 

@@ -27,12 +27,13 @@ to. Do not compute the sum yourself, and do not explain how you chose the number
 NUM_CALLS = 2
 GROUP = 4
 TOOL_CALL = r"add\(([0-9]{1,3}), ([0-9]{1,3})\)"
-# An untrained model calls no tool by itself: this grammar makes it. Leave `extra` out for a model that can.
+# An untrained model calls no tool by itself: a grammar makes it. To train a model that can, leave `extra` out, because
+# the logprobs are those under the grammar.
 CALL = rollbus.SamplingParams(max_tokens=24, extra={"structured_outputs": {"regex": TOOL_CALL}})
 ANSWER = rollbus.SamplingParams(max_tokens=24)
 
 
-async def converse(rb: rollbus.Client, tokenizer, group: str) -> tuple[Stitcher, float]:
+async def converse(rb: rollbus.Client, tokenizer) -> tuple[Stitcher, float]:
     """Have one conversation; returns its turns, and a reward of up to 1: the largest sum, divided by 1998."""
     stitcher, session, reward = Stitcher(), uuid.uuid4().hex, 0.0
     messages = [{"role": "user", "content": QUESTION}]
@@ -41,7 +42,6 @@ async def converse(rb: rollbus.Client, tokenizer, group: str) -> tuple[Stitcher,
         request = rollbus.GenerateRequest(
             prompt_token_ids=prompt,
             sampling=CALL if turn < NUM_CALLS else ANSWER,
-            group_id=group,
             session_id=session,
             routed_experts_prompt_start=stitcher.next_start,
         )
@@ -69,9 +69,8 @@ async def main(nats: str | None, num_steps: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(worker.model_path)
         for step in range(num_steps):
             print(f"step {step + 1}")
-            group = uuid.uuid4().hex
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(converse(rb, tokenizer, group)) for _ in range(GROUP)]
+                running = [tasks.create_task(converse(rb, tokenizer)) for _ in range(GROUP)]
             stitchers, rewards = zip(*(task.result() for task in running), strict=True)
             advantages = group_advantages(rewards).tolist()
             samples = [each.sample(advantage=worth) for each, worth in zip(stitchers, advantages, strict=True)]

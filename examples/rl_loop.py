@@ -1,17 +1,17 @@
-"""Reinforcement learning of a tiny mixture of experts, with its rollouts over the bus; some minutes on two cores.
+"""Reinforcement learning of a tiny mixture of experts, with its rollouts over the bus.
 
-    python examples/rl_loop.py [--seeds 3] [--steps 40] [--workers 2] [--output rl-output]
+Run it with the Python that has rollbus. It starts NATS and the workers itself, and takes some minutes on two CPU cores:
+
+    python rl_loop.py [--seeds 3] [--steps 40] [--workers 2] [--output rl-output]
 
 The policy, a Qwen3-MoE of 1.7 million random parameters, learns to continue arithmetic progressions of digits (modulo
 ten): REINFORCE with the group-normalised advantages of GRPO and truncated importance weights, one update per batch.
-Real vLLM workers sample, without a pause: while the trainer makes a step they go on with the weights that they have,
-and get the new ones in the midst of their answers. Every token says which weights it came from, and brings the experts
-that the sampler chose; the trainer computes with the same ones.
+Real vLLM workers sample without a pause, and get new weights in the midst of their answers. Every token says which
+weights it came from, and brings the experts that the sampler chose. The trainer computes with the same ones.
 
-Prints, for each step, the mean reward, and the KL between sampler and trainer on the same tokens with the same
-weights, both in bfloat16, with and without the sampler's experts. Writes log.jsonl, learning.svg and the workers' logs
-into --output. The exit code is 0 only if replay has brought sampler and trainer closer, and rewards have risen by half;
-the latter is judged from 20 steps on.
+Prints the mean reward of each step, and the KL between sampler and trainer on the same tokens with the same weights, in
+bfloat16, with and without the sampler's experts. Writes log.jsonl, learning.svg and the workers' logs into --output.
+Ends with 0 if replay brought sampler and trainer closer and, judged from 20 steps on, rewards rose by half.
 """
 
 import argparse
