@@ -89,6 +89,8 @@ class GenerateChoice(msgspec.Struct):
     index: int
     finish_reason: str
     token_ids: list[int]
+    weight_versions: list[int]
+    """Of the weights that made each of the tokens."""
     logprobs: ContentLogprobs | None
     routed_experts: RoutedExperts | None
     """Null from a model without experts."""

@@ -24,7 +24,7 @@ from .generate_body import (
     check_supported,
     request_fields,
 )
-from .request_target import RequestTarget, build_request, find_target, id_headers, named_errors
+from .request_target import RequestTarget, build_request, check_length, find_target, id_headers, named_errors
 from .service import HttpRoute, RouteTable, Service
 from .stops import AnswerText, stop_strings, text_of
 
@@ -37,8 +37,10 @@ async def generate(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
     target = find_target(service, body.model)
+    check_length("token_ids", len(body.token_ids), target)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
-    sampling, fields = request_fields(body, tokenizer, returns_tokens=service.settings.returns_tokens)
+    room = target.room(len(body.token_ids))
+    sampling, fields = request_fields(body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
     names = body_names(body)
     built = build_request(service, request, target, sampling=sampling, fields=fields, names=names)
     choices = [

@@ -76,6 +76,7 @@ def _choice_json(choice: Choice, tokens: Tokens, rows: Rows | None) -> Iterator[
         "index": choice.index,
         "finish_reason": choice.finish_reason,
         "token_ids": tokens.ids.tolist(),
+        "weight_versions": tokens.weight_versions.tolist(),
     }
     yield msgspec.json.encode(small)[:-1] + b',"logprobs":'
     yield from _logprobs_json(tokens.scores, choice.request.sampling.logprobs)

@@ -27,6 +27,11 @@ class SamplingBody(SamplingFields, kw_only=True, frozen=True):
     logprobs: int | None = None
     """0: the log probability of each sampled token. k: those of the k most likely ones too. Null: none."""
 
+    # What trainers' clients give for vLLM's other routes, among the rest: without effect.
+    reasoning_effort: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Token ids to continue."""
@@ -88,12 +93,14 @@ def check_supported(body: GenerateBody) -> None:
 
 
 def request_fields(
-    body: GenerateBody, tokenizer: Tokenizer | None, *, returns_tokens: bool = False
+    body: GenerateBody, tokenizer: Tokenizer | None, room: int, *, returns_tokens: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there.
 
     Args:
         tokenizer: needed for `bad_words` only.
+        room: tokens that fit behind the prompt. A larger `max_tokens` ends there, as with vLLM: a client of several
+            turns asks for the same number in each.
         returns_tokens: logprobs, also if the body does not ask for them.
 
     Raises:
@@ -112,7 +119,8 @@ def request_fields(
         "timeout_s": body.timeout_s,
     }
     logprobs = 0 if params.logprobs is None and returns_tokens else params.logprobs
-    return {**sampling, "logprobs": logprobs, "max_tokens": params.max_tokens}, others
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, room)
+    return {**sampling, "logprobs": logprobs, "max_tokens": max_tokens}, others
 
 
 def body_names(body: GenerateBody) -> dict[str, str]:

@@ -20,7 +20,7 @@ from .errors import HttpError, http_error, invalid
 from .service import Service
 from .trace import traceparent_of
 
-__all__ = ["RequestTarget", "build_request", "find_target", "id_headers", "named_errors"]
+__all__ = ["RequestTarget", "build_request", "check_length", "find_target", "id_headers", "named_errors"]
 
 GROUP_ID_HEADER = "X-Group-ID"
 SESSION_ID_HEADER = "X-Session-ID"
@@ -78,6 +78,23 @@ def find_target(service: Service, name: str | None) -> RequestTarget:
         raise HttpError(404, f"model {model!r} is unknown; {allowed}", code=ErrorCode.UNKNOWN_MODEL, param="model")
     service.metrics.is_for(found.worker.model)
     return found
+
+
+def check_length(field: str, prompt_len: int, target: RequestTarget) -> None:
+    """Refuse a prompt that leaves no room for an answer, in the words that clients look for.
+
+    Raises:
+        HttpError: 400.
+    """
+    if target.room(prompt_len) < 1:
+        longest = target.capabilities.max_model_len
+        raise HttpError(
+            400,
+            f"{field} has {prompt_len} tokens, and this model's maximum context length is {longest} "
+            f"tokens; allowed: 1 to {longest - 1} tokens",
+            code="context_length_exceeded",
+            param=field,
+        )
 
 
 def build_request(

@@ -25,7 +25,9 @@ from tests.support.waits import until_true
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7, 8]
-CHOICE_KEYS = {"index", "logprobs", "finish_reason", "token_ids", "routed_experts", "sampling_mask"}
+CHOICE_KEYS = {
+    *("index", "logprobs", "finish_reason", "token_ids", "weight_versions", "routed_experts", "sampling_mask"),
+}
 
 
 async def generate(http: Http, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -65,6 +67,7 @@ async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fle
     found = []
     for choice, sample in zip(body["choices"], (expected, *expected.siblings), strict=True):
         assert (choice.keys(), choice["finish_reason"]) == (CHOICE_KEYS, "length")
+        assert choice["weight_versions"] == sample.weight_versions.tolist()
         content = choice["logprobs"]["content"]
         assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
         found.append((choice["token_ids"], [entry["logprob"] for entry in content], choice["routed_experts"]["start"]))
@@ -116,7 +119,8 @@ async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) 
     for index, expected in enumerate(whole["choices"]):
         mine = [event for event in events if event["choices"][0]["index"] == index]
         parts = [event["choices"][0] for event in mine]
-        assert [token for part in parts for token in part["token_ids"]] == expected["token_ids"]
+        for name in ("token_ids", "weight_versions"):
+            assert [each for part in parts for each in part[name]] == expected[name]
         assert [entry for part in parts for entry in part["logprobs"]["content"]] == expected["logprobs"]["content"]
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert [event["usage"]["completion_tokens"] for event in mine] == list(range(1, 6))
@@ -138,12 +142,24 @@ async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
 
 
+async def test_an_answer_ends_with_the_context(nats_url: str, fleet: str) -> None:
+    """As with vLLM, however many tokens are asked for; a prompt without room is refused in the words clients know."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
+        longer = await generate(http, sampling_params={"max_tokens": 61, "ignore_eos": True})
+        full = await generate(http, token_ids=[5] * 64, sampling_params={"max_tokens": 1})
+
+    (choice,) = longer.json()["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
+    error = full.json()["error"]
+    assert (full.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "token_ids")
+    assert "maximum context length is 64 tokens" in error["message"]
+
+
 SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"typical_p": 0.5}, "typical_p"),
     ({"top_p": 0}, "top_p"),
     ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 61}, "max_tokens"),
     ({"min_tokens": 61}, "min_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
@@ -212,6 +228,9 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
         ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"), False
     )
     harmless |= {"output_kind": 2, "flat_logprobs": True, "stop": [], "bad_words": []}
+    # As prime-rl's and verifiers' clients send them, whichever route they are for.
+    harmless |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "reasoning_effort": "low"}
+    harmless |= {"top_k": -1, "min_p": 0.0, "top_p": 1.0, "logprobs": 1}
     async with http_service(nats_url, fleet) as http:
         answer = await generate(
             http,

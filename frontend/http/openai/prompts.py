@@ -6,15 +6,13 @@ from typing import Any, Final, TypeVar
 
 from ...tokenization import Tokenizer
 from ..chat import Chat, encode_chat, encode_text
-from ..errors import HttpError, invalid
-from ..request_target import RequestTarget
+from ..errors import invalid
 from .body import ChatBody, CommonBody, CompletionBody
 
 __all__ = [
     "BodyPrompt",
     "TokenizerLoader",
     "chat_prompt",
-    "check_length",
     "completion_prompts",
     "one_of",
     "template_variables",
@@ -113,23 +111,6 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
             token_ids = item if isinstance(item, list) else []
         prompts.append(BodyPrompt(token_ids, f"prompt[{index}]", item if isinstance(item, str) else None))
     return prompts
-
-
-def check_length(prompt: BodyPrompt, target: RequestTarget) -> None:
-    """Refuse a prompt that leaves no room for an answer, in the words that OpenAI's clients look for.
-
-    Raises:
-        HttpError: 400.
-    """
-    if target.room(len(prompt.token_ids)) < 1:
-        longest = target.capabilities.max_model_len
-        raise HttpError(
-            400,
-            f"{prompt.field} has {len(prompt.token_ids)} tokens, and this model's maximum context length is {longest} "
-            f"tokens; allowed: 1 to {longest - 1} tokens",
-            code="context_length_exceeded",
-            param=prompt.field,
-        )
 
 
 def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:

@@ -12,14 +12,14 @@ from ....schemas.model_limits import check_sampling
 from ..answer_types import ChatAnswer, CompletionAnswer
 from ..body import decode_body, read_body
 from ..errors import invalid
-from ..request_target import build_request, find_target, named_errors
+from ..request_target import build_request, check_length, find_target, named_errors
 from ..service import HttpRoute, RouteTable, Service
 from .body import ChatBody, CompletionBody, check_served
 from .echo import read_echo
 from .job import CompletionHandler
 from .nvext import Clock
 from .options import bus_fields, bus_names, read_options, sampling_fields
-from .prompts import chat_prompt, check_length, completion_prompts
+from .prompts import chat_prompt, completion_prompts
 from .reading import Reading
 from .shapes import CHAT, COMPLETION
 from .tools import make_plan, read_question
@@ -71,7 +71,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
-        check_length(prompt, target)
+        check_length(prompt.field, len(prompt.token_ids), target)
         names = bus_names(body, prompt.field)
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
