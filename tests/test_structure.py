@@ -20,7 +20,7 @@ ROOT_ENTRIES = {
     ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml",
     "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
-ELSEWHERE = ("trl", "worker")
+ELSEWHERE = ("trl", "verifiers", "worker")
 """Extras of other environments: of trainers, and of GPUs."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of trainers: workers of a small dense model in float32."""
+"""Fixtures of the tests of trainers: workers of small models in float32, and environments from PyPI."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
+from tests.integrations.environments import FIXTURES, download_source, teach_tool_calls
 from tests.support.real_fleet import RealWorkers
 
 
@@ -21,3 +22,29 @@ def policy_workers(nats_url: str, policy: Path, tmp_path: Path) -> Iterator[Real
     workers = RealWorkers(nats_url, policy, version=0, cache=tmp_path / "cache")
     yield workers
     workers.stop()
+
+
+@pytest.fixture(scope="session")
+def callers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints with experts in float32, whose tokenizer has Qwen3's tokens for tool calls."""
+    folder = tmp_path_factory.mktemp("callers")
+    first, second = (make_tiny_moe(folder / f"caller-{seed}", dtype="float32", seed=seed) for seed in (0, 1))
+    for checkpoint in (first, second):
+        teach_tool_calls(checkpoint)
+    return first, second
+
+
+@pytest.fixture(scope="session")
+def caller_workers(
+    nats_url: str, callers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealWorkers]:
+    """VLLM workers of a fleet that starts with the first of `callers`; tests kill some, and update all."""
+    workers = RealWorkers(nats_url, callers[0], version=0, cache=tmp_path_factory.mktemp("cache"))
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def tool_environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of environments with tools that verifiers' own release on PyPI has."""
+    return download_source(tmp_path_factory.mktemp("source")) / FIXTURES

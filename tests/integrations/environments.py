@@ -1,0 +1,63 @@
+"""Published environments of verifiers, and a model that can call their tools."""
+
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.support import PYTHON
+
+__all__ = ["CALL", "CALL_END", "FIXTURES", "download_source", "teach_tool_calls", "token_id"]
+
+VERIFIERS = "0.4.0"
+FIXTURES = "tests/v1/fixtures"
+"""Where verifiers' source has the environments of its own end-to-end tests."""
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+TOKENS = (CALL, CALL_END, "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Of Qwen3's chat format, which the tiny model's tokenizer lacks."""
+
+
+def download_source(folder: Path) -> Path:
+    """Bring verifiers' source from PyPI, and return its folder. No network is a reason to skip a test."""
+    command = [
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+    ]
+    done = subprocess.run(
+        [PYTHON, "-m", "pip", *command, f"verifiers=={VERIFIERS}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no source of verifiers {VERIFIERS} from PyPI: {done.stderr.strip()[-200:]}")
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(folder, filter="data")
+    return folder / f"verifiers-{VERIFIERS}"
+
+
+def teach_tool_calls(checkpoint: Path) -> None:
+    """Give a tiny model's tokenizer the tokens of tool calls, in the place of the last ones that it has learnt."""
+    path = checkpoint / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    model = tokenizer["model"]
+    first = len(model["vocab"]) - len(TOKENS)
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < first}
+    # The last merges made those tokens, and no other merge uses them.
+    model["merges"] = model["merges"][: -len(TOKENS)]
+    for number, token in enumerate(TOKENS, first):
+        model["vocab"][token] = number
+        kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": number, "content": token, **kind})
+    path.write_text(json.dumps(tokenizer))
+
+
+def token_id(checkpoint: Path, token: str) -> int:
+    """Return the id of one token of a tokenizer."""
+    return int(json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"][token])
