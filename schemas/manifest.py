@@ -12,6 +12,7 @@ Both give the same folder, byte for byte: the manifest says in which file each t
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal
 
@@ -38,6 +39,7 @@ __all__ = [
     "content_digest",
     "decode_manifest",
     "delta_name",
+    "is_file_name",
     "item_bytes",
 ]
 
@@ -67,7 +69,8 @@ NumBytes = Annotated[int, Meta(ge=0, le=2**62)]
 Objects = Annotated[str, Meta(min_length=1, max_length=1300)]
 """A folder of the object store, `<bucket>/<prefix>`."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$")]
+_FILE_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
+FileName = Annotated[str, Meta(pattern=_FILE_NAME)]
 """Of a file directly in the folder; no path can lead out of it."""
 
 
@@ -197,6 +200,11 @@ def content_digest(tensors: Iterable[TensorEntry], files: Mapping[str, str]) -> 
         sha.update(msgspec.json.encode((entry.file, entry.name, entry.dtype, entry.shape, entry.sha256)))
     sha.update(msgspec.json.encode(sorted(files.items())))
     return sha.hexdigest()
+
+
+def is_file_name(name: str) -> bool:
+    """Return True if a file beside the tensors can be called so: no reader takes it for a part of a delta."""
+    return re.fullmatch(_FILE_NAME, name) is not None and not name.startswith(DELTA_PREFIX)
 
 
 def delta_name(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ....schemas.errors import InvalidRequest
-from ....schemas.manifest import MANIFEST
+from ....schemas.manifest import MANIFEST, is_file_name
 from ...objects.safetensors_header import BadSafetensors, StoredTensor, read_header
 from .tensors import RawTensor, TensorKind
 
@@ -46,7 +46,8 @@ def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a folder's safetensors files, and its other files. Blocks.
 
     Raises:
-        InvalidRequest: there are no tensors, one is there twice, or a file cannot be read or is too large.
+        InvalidRequest: there are no tensors, one is there twice, or a file cannot be read, is too large, or has a name
+            that no version can have.
     """
     path = Path(folder)
     try:
@@ -102,6 +103,13 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
         name = file.name
         if name.startswith(".") or name.endswith(_WEIGHTS) or name == MANIFEST or not file.is_file():
             continue
+        if not is_file_name(name):
+            # Workers would refuse the manifest of every version.
+            raise InvalidRequest(
+                field="checkpoint",
+                problem=f"{folder} has the file {name[:200]!r}, and no version can have one of that name",
+                allowed="ASCII letters, digits, '_', '.' and '-', no 'delta-' in front; or without this file",
+            )
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
         num_bytes += len(data)

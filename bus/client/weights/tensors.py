@@ -92,7 +92,7 @@ def read_tensor(name: object, tensor: object) -> TensorContent:
     Raises:
         InvalidRequest: the name or the tensor is of a type or form that no checkpoint has, or it is a slice.
     """
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == "__metadata__":
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not _is_name(name):
         allowed = f"a name of 1 to {MAX_NAME_CHARS} characters, as in the checkpoint"
         raise InvalidRequest(field="named_tensors", problem=f"has the name {describe(name)}", allowed=allowed)
     torch = sys.modules.get("torch")
@@ -109,6 +109,15 @@ def read_tensor(name: object, tensor: object) -> TensorContent:
     if len(found.kind.shape) > MAX_DIMS:
         raise _bad(name, f"has {len(found.kind.shape)} dimensions", f"up to {MAX_DIMS}")
     return found
+
+
+def _is_name(name: str) -> bool:
+    """Return False for what stands for something else in safetensors files, and what no JSON can have."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return name != "__metadata__"
 
 
 def _read_torch(name: str, tensor: Any, torch: Any) -> TensorContent:

@@ -49,3 +49,17 @@ def test_a_file_that_a_worker_would_refuse_is_not_published(
             read(tmp_path)
         assert raised.value.field == "checkpoint"
         assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["notes (1).txt", "-x", "überblick.md", "delta-notes.json"])
+def test_a_file_that_no_version_can_have_is_named(tmp_path: Path, name: str) -> None:
+    """Workers would refuse every version with it; hidden files, which no version has, may be called anything."""
+    write(tmp_path / "model.safetensors", {"a": (0, 1)}, b"x")
+    for file in ("config.json", ".hidden (1)"):
+        (tmp_path / file).write_text("{}")
+    assert read_checkpoint_folder(tmp_path).files.keys() == {"config.json"}
+    (tmp_path / name).write_text("x")
+    with pytest.raises(InvalidRequest, match="no version can have one of that name") as raised:
+        read_checkpoint_folder(tmp_path)
+    assert raised.value.field == "checkpoint"
+    assert repr(name) in str(raised.value)

@@ -101,7 +101,7 @@ def test_slices_are_refused_by_name() -> None:
         read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
 
 
-@pytest.mark.parametrize("name", ["", 7, None, "__metadata__", "x" * 1025])
+@pytest.mark.parametrize("name", ["", 7, None, "__metadata__", "x" * 1025, "a\ud800"])
 def test_names_are_those_of_checkpoints(name: Any) -> None:
     """Names are those of checkpoints."""
     with pytest.raises(InvalidRequest, match="named_tensors has the name"):
