@@ -16,7 +16,7 @@ help:
 	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   lint, format, types and import rules"
 	@echo "make format  let ruff format and sort imports"
-	@echo "make lock    resolve requirements-cpu.lock and .ci/requirements-next.lock anew from pyproject.toml"
+	@echo "make lock    resolve requirements-cpu.lock and the locks in .ci anew from pyproject.toml"
 	@echo "make clean   remove .venv and everything else that make and the tools wrote"
 	@echo "Needs Python 3.11 (or PYTHON=/path/to/python3.11), pip and make; the first run makes .venv."
 
@@ -32,12 +32,12 @@ demo: setup
 test: setup
 	@.ci/test $(ARGS)
 
-# Trainers live where no engine does: their environment has the client alone.
-.venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv
-	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers"
+# Trainers live where no engine does: their environment has the client alone. torch and its kin are those of .venv.
+.venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready
+	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers" .venv
 
 test-trainers: setup .venv-trainers/ready
-	@OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),tests/integrations)
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=1 $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations)
 
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
