@@ -24,7 +24,7 @@ LOCKS = {
     # The client, and published trainers; hatchling builds the editable install. marble-v1 is an environment.
     ".ci/requirements-trainers.lock": [
         *(f"{ROOT}[trl,verifiers]", "hatchling"),
-        *("megatron-core==0.16.1", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
+        *("megatron-core==0.16.1", "peft==0.21.2", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
     ],
 }
 """What pip resolves for each lock."""

@@ -6,7 +6,7 @@ tensor, for example. So the names of `state_dict()` are not those that workers k
 """
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ __all__ = ["checkpoint_tensors"]
 
 
 def checkpoint_tensors(
-    model: Any, checkpoint: str | os.PathLike[str] | None = None
+    model: Any,
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a transformers model as (name, tensor) in the names of its checkpoint.
 
@@ -31,12 +34,13 @@ def checkpoint_tensors(
     Args:
         model: a `PreTrainedModel`, whole on this process.
         checkpoint: folder of the checkpoint with which training began; its names are compared first.
+        state: the model's tensors by its own names; None: `model.state_dict()`.
 
     Raises:
         CheckpointMismatch: a tensor is a slice, or a name is not in the checkpoint, or missing; the message names the
             first one.
     """
-    whole: dict[str, torch.Tensor] = dict(model.state_dict())
+    whole: dict[str, torch.Tensor] = dict(model.state_dict() if state is None else state)
     for name in model._keys_to_ignore_on_save or ():  # as `save_pretrained` does
         whole.pop(name, None)
     for name, tensor in whole.items():

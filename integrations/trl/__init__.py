@@ -14,6 +14,7 @@ Written for trl 1.16, whose interfaces these are.
 
 from .async_grpo import RolloutWorker, WeightTransfer
 from .policy import PublishPolicy
+from .publisher import PolicyPublisher
 from .rollouts import Rollouts
 
-__all__ = ["PublishPolicy", "RolloutWorker", "Rollouts", "WeightTransfer"]
+__all__ = ["PolicyPublisher", "PublishPolicy", "RolloutWorker", "Rollouts", "WeightTransfer"]

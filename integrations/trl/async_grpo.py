@@ -6,12 +6,11 @@ They follow `RolloutWorkerProtocol` and `WeightTransferProtocol` of `trl.experim
 import asyncio
 import inspect
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -21,14 +20,14 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ... import sync
 from ...bus.client.generation import Generation
-from ...bus.client.weights.results import PublishedWeights
 from ...schemas.checks import check_int
+from ...schemas.chunk import FinishReason
 from ...schemas.errors import InvalidRequest
 from ...schemas.limits import MAX_N
 from ...schemas.request import GenerateRequest
 from ...schemas.sampling import SamplingParams
-from ...trainer.checkpoint import checkpoint_tensors
-from .prompts import token_ids_of
+from ...trainer.advantages import group_advantages
+from .prompts import seeded, token_ids_of
 from .publisher import PolicyPublisher
 
 __all__ = ["RolloutWorker", "WeightTransfer"]
@@ -41,53 +40,31 @@ FULL_WAIT_S: Final = 0.2
 """How often a thread that waits for room in the queue looks whether it is to stop."""
 MAX_METRICS: Final = 1024
 """Measurements that wait for the trainer's next log; later ones are dropped."""
+UNFINISHED: Final = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+"""Ends of an answer that make its group none to train: what was cut from outside says nothing of the policy."""
 NO_TEXT: Final = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a dataset that reward functions get by other names."""
 
 Reward = Callable[..., Any]
 
 
-class WeightTransfer:
+class WeightTransfer(PolicyPublisher):
     """Has the fleet take the policy as it generates: deltas, staged while it serves, and one short pause.
 
     Args:
         url: of the NATS server; None: as in `rollbus.connect`.
-        model: served name.
-        checkpoint: folder of the checkpoint with which training begins, and which the workers serve.
         policy: returns the trainer's model, whose tensors then go under the names of its checkpoint. None: the names
             that TRL gives are those; it is so for models without experts whose parameters are all trained.
-        options: `fleet` and `credentials`, as in `rollbus.connect`.
+        settings: the other arguments of `PolicyPublisher`: `model` and `checkpoint`, and what `rollbus.connect` takes.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        model: str,
-        checkpoint: str | os.PathLike[str],
-        policy: Callable[[], Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self._publisher = PolicyPublisher(url, model=model, checkpoint=checkpoint, **options)
+    def __init__(self, url: str | None = None, *, policy: Callable[[], Any] | None = None, **settings: Any) -> None:
+        super().__init__(url, **settings)
         self._policy = policy
-
-    def __repr__(self) -> str:
-        """One line with the version."""
-        return f"<WeightTransfer {self._publisher!r}>"
-
-    @property
-    def version(self) -> int | None:
-        """Of the weights that the fleet has; None before the first transfer."""
-        return self._publisher.version
-
-    @property
-    def last(self) -> PublishedWeights | None:
-        """What the last transfer came to."""
-        return self._publisher.last
 
     def init_weight_transfer(self) -> None:
         """Wait for a worker, and take the lease of this model's publishers."""
-        self._publisher.open()
+        self.open()
 
     def pause(self) -> None:
         """Do nothing: workers serve while they stage, and stop for the switch by themselves."""
@@ -95,18 +72,18 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish a version; the iterator is drawn to its end, as other ranks wait in it."""
         if self._policy is None:
-            self._publisher.publish(iterator)
+            self.publish(iterator)
             return
         for _ in iterator:
             pass
-        self._publisher.publish(checkpoint_tensors(self._policy(), self._publisher.checkpoint))
+        self.publish_model(self._policy())
 
     def resume(self) -> None:
         """Do nothing; see `pause`."""
 
     def destroy(self) -> None:
         """Give the lease back."""
-        self._publisher.close()
+        self.close()
 
 
 class RolloutWorker:
@@ -196,6 +173,9 @@ class RolloutWorker:
         self._exits.close()
         if self._thread is not None:
             self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.warning("rollouts.not_stopped seconds=%g: a reward function has not returned", STOP_S)
+                return
             self._thread = None
         self._stopping.clear()
 
@@ -220,13 +200,14 @@ class RolloutWorker:
 
     def _run(self, client: sync.BlockingClient) -> None:
         try:
-            for generation in client.complete_many(self._requests(), max_in_flight=self._max_groups):
-                self._beat = time.monotonic()
-                group, row = self._rows.pop(generation.request_id)
-                if generation.error is not None:
-                    self._skip(generation)
-                elif not self._put(self._samples(group, row, generation)):
-                    return
+            with closing(client.complete_many(self._requests(), max_in_flight=self._max_groups)) as generations:
+                for generation in generations:
+                    self._beat = time.monotonic()
+                    group, row = self._rows.pop(generation.request_id)
+                    if any(answer.finish_reason in UNFINISHED for answer in (generation, *generation.siblings)):
+                        self._skip(generation)
+                    elif not self._put(self._samples(group, row, generation)):
+                        return
         except BaseException as error:
             # Boundary of the thread: whatever reward functions raise, the trainer learns of it by `check_health`.
             if not self._stopping.is_set():
@@ -240,7 +221,8 @@ class RolloutWorker:
         while not self._stopping.is_set():
             row = self._dataset[group % len(self._dataset)]
             [ids] = token_ids_of([row["prompt"]], self._tokenizer)
-            request = GenerateRequest(prompt_token_ids=ids, sampling=self._sampling, model=self._model)
+            sampling = seeded(self._sampling, group * self._sampling.n)
+            request = GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=self._model)
             self._rows[request.request_id] = group, row
             yield request
             group += 1
@@ -248,7 +230,8 @@ class RolloutWorker:
     def _skip(self, generation: Generation) -> None:
         if isinstance(generation.error, InvalidRequest):
             raise generation.error
-        logger.warning("rollouts.group_failed request=%s error=%s", generation.request_id, generation.error)
+        problem = generation.error or "stopped from outside"
+        logger.warning("rollouts.group_failed request=%s error=%s", generation.request_id, problem)
         self._measure({"rollout/failed_groups_total": 1.0})
 
     def _samples(self, group: int, row: Mapping[str, Any], generation: Generation) -> list[RolloutSample]:
@@ -297,6 +280,9 @@ class RolloutWorker:
             )
             given = asyncio.run(given) if inspect.iscoroutine(given) else given
             name = getattr(function, "__name__", type(function).__name__)
+            if len(given) != count:
+                problem = f"of {name} are {len(given)}"
+                raise InvalidRequest(field="rewards", problem=problem, allowed=f"{count}: one for each completion")
             found[f"rewards/{name}"] = np.array([np.nan if r is None else r for r in given], dtype=float)
         each = np.array(list(found.values()))
         rewards = np.where(np.isnan(each).all(0), np.nan, np.nansum(each, 0))
@@ -330,5 +316,5 @@ def _advantages(rewards: npt.NDArray[Any]) -> npt.NDArray[Any]:
     scored = ~np.isnan(rewards)
     advantages = np.zeros_like(rewards)
     if scored.any():
-        advantages[scored] = (rewards[scored] - rewards[scored].mean()) / (rewards[scored].std() + 1e-8)
+        advantages[scored] = group_advantages(rewards[scored], eps=1e-8)
     return advantages

@@ -1,12 +1,18 @@
 """What TRL says of prompts and sampling, in rollbus's words."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+from msgspec.structs import replace
 
 from ...schemas.errors import InvalidRequest
+from ...schemas.limits import MAX_SEED
 from ...schemas.sampling import SamplingParams
 
-__all__ = ["sampling_of", "token_ids_of"]
+__all__ = ["sampling_of", "seeded", "token_ids_of"]
+
+OWN: Final = frozenset({"n", "logprobs"})
+"""Fields that are set here: TRL repeats the prompt for each sample, and takes the logprob of each sampled token."""
 
 
 def token_ids_of(
@@ -27,8 +33,9 @@ def token_ids_of(
     if isinstance(prompts[0], str):
         return list(tokenizer(text=prompts)["input_ids"])
     for message in (message for prompt in prompts for message in prompt):
-        if not isinstance(message.get("content"), str | None):
-            raise InvalidRequest(field="prompt", problem="has a message with parts, as images have", allowed="text")
+        content = message.get("content")
+        if isinstance(content, list) and any(part.get("type") != "text" for part in content):
+            raise InvalidRequest(field="prompt", problem="has a message with an image, or the like", allowed="text")
     rendered = tokenizer.apply_chat_template(
         conversation=prompts,
         chat_template=template,
@@ -56,8 +63,19 @@ def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
         "stop_token_ids": list(eos_token_ids),
     }
     options |= config.generation_kwargs or {}
-    unknown = sorted(options.keys() - set(SamplingParams.__struct_fields__))
+    allowed_names = [name for name in SamplingParams.__struct_fields__ if name not in OWN]
+    unknown = sorted(options.keys() - set(allowed_names))
     if unknown:
-        allowed = f"the fields of rollbus.SamplingParams: {', '.join(SamplingParams.__struct_fields__)}"
+        allowed = f"these fields of rollbus.SamplingParams: {', '.join(allowed_names)}"
         raise InvalidRequest(field="generation_kwargs", problem=f"has {unknown[0]!r}", allowed=allowed)
     return SamplingParams(**options)
+
+
+def seeded(sampling: SamplingParams, serial: int) -> SamplingParams:
+    """Return `sampling` for one of many requests: a seed, where one is asked for, is another one for each.
+
+    With the same seed all answers to a prompt would be the same one.
+    """
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + serial) % (MAX_SEED + 1))

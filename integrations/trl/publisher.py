@@ -1,6 +1,7 @@
 """Gives a fleet a trainer's weights, one version after the other."""
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,10 @@ from ... import sync
 from ...bus.client.weights.publisher import WeightPublisher
 from ...bus.client.weights.results import PublishedWeights
 from ...bus.protocol.fleet.command_result import RESULTS, CommandIncomplete, CommandResult
+from ...bus.protocol.weights.chain import LEASE_S
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.presence import WorkerPresence
+from ...trainer.checkpoint import checkpoint_tensors
 
 __all__ = ["PolicyPublisher"]
 
@@ -23,6 +28,11 @@ MAX_TRIES: Final = 4
 """Updates of the fleet with one version: workers may die in each, and the next one is without them."""
 WORKERS_WAIT_S: Final = 600.0
 """For the first worker: engines load for minutes."""
+
+LEASE_WAIT_S: Final = 2 * LEASE_S
+"""For the lease: longer than a trainer that was killed, and is started again, has it."""
+LEASE_LOOK_S: Final = 1.0
+"""How often it is asked for."""
 
 
 class PolicyPublisher:
@@ -57,19 +67,14 @@ class PolicyPublisher:
 
     def __repr__(self) -> str:
         """One line with the version."""
-        return f"<PolicyPublisher {self._model} version={self.version}>"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Folder of the checkpoint with which training began."""
-        return self._checkpoint
+        return f"<{type(self).__name__} {self._model} version={self.version}>"
 
     def open(self) -> None:
         """Wait for a worker, and take the lease; without effect where that was done.
 
         Raises:
             NoWorkers: none came in ten minutes.
-            ControlError: another publisher has the lease.
+            ControlError: another publisher has the lease, and renews it.
             InvalidRequest: there is no checkpoint in the folder.
         """
         self._connected()
@@ -93,6 +98,22 @@ class PolicyPublisher:
         self.version = stored.version
         return self.last
 
+    def publish_model(self, model: Any) -> PublishedWeights:
+        """Publish a transformers model, whole on this process, under the names of its checkpoint; as `publish` does.
+
+        With a LoRA adapter of PEFT the fleet gets the sum of both; the adapted weights are there twice meanwhile.
+
+        Raises:
+            InvalidRequest: the model has adapters of PEFT that cannot be added to its weights.
+            CheckpointMismatch: it is sharded, or another model than the checkpoint's.
+        """
+        if not hasattr(model, "peft_config"):
+            return self.publish(checkpoint_tensors(model, self._checkpoint))
+        from .adapters import merged_state  # only where PEFT is there
+
+        tensors = checkpoint_tensors(model.get_base_model(), self._checkpoint, state=merged_state(model))
+        return self.publish(tensors)
+
     def close(self) -> None:
         """Give the lease back; without effect where it was not taken."""
         self._opened = None
@@ -103,25 +124,38 @@ class PolicyPublisher:
             with ExitStack() as stack:
                 client = stack.enter_context(sync.connect(self._url, **self._options))
                 client.fleet.wait_for_workers(1, model=self._model, timeout_s=WORKERS_WAIT_S)
-                present = [worker.weight_version for worker in client.fleet.workers if worker.model == self._model]
-                self._next = 1 + max(present, default=0)
                 self._dtypes = dict(_dtypes(self._checkpoint))
-                publisher = WeightPublisher(client.with_asyncio, model=self._model, checkpoint=self._checkpoint)
-                self._opened = client, stack.enter_context(publisher)
+                publisher = self._with_lease(client)
+                stack.push(publisher)
+                present = [worker.weight_version for worker in client.fleet.workers if worker.model == self._model]
+                # The trainer before this one may have ended between storing a version and the workers' taking it.
+                self._next = 1 + max(publisher.last_version or 0, *present, 0)
+                self._opened = client, publisher
                 self._exits = stack.pop_all()
         return self._opened
+
+    def _with_lease(self, client: sync.BlockingClient) -> WeightPublisher:
+        """Return the publisher, entered; waits out the lease of a trainer that was killed."""
+        publisher = WeightPublisher(client.with_asyncio, model=self._model, checkpoint=self._checkpoint)
+        until = time.monotonic() + LEASE_WAIT_S
+        while True:
+            try:
+                return publisher.__enter__()
+            except ControlError as error:
+                if error.code is not ControlCode.PUBLISHER_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(LEASE_LOOK_S)
 
     def _update(self, client: sync.BlockingClient, stored: PublishedWeights) -> CommandResult:
         """Have the fleet load a stored version, also where workers die in the midst."""
         tries_left = MAX_TRIES
         while True:
             tries_left -= 1
+            before = client.fleet.workers
             try:
                 return client.fleet.update_weights(objects=stored.objects, version=stored.version, model=self._model)
             except CommandIncomplete as error:
-                behind = {worker.worker for worker in client.fleet.workers} - error.ledger.applied.keys()
-                others = {name for column in RESULTS[1:] for name in getattr(error.ledger, column)}
-                if behind & others or not tries_left:
+                if not tries_left or behind(error.ledger, before, client.fleet.workers):
                     raise
                 # Nothing was begun where a worker died in the check before it.
                 if error.check_of is None and error.ledger.applied:
@@ -130,6 +164,22 @@ class PolicyPublisher:
     def _cast(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor.detach().to(self._dtypes.get(name, tensor.dtype))
+
+
+def behind(ledger: CommandResult, before: Iterable[WorkerPresence], now: Iterable[WorkerPresence]) -> set[str]:
+    """Return the living workers that were asked, and have not taken a version.
+
+    One that died and was started again under its name was not asked: it takes the version before it serves.
+
+    Args:
+        ledger: of the update.
+        before: workers that were there when it began.
+        now: workers that are there.
+    """
+    asked = {(worker.worker, worker.incarnation) for worker in before}
+    stayed = {worker.worker for worker in now if (worker.worker, worker.incarnation) in asked}
+    refused = {name for column in RESULTS[1:] if column != "missing" for name in getattr(ledger, column)}
+    return {worker.worker for worker in now} & refused | stayed & ledger.missing.keys()
 
 
 def _dtypes(checkpoint: Path) -> Iterator[tuple[str, torch.dtype]]:

@@ -3,18 +3,22 @@
 import threading
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import groupby
+from contextlib import ExitStack, closing
+from itertools import count, groupby
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ... import sync
 from ...bus.client.generation import Generation
+from ...schemas.chunk import FinishReason
 from ...schemas.errors import InvalidRequest
 from ...schemas.request import GenerateRequest
-from .prompts import sampling_of, token_ids_of
+from .prompts import sampling_of, seeded, token_ids_of
 
 __all__ = ["Rollouts"]
+
+MAX_STOPS: Final = 16
+"""Of one step's answers, by an operator's `pause --mode abort` for example. After these a cut answer is an answer."""
 
 
 class Rollouts:
@@ -55,6 +59,7 @@ class Rollouts:
         self._lock = threading.Lock()
         self._exits = ExitStack()
         self._client: sync.BlockingClient | None = None
+        self._serials = count()
         self.generations: Sequence[Generation] = ()
 
     def __repr__(self) -> str:
@@ -96,7 +101,7 @@ class Rollouts:
         requests = [
             GenerateRequest(
                 prompt_token_ids=ids,
-                sampling=sampling,
+                sampling=seeded(sampling, next(self._serials)),
                 model=self._model,
                 lora=self._lora,
                 timeout_s=self._timeout_s,
@@ -104,13 +109,30 @@ class Rollouts:
             )
             for ids, group_id in _groups(prompt_ids)
         ]
-        found: dict[str, Generation] = {}
-        for generation in self._connected().complete_many(requests, max_in_flight=len(requests)):
-            if generation.error is not None:
-                raise generation.error
-            found[generation.request_id] = generation
-        self.generations = [found[request.request_id] for request in requests]
+        self.generations = self._whole(self._answers(requests))
         return _as_trl(prompt_ids, self.generations)
+
+    def _answers(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Return the answers to requests, in their order."""
+        found: dict[str, Generation] = {}
+        # Closed here, so that a failed step leaves nothing under way: its error would hold the iterator.
+        with closing(self._connected().complete_many(requests, max_in_flight=len(requests))) as generations:
+            for generation in generations:
+                if generation.error is not None:
+                    raise generation.error
+                found[generation.request_id] = generation
+        return [found[request.request_id] for request in requests]
+
+    def _whole(self, answers: list[Generation]) -> list[Generation]:
+        """Return answers that ended by themselves: what an operator has stopped in the midst goes on."""
+        for _ in range(MAX_STOPS):
+            stopped = [i for i, answer in enumerate(answers) if answer.finish_reason is FinishReason.ABORT]
+            if not stopped:
+                break
+            rests = [answers[i].request.continuing(answers[i], inexact="continue") for i in stopped]
+            for i, rest in zip(stopped, self._answers(rests), strict=True):
+                answers[i] = answers[i].joined(rest)
+        return answers
 
     def _connected(self) -> sync.BlockingClient:
         with self._lock:

@@ -49,7 +49,9 @@ async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> N
     """The client's thread goes on while its owner's loop is blocked."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+            assert publisher.last_version is None
             assert publisher.publish_blocking(weights(1), version=1, update=False).is_anchor
+            assert publisher.last_version == 1
 
 
 async def test_a_publisher_without_a_server_says_so(fleet: str) -> None:

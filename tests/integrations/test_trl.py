@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integrations.support import needs_trainers, run_program
+from tests.integrations.support import needs_trainers, run_program, started, until_line
 from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_trainers]
@@ -37,6 +37,45 @@ async def test_it_learns_and_a_killed_worker_costs_nothing(
     assert seen["version"] == NUM_STEPS + 1
     assert sum(map(len, seen["workers"][:2])) >= 3, "both workers answered"
     assert all(len(names) == 1 for names in seen["workers"][-3:])
+
+
+async def test_the_fleet_computes_with_the_adapter_that_is_trained(
+    nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
+) -> None:
+    """A LoRA adapter of PEFT is added to the weights that are published: logprobs are those of the trainer."""
+    await policy_workers.have(1)
+
+    seen = await run_program("trl_grpo.py", nats_url, policy_workers.fleet, policy, 6, tmp_path / "out", "lora")
+
+    assert seen["difference"] < 1e-4
+    assert seen["versions"] == [[version, version] for version in range(1, 7)]
+    assert 0 < seen["stored"] < 1
+
+
+async def test_a_killed_trainer_goes_on_from_its_checkpoint(
+    nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
+) -> None:
+    """Conversations, accumulated batches used twice, evaluations: all are of the trainer's present weights."""
+    workers = await policy_workers.have(2)
+    first = next(iter(workers.values()))
+    arguments = (nats_url, policy_workers.fleet, policy, 8, tmp_path / "out")
+    async with started("trl_resume.py", *arguments) as process:
+        await until_line(process, "step 4")
+        process.kill()
+
+    def kill(line: str) -> None:
+        if line == "eval 4":  # the first of two batches
+            first.kill()
+
+    seen = await run_program("trl_resume.py", *arguments, on_line=kill)
+
+    assert seen["resumed"]
+    at_step_3 = seen["version"] - (8 - 3)
+    assert at_step_3 > 5, "versions of the killed trainer are not given again"
+    assert {kind for kind, *_ in seen["batches"]} == {"train", "eval"}
+    for kind, step, versions, difference in seen["batches"]:
+        assert versions == [at_step_3 + step - 3], (kind, step)
+        assert difference < 1e-4
 
 
 async def test_what_the_asynchronous_trainer_calls_works_on_a_fleet(

@@ -107,6 +107,11 @@ class WeightPublisher:
         """One line with the state."""
         return f"<WeightPublisher {self._model} {'closed' if self._thread is None else repr(self._publisher)}>"
 
+    @property
+    def last_version(self) -> int | None:
+        """Of what was published last for this model, by whichever publisher, while entered. None: nothing was."""
+        return None if self._thread is None else self._publisher.last_version
+
     async def __aenter__(self) -> Self:
         """Take the lease; connect before, if there is no client."""
         self._check_not_entered()

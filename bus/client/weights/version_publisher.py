@@ -115,6 +115,12 @@ class VersionPublisher:
         """One line with the state."""
         return f"<VersionPublisher {self._model} busy={self._is_busy.locked()}>"
 
+    @property
+    def last_version(self) -> int | None:
+        """Of the weights that were committed last, by whichever publisher; None: none were."""
+        links = self._versions.record.links
+        return links[-1].version if links else None
+
     async def open(self, base: str | os.PathLike[str] | None) -> None:
         """Take the lease.
 

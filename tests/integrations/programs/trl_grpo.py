@@ -1,6 +1,6 @@
 """Run by the Python of trainers: `GRPOTrainer`, unchanged, with a fleet's completions; prints what it saw as JSON.
 
-python trl_grpo.py URL FLEET MODEL_FOLDER STEPS OUTPUT
+python trl_grpo.py URL FLEET MODEL_FOLDER STEPS OUTPUT [lora]
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -54,6 +55,7 @@ class Told(TrainerCallback):
         print(f"step {state.global_step}", flush=True)
 
 
+LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 url, fleet, folder, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 seen = {"versions": [], "difference": 0.0, "workers": [], "attempts": 0}
 torch.manual_seed(0)
@@ -65,6 +67,7 @@ with Compared(url, fleet=fleet, model="policy") as rollouts:
         reward_funcs=share_of_wanted,
         rollout_func=rollouts,
         callbacks=[publish, Told()],
+        peft_config=LORA if "lora" in sys.argv[6:] else None,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         args=GRPOConfig(
             output_dir=sys.argv[5],
@@ -87,4 +90,5 @@ with Compared(url, fleet=fleet, model="policy") as rollouts:
     trainer.train()
 seen["rewards"] = [line["reward"] for line in trainer.state.log_history if "reward" in line]
 seen["version"] = publish.version
+seen["stored"] = publish.last.num_changed / publish.last.num_tensors
 print("seen " + json.dumps(seen), flush=True)

@@ -1,0 +1,19 @@
+"""What the integration of TRL makes of TRL's own types, without a fleet."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.support import needs_trainers, started
+from tests.support.patience import ENGINE_STARTS_S
+
+pytestmark = [pytest.mark.slow, needs_trainers]
+
+
+async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) -> None:
+    """So are groups; seeds differ within one, stopped answers go on, and who is behind with new weights is known."""
+    async with asyncio.timeout(ENGINE_STARTS_S), started("trl_units.py", policy) as process:
+        said = (await process.communicate())[0].decode()
+    assert process.returncode == 0, said
+    assert said.endswith("ok\n")
