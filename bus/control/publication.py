@@ -31,28 +31,21 @@ from ..objects.signed import describe_folder, store_descriptions
 from ..objects.upload import Pieces, each_piece, put_pieces
 from ..objects.writer import delete_stored
 from ..protocol.weights import chain
+from .part_ids import new_part_id, part_tag
 from .publication_home import PublicationHome
 from .rank_objects import as_info, as_rank_object, find_failure, store_failure
+from .rank_waits import RankWatch, signs_of_life
 
-__all__ = ["Publication", "part_tag"]
+__all__ = ["Publication"]
 
 logger = logging.getLogger(__name__)
 
-TAG: Final = "rb"
-"""Begins the ids of a publication's parts; the tag of its folder follows."""
-TAGGED_CHARS: Final = 32
-"""Of such an id. Those of other programs have 22."""
 RANK_POLL_S: Final = 0.25
 """Between looks at whether the other ranks have given their lists."""
 LIST: Final = "list"
 """The object with the list of a rank."""
 FAIL_S: Final = 10.0
 """For telling rank 0 of a failure: where the server is away, rank 0 waits for as long as it may."""
-
-
-def part_tag(nuid: str) -> str | None:
-    """Return the tag of the folder to which parts belong; None: they are not those of a publication."""
-    return nuid[len(TAG) : len(TAG) + 8] if len(nuid) == TAGGED_CHARS and nuid.startswith(TAG) else None
 
 
 class Publication:
@@ -190,6 +183,10 @@ class Publication:
         opened = self._opened
         await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened, withdrawn=None))
 
+    def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Have rank 0 see, for a block, that this rank lives; else rank 0 gives it up."""
+        return signs_of_life(self._home.nats, self._bucket, self._list_prefix, rank)
+
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
         """Give rank 0 what this rank has put, and the tensors that are in it. It belongs to rank 0 from then on.
 
@@ -243,38 +240,40 @@ class Publication:
         Cancellation: takes back the publication.
 
         Raises:
-            ControlError: `timeout`: some ranks gave none, which it names; `bad_source`: a rank failed, or a list is
-                damaged or of another version. The publication is taken back, with what those ranks gave.
+            ControlError: `timeout`: ranks gave none or fell silent, which it names; `bad_source`: a rank failed, or a
+                list is damaged or of another version. The publication is taken back, with what those ranks gave.
             BusBroken: JetStream or the connection failed.
         """
         self._check_open()
         self._has_ranks = True
         found: dict[int, RankList] = {}
+        watch = RankWatch(self._home.nats, self._bucket, self._list_prefix)
         async with self._or_discarded():
             try:
                 async with asyncio.timeout(timeout_s):
                     while missing := [rank for rank in range(1, num_ranks) if rank not in found]:
                         for rank in missing:
-                            await self._collect_from(rank, found)
+                            await self._collect_from(rank, found, watch)
                         if len(found) < num_ranks - 1:
                             await asyncio.sleep(RANK_POLL_S)
             except TimeoutError:
-                shown = ", ".join(str(rank) for rank in range(1, num_ranks) if rank not in found)
-                raise ControlError(
-                    ControlCode.TIMEOUT,
-                    f"version {self.version} is not published: of {num_ranks} ranks these gave no list within "
-                    f"{timeout_s:g} s: {shown}",
-                ) from None
+                missing = [rank for rank in range(1, num_ranks) if rank not in found]
+                shown = ", ".join(f"{rank}{'' if rank in watch.joined else ' (did not join)'}" for rank in missing)
+                self._reason = f"of {num_ranks} ranks these gave no list within {timeout_s:g} s: {shown}"
+                raise self._unpublished(ControlCode.TIMEOUT) from None
         return tuple(given for _, given in sorted(found.items()))
 
-    async def _collect_from(self, rank: int, found: dict[int, RankList]) -> None:
+    async def _collect_from(self, rank: int, found: dict[int, RankList], watch: RankWatch) -> None:
         folder = f"{self._list_prefix}/{rank}"
         try:
             failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
             if failure is not None:
-                self._reason = f"rank {rank} failed: {failure}"[:MAX_REASON_CHARS]
-                raise ControlError(ControlCode.BAD_SOURCE, f"version {self.version} is not published: {self._reason}")
+                self._reason = f"rank {rank} failed: {failure}"
+                raise self._unpublished(ControlCode.BAD_SOURCE)
             if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
+                if (silence := await watch.look(rank)) is not None:
+                    self._reason = silence
+                    raise self._unpublished(ControlCode.TIMEOUT)
                 return
         except ApiError as error:
             raise ControlError(ControlCode.STORAGE, f"the list of rank {rank} cannot be read: {error}") from error
@@ -295,6 +294,10 @@ class Publication:
             )
         found[rank] = given
 
+    def _unpublished(self, code: ControlCode) -> ControlError:
+        self._reason = self._reason[:MAX_REASON_CHARS]
+        return ControlError(code, f"version {self.version} is not published: {self._reason}")
+
     @property
     def _list_prefix(self) -> str:
         """Where ranks give their lists: not below the folder, or they would be files of it."""
@@ -302,8 +305,7 @@ class Publication:
 
     async def _put(self, full_name: str, pieces: Pieces) -> ObjectInfo:
         sender = await self._open_sender()
-        rest = self._nuids.next().decode()[: TAGGED_CHARS - len(TAG) - 8]
-        info = ObjectInfo(name=full_name, bucket=self._bucket, nuid=f"{TAG}{self.tag}{rest}")
+        info = ObjectInfo(name=full_name, bucket=self._bucket, nuid=new_part_id(self.tag, self._nuids))
         index = len(self._infos)
         self._infos.append(info)
         info = await put_pieces(sender, info, self._within_room(pieces))

@@ -14,7 +14,7 @@ from ..objects.catalog import delete_prefix, find_object, list_subjects
 from ..objects.folder_reader import open_reader
 from ..objects.layout import info_subjects, name_of, parts_subject, stream_of
 from ..protocol.weights.chain import YOUNG_S, folder_of, is_weights, kept
-from .publication import part_tag
+from .part_ids import part_tag
 
 __all__ = ["Cleaning"]
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
@@ -24,6 +23,7 @@ from ..subjects import Subjects, encode_token
 from .chain_key import ChainKey, StoredChain
 from .publication import Publication
 from .publication_home import PublicationHome
+from .rank_waits import POLL_S, until_committed, until_opened
 from .retries import Retries
 from .version_cleaning import Cleaning
 
@@ -35,8 +35,6 @@ RENEW_S: Final = chain.LEASE_S / 3
 """Two renewals may be lost."""
 CLOSE_S: Final = 20.0
 """For taking back what is uncommitted, and giving back the lease."""
-POLL_S: Final = 0.25
-"""Between looks at whether a publication was announced, or an earlier life's lease has run out."""
 
 
 class VersionStore:
@@ -193,42 +191,21 @@ class VersionStore:
             BusBroken: JetStream or the connection failed.
         """
         home = self._opened()
-        ends_at = time.monotonic() + timeout_s
-        while True:
-            self.record = (await home.key.read()).record
-            opened = self.record.opened
-            if opened is not None and _is_open(opened, self.record, version):
-                publication = Publication(home, opened, is_joined=True)
-                self._open.add(publication)
-                return publication
-            if time.monotonic() >= ends_at:
-                raise ControlError(
-                    ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
-                )
-            await asyncio.sleep(POLL_S)
+        self.record, opened = await until_opened(home.key, version, timeout_s)
+        publication = Publication(home, opened, is_joined=True)
+        self._open.add(publication)
+        return publication
 
     async def until_committed(self, objects: str, timeout_s: float) -> Link:
         """Wait until rank 0 has committed a publication that this rank joined; return its link.
 
         Raises:
-            ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither.
+            ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither,
+                or has fallen silent.
             BusBroken: JetStream or the connection failed.
         """
-        home = self._opened()
-        ends_at = time.monotonic() + timeout_s
-        while True:
-            self.record = (await home.key.read()).record
-            for link in self.record.links:
-                if link.objects == objects:
-                    return link
-            if self.record.opened is None or self.record.opened.objects != objects:
-                withdrawn, reason = self.record.withdrawn, "it failed, or another publisher took over"
-                if withdrawn is not None and withdrawn.objects == objects:
-                    reason = withdrawn.reason
-                raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
-            if time.monotonic() >= ends_at:
-                raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
-            await asyncio.sleep(POLL_S)
+        self.record, link = await until_committed(self._opened().key, objects, timeout_s)
+        return link
 
     async def refresh(self) -> None:
         """Renew the lease, so that `record` is what the server has: an answer to a commit may have been lost.
@@ -382,12 +359,6 @@ class VersionStore:
 
 async def _make_no_room() -> None:
     """Of a store whose user does not say what is recorded: nothing may go."""
-
-
-def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
-    """True if rank 0 waits for lists of this version."""
-    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
-    return is_wanted and record.holder is not None
 
 
 async def _make_bucket(nats: Connection, key: ChainKey) -> None:

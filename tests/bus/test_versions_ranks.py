@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.control import publication as module
-from rollbus.bus.control import rank_objects
+from rollbus.bus.control import rank_objects, rank_waits, versions
 from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.control.publication import Publication
 from rollbus.bus.control.versions import VersionStore
@@ -87,7 +87,9 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
         await publication.announce()
         await publication.put("0.safetensors", [b"\0"])
         await take_part(stores[1], 1, 7)
-        with pytest.raises(ControlError, match=r"of 4 ranks these gave no list within 0\.1 s: 2, 3") as raised:
+        with pytest.raises(
+            ControlError, match=r"of 4 ranks these gave no list within 0\.1 s: 2 \(did not join\), 3 \(did"
+        ) as raised:
             await publication.collect(4, 0.1)
         assert raised.value.code is ControlCode.TIMEOUT
         assert await parts_in(nats, bucket) == 0
@@ -129,6 +131,54 @@ async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
         assert await parts_in(nats, bucket) == 0
         assert await list_objects(nats, bucket, "ranks") == ()
         await publish(stores[0], 8)
+
+
+async def test_a_rank_that_falls_silent_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process died after it joined: rank 0 does not wait for it as long as it may, and tells the others why."""
+    monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
+    async with ranks(nats_url, 3) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        dying = await stores[2].join(7, SOON_S)
+        async with dying.alive(2):
+            await dying.put("2.safetensors", [b"\2"])
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(refusal(stores[1].until_committed(publication.objects, SOON_S)))
+            refused = await refusal(publication.collect(3, SOON_S))
+        said = "rank 2 joined, and has given no sign of life for 1 s"
+        assert (refused.code, refused.message) == (ControlCode.TIMEOUT, f"version 7 is not published: {said}")
+        # Rank 1 may find rank 0 silent first: the lease is renewed less often than the test's second.
+        assert waiting.result().code in {ControlCode.NOT_FOUND, ControlCode.TIMEOUT}
+        assert await list_objects(nats, bucket, "ranks") == ()
+
+
+async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
+    """After the time that rank 0 was given; one that joined, and is not done, is told apart."""
+    async with ranks(nats_url, 3) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        joined = await stores[2].join(7, SOON_S)
+        async with joined.alive(2):
+            watch = rank_waits.RankWatch(nats, bucket, publication._list_prefix)
+            assert [await watch.look(rank) for rank in (1, 2)] == [None, None]
+            assert watch.joined == {2}
+            refused = await refusal(publication.collect(3, 1.0))
+        assert refused.code is ControlCode.TIMEOUT
+        assert "of 3 ranks these gave no list within 1 s: 1 (did not join)" in refused.message
+
+
+async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that nobody renews: the error says that rank 0 is silent."""
+    monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
+    monkeypatch.setattr(versions, "RENEW_S", 3600.0)
+    async with ranks(nats_url, 2) as (_, _, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        await take_part(stores[1], 1, 7)
+        refused = await refusal(stores[1].until_committed(publication.objects, SOON_S))
+        assert refused.code is ControlCode.TIMEOUT
+        assert refused.message.endswith("rank 0 has given no sign of life for 1 s")
 
 
 async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:

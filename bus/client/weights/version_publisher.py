@@ -260,10 +260,11 @@ class VersionPublisher:
                 has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
             )
             draft, stored = await stack.enter_async_context(self._drafted(plan, feed)), _Stored()
-            feed.begin(draft)
-            async for found in feed.objects():
-                await self._put(publication, found, stored)
-            entries = draft.entries()
+            async with publication.alive(self._rank):
+                feed.begin(draft)
+                async for found in feed.objects():
+                    await self._put(publication, found, stored)
+                entries = draft.entries()
             await publication.give(self._rank, entries)
             unless_given.pop_all()
             link = await self._versions.until_committed(publication.objects, timeout_s)

@@ -1,0 +1,152 @@
+"""How the ranks of a publication wait for each other: each shows that it lives, and none waits long for a dead one."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+from ...schemas.chain import ChainRecord, OpenedVersion
+from ...schemas.errors import ControlCode, ControlError, RollbusError
+from ...schemas.manifest import Link
+from ..nats.connection import Connection
+from ..nats.jetstream import ApiError, put
+from ..objects.catalog import find_object
+from ..objects.layout import ObjectInfo, info_subject
+from ..protocol.weights.silence import SIGN_S, SILENT_S, Silence
+from .chain_key import ChainKey
+
+__all__ = ["POLL_S", "RankWatch", "signs_of_life", "until_committed", "until_opened"]
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.25
+"""Between looks at whether a publication was announced or committed, or an earlier life's lease has run out."""
+
+
+class RankWatch:
+    """The other ranks' signs of life, as rank 0 sees them.
+
+    Args:
+        bucket: of the publication.
+        prefix: where its ranks give their lists.
+    """
+
+    def __init__(self, nats: Connection, bucket: str, prefix: str) -> None:
+        self._nats = nats
+        self._bucket = bucket
+        self._prefix = prefix
+        self._silences: defaultdict[int, Silence] = defaultdict(Silence)
+
+    def __repr__(self) -> str:
+        """One line with the ranks."""
+        return f"<RankWatch {self._prefix} joined={sorted(self.joined)}>"
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The ranks that have given a sign."""
+        return frozenset(self._silences)
+
+    async def look(self, rank: int) -> str | None:
+        """Look for a sign of a rank that has given no list yet; return what is wrong if it was silent for too long.
+
+        Raises:
+            ApiError: the server refuses.
+            BusBroken: JetStream does not answer.
+        """
+        found = await find_object(self._nats, self._bucket, _sign(self._prefix, rank), is_signed=True)
+        if found is None:
+            return None
+        silent_s = self._silences[rank].look(found.sequence, time.monotonic())
+        return None if silent_s < SILENT_S else f"rank {rank} joined, and {_has_been_silent()}"
+
+
+@contextlib.asynccontextmanager
+async def signs_of_life(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
+    """Have rank 0 see, for a block, that a rank lives."""
+    name = _sign(prefix, rank)
+    info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
+    subject, data = info_subject(bucket, name), msgspec.json.encode(info)
+
+    async def give() -> None:
+        try:
+            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+        except (RollbusError, ApiError) as error:
+            logger.warning("publication.no_sign_given prefix=%s rank=%s error=%s", prefix, rank, error)
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(SIGN_S)
+            await give()
+
+    await give()
+    giving = asyncio.get_running_loop().create_task(go_on(), name="publication.signs")
+    try:
+        yield
+    finally:
+        giving.cancel()
+        await asyncio.wait([giving])
+
+
+async def until_opened(key: ChainKey, version: int, timeout_s: float) -> tuple[ChainRecord, OpenedVersion]:
+    """Wait until rank 0 has announced a version of the weights.
+
+    Raises:
+        ControlError: `timeout`: rank 0 announced none of this version.
+        BusBroken: JetStream or the connection failed.
+    """
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        record = (await key.read()).record
+        if record.opened is not None and _is_open(record.opened, record, version):
+            return record, record.opened
+        if time.monotonic() >= ends_at:
+            raise ControlError(
+                ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tuple[ChainRecord, Link]:
+    """Wait until rank 0 has committed a publication.
+
+    Raises:
+        ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither, or
+            did not renew its lease for too long.
+        BusBroken: JetStream or the connection failed.
+    """
+    ends_at, silence = time.monotonic() + timeout_s, Silence()
+    while True:
+        stored = await key.read()
+        record = stored.record
+        for link in record.links:
+            if link.objects == objects:
+                return record, link
+        if record.opened is None or record.opened.objects != objects:
+            withdrawn, reason = record.withdrawn, "it failed, or another publisher took over"
+            if withdrawn is not None and withdrawn.objects == objects:
+                reason = withdrawn.reason
+            raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
+        if silence.look(stored.sequence, time.monotonic()) >= SILENT_S:
+            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects}: rank 0 {_has_been_silent()}")
+        if time.monotonic() >= ends_at:
+            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+def _has_been_silent() -> str:
+    return f"has given no sign of life for {SILENT_S:g} s"
+
+
+def _sign(prefix: str, rank: int) -> str:
+    return f"{prefix}/alive/{rank}"
+
+
+def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
+    """True if rank 0 waits for lists of this version."""
+    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
+    return is_wanted and record.holder is not None
