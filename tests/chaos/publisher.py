@@ -71,7 +71,9 @@ class Program:
                 publisher = rollbus.WeightPublisher(self._rb, model=MODEL, checkpoint=self._checkpoint)
                 self._weights = await self._life.enter_async_context(publisher)
             with self._damaging() if how == "damage" else contextlib.nullcontext():
-                published = await self._weights.publish(folder_tensors(folder), version=int(version))
+                published = await self._weights.publish(
+                    folder_tensors(folder), version=int(version), update=how != "store"
+                )
         except rollbus.RollbusError as error:
             if isinstance(error, rollbus.ControlError) and error.code is ControlCode.PUBLISHER_BUSY:
                 await self.close()

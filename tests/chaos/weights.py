@@ -166,9 +166,9 @@ async def walk(settings: Settings, folder: Path, *, stderr: int, say: Callable[[
     """
     checkpoints, cache = Checkpoints(folder, settings.seed), folder / "machine"
 
-    def start(name: str, cache: Path) -> AbstractAsyncContextManager[Process]:
+    def start(name: str, cache: Path, *more: str) -> AbstractAsyncContextManager[Process]:
         options = ["--model", str(checkpoints.folders[0]), "--served-model-name", MODEL, "--engine", "synthetic"]
-        options += ["--worker-id", name, "--lease-s", str(settings.lease_s), "--cache-dir", str(cache)]
+        options += ["--worker-id", name, "--lease-s", str(settings.lease_s), "--cache-dir", str(cache), *more]
         arguments = msgspec.to_builtins(ENGINE)
         return worker_process(server.url, FLEET, *options, engine_args=arguments, stderr=stderr)
 

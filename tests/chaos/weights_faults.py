@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 
 import rollbus
 from bench.ways import Way, running
+from rollbus.bus.control.ack_collector import OnAck
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.control.uploads import sources_in
 from rollbus.bus.control.versions import VersionStore
@@ -28,6 +29,7 @@ from rollbus.bus.protocol.weights.chain import MAX_DELTAS
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.control import Ack, UpdateWeights
 from rollbus.schemas.messages import decode_ack
+from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Fault, Victims
 from tests.chaos.publisher import FLEET, MODEL
@@ -50,6 +52,8 @@ KINDS = (
     "late worker",
     "server restarted",
     "publisher slept",
+    "newer version",
+    "disk full",
 )
 """Each once in this order, then any, and half of the time nothing."""
 AGAIN_S = 0.1
@@ -62,7 +66,7 @@ class Trainer:
 
     Args:
         rb: a client that commands; it is another one than the publisher's.
-        start_late: starts a worker on a machine of its own, with this cache.
+        start_late: starts a worker on a machine of its own, with this cache and these options.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Trainer:
         url: str,
         suffering: Victims,
         checkpoints: Checkpoints,
-        start_late: Callable[[Path], AbstractAsyncContextManager[Process]],
+        start_late: Callable[..., AbstractAsyncContextManager[Process]],
     ) -> None:
         self.faults: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
@@ -97,6 +101,8 @@ class Trainer:
             "second publisher": self._meet_second,
             "older version": self._go_back,
             "late worker": self._join_late,
+            "newer version": self._overtake,
+            "disk full": self._fill_disk,
             "nothing": self._publish,
         }
 
@@ -211,11 +217,57 @@ class Trainer:
     async def _join_late(self) -> None:
         await self._publish()
         with tempfile.TemporaryDirectory(prefix="rollbus-walk-") as cache:
-            async with self._start_late(Path(cache)) as process:
-                await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
-                self._checkpoints.check(Path(cache))
+            await self._get_there(Path(cache))
+
+    async def _get_there(self, cache: Path) -> None:
+        """Start a worker on a machine of its own, and wait until it has the version."""
+        async with self._start_late(cache) as process:
+            await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
+            self._checkpoints.check(cache)
+            process.terminate()
+            assert await process.wait() == 0
+
+    async def _fill_disk(self) -> None:
+        """Have a worker without room for the weights, which serves nothing, and give it room."""
+        await self._publish()
+        with tempfile.TemporaryDirectory(prefix="rollbus-walk-") as cache:
+            async with self._start_late(Path(cache), "--stage-bytes", "1") as process:
+                full = await until_worker(self._rb, "late", lambda it: "--stage-bytes" in (it.last_error or ""))
+                assert full.state is not WorkerState.SERVING
+                assert full.weight_version != self._version
                 process.terminate()
                 assert await process.wait() == 0
+            await self._get_there(Path(cache))
+
+    async def _overtake(self) -> None:
+        """Have the fleet switch to a version while it stages an older one."""
+        stored = []
+        for _ in range(2):
+            self._checkpoints.change("few")
+            self._version += 1
+            answer = await self._way.ask(self._version, self._checkpoints.write(self._version), "store")
+            stored.append(answer["objects"])
+        loop, is_staging = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_ack(_ack: Ack) -> None:
+            loop.call_soon_threadsafe(is_staging.set)
+
+        async with asyncio.TaskGroup() as tasks:
+            older = tasks.create_task(
+                self._update(stored[0], self._version - 1, on_ack),
+                name="walk.older",
+            )
+            older.add_done_callback(lambda _: is_staging.set())
+            await is_staging.wait()
+            await self._update(stored[1], self._version)
+        assert await self._is_recorded()
+
+    async def _update(self, objects: str, version: int, on_ack: OnAck | None = None) -> None:
+        """Have the fleet switch to a stored version, unless a newer one is in the way."""
+        try:
+            await self._rb.fleet.update_weights(objects=objects, version=version, model=MODEL, on_ack=on_ack)
+        except (rollbus.CommandIncomplete, rollbus.ControlError) as error:
+            self.refusals[type(error).__name__] += 1
 
     async def check_store(self) -> None:
         """Once all is cleaned, there are only the chain record, and the parts of the versions that it names."""
