@@ -9,6 +9,7 @@ import pytest
 
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.protocol.fleet import read_order
 from rollbus.schemas.control import AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
@@ -125,6 +126,24 @@ async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> Non
         await client.until_state("w", WorkerState.SERVING)
 
         assert resumed.epoch == 1
+
+
+async def test_a_command_that_was_lost_with_the_store_is_answered(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller does not wait for the end of the command's time, which may be ten minutes."""
+    monkeypatch.setattr(read_order, "STALE_S", 0.1)
+    async with (
+        EmbeddedServer() as server,
+        controlled_worker(server.url, fleet) as (client, boss, *_),
+    ):
+        await boss.applied("resume")
+        await client.nats.jetstream().delete_stream("KV_rollbus")
+        lost = await boss.do("pause", epoch=2, timeout_s=600)
+        paused = await boss.applied("pause")
+        await client.until_state("w", WorkerState.PAUSED)
+
+    assert (lost.status, lost.error and lost.error.code) == (AckStatus.FAILED, ControlCode.STORAGE)
+    assert "has lost the desired state" in str(lost.error)
+    assert paused.epoch == 1
 
 
 async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -262,6 +262,9 @@ class CommandHandler:
                     self._acks.publish_progress(received, stage, progress)
                 if self.reader.num_read >= received.needs_read:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
+                    if outcome is None and self.reader.has_lost(register, received.epoch, received.command.id):
+                        problem = "the server has lost the desired state in which it was recorded: send it again"
+                        outcome = failure(ControlError(ControlCode.STORAGE, problem))
             if outcome is None and now > received.received_at + timeout_s + LATE_S:
                 what = "recorded" if received.epoch is None else "brought about"
                 problem = f"not {what} within {timeout_s:g} s; the worker is {self._lifecycle.state}"

@@ -106,6 +106,10 @@ class DesiredReader:
         self._awaited_commands.add(command)
         return self._num_requested
 
+    def has_lost(self, register: str, epoch: int, command_id: str) -> bool:
+        """Return True if the last read brought another desired state than before, and this command is not in it."""
+        return self.is_lost and not self._holds(_ReadCommand(register, epoch, command_id))
+
     def _holds(self, command: _ReadCommand) -> bool:
         recorded = self.effective.get(command.register)
         return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
