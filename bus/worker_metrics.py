@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple
 
 from ..schemas.presence import EngineStats, WorkerPresence
 
-__all__ = ["Family", "Sample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
+__all__ = ["VLLM_LABELS", "Family", "Sample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
 
 Labels = Mapping[str, str]
 
@@ -37,12 +37,16 @@ VLLM_GAUGES: Final = {
     "kv_cache_use": ("kv_cache_usage_perc", "Share of the KV cache that requests hold: 1 is all of it"),
 }
 """Fields of `EngineStats`, vLLM's names for them, and what they are."""
+CACHE_SIZE: Final = "kv_cache_size_tokens"
+"""vLLM's label for what programs know as the size of an engine's KV cache."""
 VLLM_COUNTERS: Final = {
     "preemptions": ("num_preemptions", "How often the engine has taken the KV cache from a running request"),
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens that the engine has looked up in its prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens of those that it found there"),
 }
 """Fields of `EngineStats` that only grow, vLLM's names for them, and what they are."""
+VLLM_LABELS: Final = ("model_name", "engine", "worker")
+"""Of metrics by vLLM's names."""
 WORKER_TIMES: Final = {
     "time_to_first_token_seconds": (
         "first_tokens",
@@ -199,7 +203,7 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
 
 def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     """By vLLM's names and labels, for programs that read those; `engine`, which vLLM numbers, is the worker's name."""
-    names = ("model_name", "engine", "worker")
+    names = VLLM_LABELS
     engines = [
         ({"model_name": one.model, "engine": one.worker, "worker": one.worker}, one.engine_stats)
         for one in workers
@@ -211,6 +215,13 @@ def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     for field, (name, text) in VLLM_COUNTERS.items():
         values = [(labels, getattr(stats, field)) for labels, stats in engines]
         yield Family(f"vllm:{name}", "counter", text, names, _known("_total", values))
+    sizes = [
+        Sample("", {**labels, CACHE_SIZE: str(stats.kv_cache_tokens)}, 1)
+        for labels, stats in engines
+        if stats.kv_cache_tokens is not None
+    ]
+    text = f"1, with the size of the KV cache in tokens as `{CACHE_SIZE}`"
+    yield Family("vllm:cache_config_info", "gauge", text, (*names, CACHE_SIZE), sizes)
 
 
 def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[Sample]:

@@ -272,6 +272,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decode_tokens_per_s: NotNegativeSeconds | None = None
     """Tokens after the first, of all requests together, by the time of the steps that made them. One request gets about
     this over `running`; n tokens of all of them take about n over this."""
+    kv_cache_tokens: Positive | None = None
+    """Tokens that its KV cache holds, those of all replicas together."""
 
 
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ... import bus
-from ...bus.worker_metrics import worker_families
+from ...bus.worker_metrics import VLLM_LABELS, worker_families
 from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 3.0
 """A scrape does not wait longer for the fleet: Prometheus gives up after ten seconds."""
+WAITING: Final = "vllm:num_requests_waiting"
+QUEUE_ENGINE: Final = "queue."
+"""The label `engine` of what waits in a queue: no worker may have a name with a dot."""
 CLIENT_COUNTERS: Final = {
     "requests": "Requests published: one for each attempt, or leg of an attempt, of each sample",
     "direct": "Requests that went straight to the worker at which they were placed",
@@ -67,8 +70,9 @@ class FleetCollector(Collector):
         """All families."""
         state = self.latest
         yield GaugeMetricFamily("rollbus_bus_up", "1 if the bus answered this scrape", 0 if state is None else 1)
-        yield from _workers(() if state is None else state.workers)
-        yield from _queues(() if state is None else state.queues)
+        queues = () if state is None else state.queues
+        yield from _workers(() if state is None else state.workers, queues)
+        yield from _queues(queues)
         yield from self._client()
 
     def _client(self) -> Iterator[Metric]:
@@ -119,11 +123,16 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Met
     return counter
 
 
-def _workers(workers: Sequence[WorkerPresence]) -> Iterator[Metric]:
+def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:
     for family in worker_families(workers):
         metric = Metric(family.name, family.text, family.kind)
         for sample in family.samples:
             metric.add_sample(family.name + sample.suffix, dict(sample.labels), sample.value)
+        if family.name == WAITING:
+            # For programs that ask for more work while none waits at an engine.
+            for model in sorted({queue.model for queue in queues}):
+                waiting = sum(queue.waiting for queue in queues if queue.model == model)
+                metric.add_sample(WAITING, dict(zip(VLLM_LABELS, (model, QUEUE_ENGINE, ""), strict=True)), waiting)
         yield metric
 
 

@@ -25,6 +25,7 @@ from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import chunk, failure, hand_worker, request
+from tests.support.requests import short
 
 TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)
 TO_FIRST, BETWEEN = "rollbus_http_time_to_first_token_seconds_count", "rollbus_http_inter_token_seconds_count"
@@ -168,7 +169,9 @@ async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> Non
         "vllm:num_preemptions_total": "counter",
         "vllm:prefix_cache_queries_total": "counter",
         "vllm:prefix_cache_hits_total": "counter",
+        "vllm:cache_config_info": "gauge",
     }
+    assert found["vllm:cache_config_info", vllm | {("kv_cache_size_tokens", str(config.kv_cache_tokens))}] == 1
     assert found["vllm:num_requests_running", vllm] == found["vllm:num_requests_waiting", vllm] == 0
     assert found["vllm:kv_cache_usage_perc", vllm] == found["vllm:num_preemptions_total", vllm] == 0
     assert found["vllm:prefix_cache_queries_total", vllm] >= 200
@@ -212,7 +215,23 @@ async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: 
     assert names == {f"vllm:{name}" for name in ("kv_cache_usage_perc", "num_requests_running")} | {
         "vllm:num_requests_waiting",
         "vllm:num_preemptions_total",
+        "vllm:cache_config_info",
     }
+
+
+async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet: str) -> None:
+    """Programs that ask for more while none waits at an engine, such as prime-rl's, see what no worker has yet."""
+    queue = frozenset({("model_name", "synthetic"), ("engine", "queue."), ("worker", "")})
+    async with http_service(nats_url, fleet, worker_id="w") as http, asyncio.TaskGroup() as tasks:
+        await http.rb.fleet.pause()
+        asked = [tasks.create_task(http.rb.complete(short(f"r{i}"))) for i in range(5)]
+        found: Samples = {}
+        while found.get(("vllm:num_requests_waiting", queue)) != 5:
+            found = parse((await http.client.get("/metrics")).text)
+        await http.rb.fleet.resume()
+        await asyncio.wait(asked)
+        while found["vllm:num_requests_waiting", queue]:
+            found = parse((await http.client.get("/metrics")).text)
 
 
 async def test_the_time_in_the_queue_has_a_histogram(nats_url: str, fleet: str) -> None:

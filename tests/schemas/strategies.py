@@ -324,10 +324,11 @@ counters = st.builds(
 engine_stats = st.builds(
     EngineStats,
     kv_cache_use=maybe(st.floats(0, 1)),
+    kv_cache_tokens=maybe(st.integers(1, 2**53)),
     **{
         name: maybe(st.floats(0, 1e9) if name.endswith("_per_s") else st.integers(0, 2**53))
         for name in EngineStats.__struct_fields__
-        if name != "kv_cache_use"
+        if not name.startswith("kv_cache_")
     },
 )
 presences = st.builds(

@@ -25,7 +25,7 @@ def request(prompt: list[int], max_tokens: int = 4) -> rollbus.GenerateRequest:
 async def test_running_and_waiting_requests_and_their_kv() -> None:
     """Requests beyond the batch wait; the tokens of those that run are in the KV cache; preempted ones are counted."""
     engine = SyntheticEngine(SyntheticConfig(max_num_seqs=2, kv_cache_tokens=1000))
-    assert engine.stats == EngineStats(kv_cache_use=0.0, running=0, waiting=0, preemptions=0)
+    assert engine.stats == EngineStats(kv_cache_use=0.0, running=0, waiting=0, preemptions=0, kv_cache_tokens=1000)
     await engine.start()
     for key in "abc":
         await engine.add(key, request(PROMPT, 100))

@@ -91,6 +91,7 @@ class Batch:
             preemptions=self._num_preemptions,
             prefill_tokens_per_s=None if prefill is None else round(prefill, 3),
             decode_tokens_per_s=None if decode is None else round(decode, 3),
+            kv_cache_tokens=self._config.kv_cache_tokens,
         )
 
     def clear(self) -> None:

@@ -17,7 +17,14 @@ from .routing import returns_routing, routing_refusal
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 
-__all__ = ["Refusals", "describe_engine", "describe_routing", "find_refusals", "prefix_age_of"]
+__all__ = [
+    "Refusals",
+    "describe_engine",
+    "describe_routing",
+    "find_refusals",
+    "kv_cache_tokens_of",
+    "prefix_age_of",
+]
 
 
 @dataclass(slots=True)
@@ -117,6 +124,14 @@ def prefix_age_of(config: "VllmConfig") -> PrefixAge | None:
     # A block has that many tokens on each of the workers that share a context.
     block_tokens = cache.block_size * parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return PrefixAge(cache.num_gpu_blocks * block_tokens, block_tokens)
+
+
+def kv_cache_tokens_of(config: "VllmConfig") -> int | None:
+    """Return how many tokens the KV caches of an engine with this configuration hold, once it has started.
+
+    None: it does not say. vLLM counts them itself: groups of layers may share blocks, which blocks alone do not tell.
+    """
+    return getattr(config.cache_config, "kv_cache_size_tokens", None) or None
 
 
 def _may_span_machines(config: "VllmConfig") -> bool:

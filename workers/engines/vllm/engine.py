@@ -18,7 +18,7 @@ from ....schemas.request import GenerateRequest
 from ....schemas.weights import Verified
 from ..engine import RequestStep, TokenBatch
 from .calls import Calls, check_supported
-from .capabilities import describe_engine, prefix_age_of
+from .capabilities import describe_engine, kv_cache_tokens_of, prefix_age_of
 from .controls import Controls
 from .feeds import CoreFeed, Feed, RequestMaker
 from .generate_feed import GenerateFeed
@@ -339,7 +339,8 @@ class VllmEngine:
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
                         raise _Unfit(f"a first request failed: {step.error}")
-        feed.meter.restart(prefix_age_of(self._launch.llm.vllm_config))
+        config = self._launch.llm.vllm_config
+        feed.meter.restart(prefix_age_of(config), kv_cache_tokens_of(config))
 
     async def _shut_down(self) -> None:
         llm = self._launch.pop_llm()

@@ -34,6 +34,7 @@ class LoadMeter:
         self._preemptions = self._queries = self._hits = 0
         self.prefix_age: PrefixAge | None = None
         """Has counted what was computed; None: nothing says which prefixes are gone."""
+        self._kv_cache_tokens: int | None = None
 
     def add(self, outputs: "EngineCoreOutputs") -> None:
         """Count one step of one engine core."""
@@ -74,9 +75,15 @@ class LoadMeter:
             self.prefix_age.add(prefill.num_computed_tokens, at, num_begun=1)
         return len(output.new_token_ids)
 
-    def restart(self, prefix_age: PrefixAge | None = None) -> None:
-        """Forget counts and rates: what was compiled meanwhile says nothing of the speed. The state now stays."""
+    def restart(self, prefix_age: PrefixAge | None = None, kv_cache_tokens: int | None = None) -> None:
+        """Forget counts and rates: what was compiled meanwhile says nothing of the speed. The state now stays.
+
+        Args:
+            prefix_age: counts what is computed from now on; None: nothing does.
+            kv_cache_tokens: that the KV caches hold; None: not known.
+        """
         self.prefix_age = prefix_age
+        self._kv_cache_tokens = kv_cache_tokens
         self._preemptions = self._queries = self._hits = 0
         for replica in self._replicas.values():
             replica.rates = TokenRates()
@@ -108,4 +115,5 @@ class LoadMeter:
             prefix_cache_hits=self._hits,
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             decode_tokens_per_s=rates.decode_tokens_per_s,
+            kv_cache_tokens=self._kv_cache_tokens,
         )
