@@ -3,6 +3,7 @@
 import json
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +33,27 @@ class RealWorkers:
     Args:
         version: that the weights of `model` have.
         cache: for what they fetch; None: where users have it.
+        engine_args: beside those that all engines have here.
 
     Attributes:
         fleet: its name, of which `have` takes another one where a test has left workers that do not serve.
     """
 
-    def __init__(self, nats_url: str, model: Path, *, version: int = WEIGHT_VERSION, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        nats_url: str,
+        model: Path,
+        *,
+        version: int = WEIGHT_VERSION,
+        cache: Path | None = None,
+        engine_args: Mapping[str, object] | None = None,
+    ) -> None:
         self.fleet = _new_name()
         self._nats_url = nats_url
         self._model = model
         self._version = version
         self._cache = () if cache is None else ("--cache-dir", str(cache))
+        self._engine_args = {**ENGINE_ARGS, **(engine_args or {})}
         self._processes: dict[str, psutil.Popen] = {}
         self._served: set[str] = set()
 
@@ -94,7 +105,7 @@ class RealWorkers:
         arguments = ["--nats", self._nats_url, "--fleet", self.fleet, "--worker-id", name]
         # All checkpoints that tests update to lie beside the first.
         model = ["--model", str(self._model), "--weight-root", str(self._model.parent)]
-        options = ["--weight-version", str(self._version), "--engine-args", json.dumps(ENGINE_ARGS)]
+        options = ["--weight-version", str(self._version), "--engine-args", json.dumps(self._engine_args)]
         # Killed workers are lost after their lease: as long as it may be without a core, and no longer.
         options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]
         self._processes[name] = psutil.Popen([sys.executable, "-m", "rollbus.workers", *arguments, *model, *options])

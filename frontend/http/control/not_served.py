@@ -15,8 +15,8 @@ __all__ = ["ROUTES"]
 
 INSTEAD: Final = {
     ("POST", "/init_broadcaster"): (
-        "prime-rl's own broadcast needs its extension inside the engines; use its weight broadcast by filesystem"
-        " (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
+        "prime-rl's broadcasts by NCCL and NIXL need its own code inside the engines; use its weight broadcast by"
+        " filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
     ),
     ("POST", "/reload_weights"): "use /v1/rl/update_weights with the first checkpoint's path and allow_rollback",
     ("POST", "/update_weight_version"): (
