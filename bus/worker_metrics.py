@@ -80,6 +80,10 @@ WORKER_COUNTERS: Final = {
     "requests_of_lost_clients": "Requests that nobody waited for any more",
     "fences": "How often it has fenced itself: its lease had run out unconfirmed",
     "placed": "Requests that clients placed at it, past the queue, and that it has offered",
+    "placed_prefix": "Placed requests that came because it has a beginning of their prompt",
+    "placed_group": "Placed requests that came because it computes the prompt of their group",
+    "placed_session": "Placed requests that came because of their session",
+    "placed_able": "Placed requests that came because it can serve them where others cannot",
     "placements_refused": "Placed requests that it has refused for want of room; they went to the queue",
     "dropped_msgs": "Messages that its connection has dropped unread",
 }

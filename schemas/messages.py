@@ -127,6 +127,9 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What gets no slot at once may wait at the worker for one, after a request of its group (`group_id`, else the same
     `request_id`) that had its turn there; direct messages to workers with `Capabilities.group_backlog` only. The worker
     offers what waits, and may still refuse it as `queue_full` before its first token."""
+    placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Why the client has placed the request at the worker, which counts those that it knows: `placed_prefix`,
+    `placed_group`, `placed_session`, `placed_able`. Empty: not placed, or the client does not say."""
 
     def __post_init__(self) -> None:
         """Refuse a client that cannot stand in a subject, one that nobody could answer, and unusable siblings."""

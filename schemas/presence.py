@@ -244,6 +244,14 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     recomputed_prompt_tokens: NotNegative = 0
     """Of the prompt tokens of requests with a first token, all others: its engine computed them, whether or not another
     worker had them."""
+    placed_prefix: NotNegative = 0
+    """Of the placed requests, those that came because it has a beginning of their prompt."""
+    placed_group: NotNegative = 0
+    """Of the placed requests, those that came because it computes the prompt of their group."""
+    placed_session: NotNegative = 0
+    """Of the placed requests, those that came because of their session."""
+    placed_able: NotNegative = 0
+    """Of the placed requests, those that came because it can serve them where others cannot."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

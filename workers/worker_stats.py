@@ -72,4 +72,5 @@ class WorkerStats:
             placements_refused=self.intake.refused,
             cached_prompt_tokens=links.cached_prompt_tokens,
             recomputed_prompt_tokens=links.recomputed_prompt_tokens,
+            **self.intake.placed_for,
         )

@@ -288,6 +288,8 @@ class RequestDispatcher:
                 request=msgspec.Raw(child.payload()),
                 siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
                 may_wait=child.may_wait,
+                # A decode leg goes to any worker.
+                placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
             )
         )
 

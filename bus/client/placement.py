@@ -62,8 +62,8 @@ class _Held:
     worker: str
     wanted: PlacementWanted
     scope: PrefixScope
-    expected: int | None
-    """Prompt tokens that should be in the worker's cache; None: the worker got it from the queue."""
+    placement: Placement | None
+    """None: the worker got it from the queue."""
     is_admitted: bool = False
     cache: CacheId | None = None
     """The cache that holds its prompt; None: not known, as for what was not admitted."""
@@ -245,6 +245,11 @@ class RequestPlacement:
         held = self._held.get(child)
         return held is not None and held.wanted.group is not None and self._presents(held.worker, "group_backlog")
 
+    def reason(self, child: ChildRequest) -> str:
+        """Return why a request was placed at its worker; empty if it was not."""
+        held = self._held.get(child)
+        return "" if held is None or held.placement is None else held.placement.reason
+
     def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
         # What was refused was counted when it was placed.
         self.stats.placed[PlacementReason.QUEUED] += sum(not child.num_refusals for child in children)
@@ -304,12 +309,12 @@ class RequestPlacement:
     ) -> None:
         self.stats.placed[placement.reason] += 1
         self._policy(child.open_call.model).placed(wanted, placement, now)
-        held = self._held[child] = _Held(placement.worker or "", wanted, scope, placement.cached_tokens)
+        held = self._held[child] = _Held(placement.worker or "", wanted, scope, placement)
         self._unanswered[held.worker] += 1
 
     def _note_answer(self, held: _Held) -> None:
         """Its worker has it, or will not get it."""
-        if held.expected is not None and not held.is_admitted:
+        if held.placement is not None and not held.is_admitted:
             self._unanswered[held.worker] -= 1
             if not self._unanswered[held.worker]:
                 del self._unanswered[held.worker]
@@ -390,6 +395,6 @@ class RequestPlacement:
             policy.loads.ended(held.worker)
         else:
             policy.ended(held.cache, piece_hashes(stream.sequence(), held.scope), now)
-            if held.expected is not None and stream.end.cached_tokens is not None:
-                self.stats.expected_cached_tokens += held.expected
+            if held.placement is not None and stream.end.cached_tokens is not None:
+                self.stats.expected_cached_tokens += held.placement.cached_tokens
                 self.stats.placed_cached_tokens += stream.end.cached_tokens

@@ -50,7 +50,10 @@ ENGINE_COLUMNS = (
 )
 STAGING_COLUMNS = ("worker", "stages", "progress")
 PUBLISHED_COLUMNS = ("published of", "version", "stored", "model", "after anchor", "store used", "store limit")
-PREFIX_COLUMNS = ("worker", "cache hits", "prompt tokens", "recomputed", "placed", "refused")
+PREFIX_COLUMNS = (
+    *("worker", "cache hits", "prompt tokens", "recomputed"),
+    *("queued", "placed", "prefix", "group", "session", "able", "refused"),
+)
 ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
 """Workers of one kind that are named; of the others only the number."""
@@ -171,7 +174,12 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
                 NONE if ratio is None else f"{100 * ratio:.1f} %",
                 f"{counters.prompt_tokens:,}",
                 f"{counters.recomputed_prompt_tokens:,}",
+                f"{counters.requests - counters.placed:,}",
                 f"{counters.placed:,}",
+                f"{counters.placed_prefix:,}",
+                f"{counters.placed_group:,}",
+                f"{counters.placed_session:,}",
+                f"{counters.placed_able:,}",
                 f"{counters.placements_refused:,}",
             ]
         )

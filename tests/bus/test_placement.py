@@ -118,6 +118,7 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
         assert num_tables(both.rb) == EMPTY
 
     assert taken.request.sampling.seed == 5
+    assert taken.message.placed_for == PlacementReason.PLACED_GROUP
     assert [(other.child, other.seed) for other in taken.message.siblings] == [(1, 6), (2, 7), (3, 8)]
     assert {each.worker_ids for each in (generation, *generation.siblings)} == {(worker.name,)}
     assert (stats.requests, stats.direct, both.placed()) == (4, 4, {PlacementReason.PLACED_GROUP: 4})
@@ -212,6 +213,7 @@ async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: st
         assert num_tables(both.rb) == EMPTY
 
     assert not first.message.may_wait
+    assert not first.message.placed_for
     assert sum(len(each.keys) for each in others) == 2
     assert sum(1 + len(result.siblings) for result in results) == 3
     assert both.placed() == {PlacementReason.QUEUED: 1, PlacementReason.PLACED_GROUP: 2}

@@ -129,8 +129,9 @@ def test_the_newest_published_version_of_a_model_has_a_row() -> None:
 def test_prefixes_and_placement_have_a_row() -> None:
     """Of each worker that had a request, or refused one; without a prefix cache there is no share of hits."""
     counters = WorkerCounters(
-        prompt_tokens=12_500, cached_prompt_tokens=9000, recomputed_prompt_tokens=3000, placed=7, placements_refused=1
-    )
+        requests=10, prompt_tokens=12_500, cached_prompt_tokens=9000, recomputed_prompt_tokens=3000,
+        placed=7, placements_refused=1, placed_prefix=2, placed_group=4,
+    )  # fmt: skip
     busy = replace(PAUSED, counters=counters, engine_stats=EngineStats(prefix_cache_queries=800, prefix_cache_hits=600))
     full = replace(PAUSED, worker="full", counters=WorkerCounters(placements_refused=2))
     idle = replace(PAUSED, counters=WorkerCounters())
@@ -140,9 +141,12 @@ def test_prefixes_and_placement_have_a_row() -> None:
     assert [dict(zip(PREFIX_COLUMNS, row, strict=True)) for row in rows] == [
         {
             "worker": PAUSED.worker, "cache hits": "75.0 %", "prompt tokens": "12,500", "recomputed": "3,000",
-            "placed": "7", "refused": "1",
+            "queued": "3", "placed": "7", "prefix": "2", "group": "4", "session": "0", "able": "0", "refused": "1",
         },
-        {"worker": "full", "cache hits": "-", "prompt tokens": "0", "recomputed": "0", "placed": "0", "refused": "2"},
+        {
+            "worker": "full", "cache hits": "-", "prompt tokens": "0", "recomputed": "0",
+            "queued": "0", "placed": "0", "prefix": "0", "group": "0", "session": "0", "able": "0", "refused": "2",
+        },
     ]  # fmt: skip
 
 

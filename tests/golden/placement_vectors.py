@@ -54,4 +54,10 @@ PLACEMENT_VECTORS: dict[str, RequestMessage | WorkerPresence] = {
         cache_epoch=3,
         oldest_prefix_s=41.5,
     ),
+    "request_placed": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2], request_id="l"))),
+        placed_for="placed_group",
+    ),
 }

@@ -201,6 +201,9 @@ async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str)
     assert reasons["placed_group"] > 0
     assert value(found, "rollbus_client_placements_refused_total") == refused
     assert found["rollbus_worker_placed_total", W] == 8 - reasons["queued"] - refused
+    by_worker = {reason: found.get((f"rollbus_worker_{reason}_total", W), 0) for reason in reasons.keys() - {"queued"}}
+    assert sum(by_worker.values()) == found["rollbus_worker_placed_total", W]
+    assert by_worker["placed_group"] > 0
     cached = found["rollbus_worker_cached_prompt_tokens_total", W]
     recomputed = found["rollbus_worker_recomputed_prompt_tokens_total", W]
     assert min(cached, recomputed) > 0

@@ -332,8 +332,8 @@ class RequestIntake:
             one = incoming.request_of(sample, request)
             name = self._links.offer(origin, one, capabilities, now, kv=kv, gathers=not incoming.envelope.stream)
             offered[name] = one
-        self.stats.placed += len(offered) if incoming.message is None else 0
         message = incoming.message
+        self.stats.count_placed(len(offered) if message is None else 0, incoming.envelope.placed_for)
         if message is not None:
             group = request.group_id or request.request_id
             self.followers.backlog.add_queued(

@@ -1,6 +1,8 @@
 """Counters of what a worker received."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ...bus.protocol.placement.policy import PlacementReason
 
 __all__ = ["IntakeStats"]
 
@@ -21,6 +23,10 @@ class IntakeStats:
     """Returned to the queue, for workers with later weights, or with an adapter that this one lacks."""
     placed: int = 0
     """Direct ones that were offered to their clients."""
+    placed_for: dict[str, int] = field(
+        default_factory=lambda: {str(reason): 0 for reason in PlacementReason if reason is not PlacementReason.QUEUED}
+    )
+    """Of these, how many came for each reason that their clients named."""
     refused: int = 0
     """Direct ones for which there was no free slot, also after a wait, or whose slot belongs to the queue or to another
     client."""
@@ -30,3 +36,9 @@ class IntakeStats:
     """Delivered too often."""
     kv_unused: int = 0
     """Decode phases with KV of other weights, or of a connector that the engine lacks: it is computed again."""
+
+    def count_placed(self, count: int, reason: str) -> None:
+        """Count direct requests that were offered; a reason of a later release is none of the known ones."""
+        self.placed += count
+        if reason in self.placed_for:
+            self.placed_for[reason] += count
