@@ -3,8 +3,9 @@
     VENV/bin/python .ci/link_packages.py FROM LOCK
 
 Nothing is downloaded or copied twice: torch and its kin are most of an environment. pip then takes these packages for
-installed, and replaces a file of theirs by a new one, never in place. Programs of `bin` are left out: they begin with
-the path of their environment. Where the folders lie on two file systems, files are copied.
+installed, and replaces a file of theirs by a new one, never in place. Their commands in `bin` are left out: these begin
+with the path of their environment. A package with another file there, as `uv` is, is left to pip. Where the folders lie
+on two file systems, files are copied.
 """
 
 import os
@@ -14,6 +15,12 @@ import sys
 import sysconfig
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+
+
+def is_linkable(found: Distribution) -> bool:
+    """Say whether all of a package lies in `site-packages`, but for its commands."""
+    commands = {command.name for command in found.entry_points}
+    return all(".." not in file.parts or file.name in commands for file in found.files or ())
 
 
 def link(found: Distribution, source: Path, target: Path) -> None:
@@ -36,7 +43,7 @@ def main() -> int:
     count = 0
     for found in distributions(path=[str(source)]):
         name = re.sub(r"[-_.]+", "-", found.name).lower()
-        if f"{name}=={found.version}" in wanted:
+        if f"{name}=={found.version}" in wanted and is_linkable(found):
             link(found, source, Path(sysconfig.get_path("purelib")))
             count += 1
     sys.stdout.write(f"  {count} packages are those of {sys.argv[1]}\n")
