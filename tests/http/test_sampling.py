@@ -82,8 +82,9 @@ def test_there_is_one_set_of_fields() -> None:
         for name, field in shared.items():
             assert (own[name].type, own[name].default) == (field.type, field.default)
     assert all(field.default is None for field in shared.values())
-    # Of the sampled tokens' logprobs, each route has its own notion.
-    assert set(SamplingBody.__struct_fields__) - set(shared) == {"logprobs"}
+    # Of the sampled tokens' logprobs, each route has its own notion. The others are without effect.
+    without_effect = {"reasoning_effort", "return_token_ids", "return_tokens_as_token_ids"}
+    assert set(SamplingBody.__struct_fields__) - set(shared) == {"logprobs"} | without_effect
 
 
 def test_every_parameter_of_vllm_is_known() -> None:
