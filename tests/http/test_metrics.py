@@ -229,7 +229,8 @@ async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet:
         await http.rb.fleet.pause()
         asked = [tasks.create_task(http.rb.complete(short(f"r{i}"))) for i in range(5)]
         found: Samples = {}
-        while found.get(("vllm:num_requests_waiting", queue)) != 5:
+        # A pull that was under way when the pause came may have one of the five.
+        while found.get(("vllm:num_requests_waiting", queue), 0) < 4:
             found = parse((await http.client.get("/metrics")).text)
         await http.rb.fleet.resume()
         await asyncio.wait(asked)

@@ -131,6 +131,15 @@ def test_followers_wait_while_others_of_them_begin() -> None:
     assert made.pop_all() == []
 
 
+def test_followers_of_one_lane_do_not_hold_places_while_those_of_another_begin() -> None:
+    """Requests of lane normal in the queue keep back followers of lane low: these leave, whatever else begins."""
+    made = backlog("g")
+    made.add("low", "c", "low", "queued", 0.0)
+    made.add("normal", "c", "normal", "queued", 0.0)
+    assert popped(made, NORMAL, STALLED_S - 0.1) == "normal"
+    assert made.pop_stalled(STALLED_S) == ["low"]
+
+
 def test_the_mean_of_followers_is_that_of_late() -> None:
     """Groups of eight teach it seven, and requests without a group zero."""
     made = backlog()

@@ -262,7 +262,8 @@ class CommandHandler:
                     self._acks.publish_progress(received, stage, progress)
                 if self.reader.num_read >= received.needs_read:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
-                    if outcome is None and self.reader.has_lost(register, received.epoch, received.command.id):
+                    recorded = register, received.epoch, received.command.id
+                    if outcome is None and self.reader.has_lost(*recorded, received.needs_read):
                         problem = "the server has lost the desired state in which it was recorded: send it again"
                         outcome = failure(ControlError(ControlCode.STORAGE, problem))
             if outcome is None and now > received.received_at + timeout_s + LATE_S:

@@ -56,6 +56,7 @@ class DesiredReader:
         self._is_reading = False
         self._order = ReadOrder()
         self.is_lost = False
+        self._lost_at_read = -1
         """What the last read brought is another desired state than the one before: that was lost."""
         self.effective: Mapping[str, Recorded] = {}
         """The recorded command of each register of this worker."""
@@ -106,9 +107,16 @@ class DesiredReader:
         self._awaited_commands.add(command)
         return self._num_requested
 
-    def has_lost(self, register: str, epoch: int, command_id: str) -> bool:
-        """Return True if the last read brought another desired state than before, and this command is not in it."""
-        return self.is_lost and not self._holds(_ReadCommand(register, epoch, command_id))
+    def has_lost(self, register: str, epoch: int, command_id: str, needs_read: int) -> bool:
+        """Return True if a read since the command came brought another state than before, which does not hold it.
+
+        Args:
+            register: of the command.
+            epoch: in which it was recorded.
+            command_id: its id.
+            needs_read: as `request_command` returned it.
+        """
+        return needs_read <= self._lost_at_read and not self._holds(_ReadCommand(register, epoch, command_id))
 
     def _holds(self, command: _ReadCommand) -> bool:
         recorded = self.effective.get(command.register)
@@ -142,6 +150,8 @@ class DesiredReader:
                     # The state that was read contains what was requested meanwhile.
                     num_asked = self._num_requested
                 self.num_read = num_asked
+                if self.is_lost:
+                    self._lost_at_read = num_asked
                 self._is_valid = num_asked >= self._num_needed
                 self.on_read()
             finally:

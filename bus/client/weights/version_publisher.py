@@ -259,8 +259,9 @@ class VersionPublisher:
             plan = DraftPlan(
                 has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
             )
-            draft, stored = await stack.enter_async_context(self._drafted(plan, feed)), _Stored()
+            stored = _Stored()
             async with publication.alive(self._rank):
+                draft = await stack.enter_async_context(self._drafted(plan, feed))
                 feed.begin(draft)
                 async for found in feed.objects():
                     await self._put(publication, found, stored)

@@ -8,7 +8,7 @@ their followers begin in the turns of placed requests. So a client passes the qu
 
 Invariants: each turn of the queue brings its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
 far as `FollowerShares` lets it. While requests wait in the queue, no placed request brings any. Followers of one kind
-begin in the order in which they came. None waits while `STALLED_S` pass in which none begins.
+begin in the order in which they came. None waits while `STALLED_S` pass in which none of its lane begins.
 """
 
 import math
@@ -27,7 +27,7 @@ MAX_FOLLOWERS: Final = 31
 FOLLOW_S: Final = 2.0
 """How long after its turn a leader has followers: its client sends them as it hears of the turn."""
 STALLED_S: Final = 2.0
-"""How long followers wait while none begins: about what another worker needs to compute a long prompt."""
+"""How long followers wait while none of their lane begins: about what another worker needs to compute a long prompt."""
 MAX_GROUPS: Final = 1024
 """Groups whose leaders are remembered; the least recent goes first, and its followers go to the queue."""
 LEADERS_SEEN: Final = 8
@@ -71,7 +71,8 @@ class FollowerBacklog(Generic[K]):
         # By client, group and lane, as these had their turn last.
         self._leaders: OrderedDict[tuple[str, str, Lane], _Leader] = OrderedDict()
         self._shares = FollowerShares()
-        self._began_at = -math.inf
+        # When a follower of each lane last began.
+        self._began_at: dict[Lane, float] = {}
         self.mean_followers = 0.0
         """How many followers came with a leader, of late; requests without followers count as leaders."""
 
@@ -147,7 +148,7 @@ class FollowerBacklog(Generic[K]):
             if is_behind(waiting.lane, lanes_waiting) or (waiting.turn == "placed" and num_turns <= 0):
                 continue
             del self._waiting[key]
-            self._began_at = now
+            self._began_at[waiting.lane] = now
             return Begun(key, waiting.client, waiting.turn)
         return None
 
@@ -164,9 +165,11 @@ class FollowerBacklog(Generic[K]):
     def pop_stalled(self, now: float) -> list[K]:
         """Return the followers that have waited in vain."""
         since = now - STALLED_S
-        if self._began_at > since:
-            return []
-        stalled = [key for key, waiting in self._waiting.items() if waiting.came_at <= since]
+        stalled = [
+            key
+            for key, waiting in self._waiting.items()
+            if max(waiting.came_at, self._began_at.get(waiting.lane, -math.inf)) <= since
+        ]
         self.remove(stalled)
         return stalled
 
