@@ -202,11 +202,13 @@ class RolloutWorker:
         try:
             with closing(client.complete_many(self._requests(), max_in_flight=self._max_groups)) as generations:
                 for generation in generations:
-                    self._beat = time.monotonic()
                     group, row = self._rows.pop(generation.request_id)
                     if any(answer.finish_reason in UNFINISHED for answer in (generation, *generation.siblings)):
+                        # No sign of health: the trainer must learn of a fleet where every group fails.
                         self._skip(generation)
-                    elif not self._put(self._samples(group, row, generation)):
+                        continue
+                    self._beat = time.monotonic()
+                    if not self._put(self._samples(group, row, generation)):
                         return
         except BaseException as error:
             # Boundary of the thread: whatever reward functions raise, the trainer learns of it by `check_health`.
