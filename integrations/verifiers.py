@@ -31,7 +31,7 @@ from ..trainer.sample import NOT_SAMPLED, Sample
 __all__ = ["samples", "weight_versions"]
 
 INFO = "weight_versions"
-"""In `trace.info`: versions of the tokens of each answer, by the `_key` of the sequence that ends with it."""
+"""In `trace.info`: versions of the tokens of each answer, by a digest of the token ids up to the answer's end."""
 GENERATE = "/inference/v1/generate"
 
 
