@@ -61,29 +61,35 @@ def main(arguments: argparse.Namespace) -> None:
         rb.fleet.wait_for_workers()
         worker = next(worker for worker in rb.fleet.workers if worker.state == "serving")
         version, tokenizer = worker.weight_version, AutoTokenizer.from_pretrained(worker.model_path)
-        tasks = {task["id"]: task for task in read_tasks(arguments.tasks)[: arguments.steps]}
-        results = {each["id"]: each for each in read_results(arguments.results) if each["weight_version"] == version}
-        to_do = [task for name, task in tasks.items() if name not in results]
+        tasks = {str(task["id"]): task for task in read_tasks(arguments.tasks)[: arguments.steps]}
+        if not tasks:
+            raise SystemExit(f"there is no task in {arguments.tasks}")
+        wanted = version, SAMPLING.n
+        found = read_results(arguments.results)
+        results = {each["id"]: each for each in found if (each["weight_version"], each["n"]) == wanted}
+        to_do = [name for name in tasks if name not in results]
         print(f"{len(tasks)} tasks with weights {version}: {len(tasks) - len(to_do)} done before, {len(to_do)} to do")
 
         def requests() -> Iterator[rollbus.GenerateRequest]:
-            for task in to_do:
-                prompt = tokenizer.encode(task["prompt"])
-                yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=SAMPLING, request_id=task["id"])
+            for name in to_do:
+                prompt = tokenizer.encode(tasks[name]["prompt"])
+                yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=SAMPLING, request_id=name)
 
         with arguments.results.open("a") as file:
             # Results come in the order in which they finish. Each is written at once.
             for generation in rb.complete_many(requests(), max_in_flight=16):
                 if generation.error is not None:
                     raise generation.error
-                task, answers = tasks[generation.request_id], (generation, *generation.siblings)
+                name, answers = generation.request_id, (generation, *generation.siblings)
+                if any(answer.finish_reason == rollbus.FinishReason.ABORT for answer in answers):
+                    raise SystemExit("an operator stopped the answers: start again to evaluate the rest")
                 if any((answer.weight_versions != version).any() for answer in answers):
                     raise SystemExit("the fleet has new weights by now: start again to evaluate them")
-                num_passed = sum(passes(task, tokenizer.decode(answer.token_ids)) for answer in answers)
-                result = {"id": task["id"], "weight_version": version, "n": len(answers), "num_passed": num_passed}
+                num_passed = sum(passes(tasks[name], tokenizer.decode(answer.token_ids)) for answer in answers)
+                result = {"id": name, "weight_version": version, "n": len(answers), "num_passed": num_passed}
                 print(json.dumps(result), file=file, flush=True)
-                results[task["id"]] = result
-                print(f"task {task['id']}: {num_passed} of {len(answers)} answers passed")
+                results[name] = result
+                print(f"task {name}: {num_passed} of {len(answers)} answers passed")
     for k in KS:
         scores = [pass_at(k, results[name]["n"], results[name]["num_passed"]) for name in tasks]
         print(f"pass@{k} of {len(scores)} tasks: {sum(scores) / len(scores):.3f}")

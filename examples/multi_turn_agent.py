@@ -74,9 +74,10 @@ async def main(nats: str | None, num_steps: int) -> None:
             stitchers, rewards = zip(*(task.result() for task in running), strict=True)
             advantages = group_advantages(rewards).tolist()
             samples = [each.sample(advantage=worth) for each, worth in zip(stitchers, advantages, strict=True)]
+            print(f"  {len(samples)} conversations")
             for batch in pack(samples, max_tokens=4096):
                 trained, rows = int(batch.loss_mask.sum()), tuple(batch.routed_experts.shape)
-                print(f"  a batch of {len(samples)} conversations: {trained} tokens to train, experts {rows}")
+                print(f"  a batch: {trained} tokens to train, experts {rows}")
             print("  rewards", [round(reward, 2) for reward in rewards])
 
 

@@ -14,11 +14,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
 import numpy as np
+from msgspec import Meta
 from verifiers.v1.clients import Client, TrainClient, TrainClientConfig, resolve_client
 from verifiers.v1.clients.base import build_async_httpx
 from verifiers.v1.interception import server
@@ -40,7 +41,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
 
 
 _answered: ContextVar[list[list[int]]] = ContextVar("_answered")
@@ -50,11 +51,12 @@ _answered: ContextVar[list[list[int]]] = ContextVar("_answered")
 @contextmanager
 def weight_versions() -> Iterator[None]:
     """Have traces of this process, from clients that are made inside of the block, keep the versions of tokens."""
+    before = server.resolve_client
     server.resolve_client = _resolve
     try:
         yield
     finally:
-        server.resolve_client = resolve_client
+        server.resolve_client = before
 
 
 def samples(trace: Trace, *, advantage: float = 0.0) -> list[Sample]:

@@ -136,6 +136,8 @@ class RolloutWorker:
             raise InvalidRequest(field="reward_funcs", problem="is empty", allowed="1 function or more")
         self._tokenizer = tokenizer
         num_generations = check_int("num_generations", num_generations, 1, MAX_N)
+        if sampling.logprobs is None:
+            raise InvalidRequest(field="sampling.logprobs", problem="is None", allowed="0 or more: the loss needs them")
         fields = {name: getattr(sampling, name) for name in SamplingParams.__struct_fields__}
         self._sampling = SamplingParams(**fields | {"n": num_generations})
         self._max_groups = check_int("max_groups", max_groups, 1, 1_000_000)
@@ -160,8 +162,15 @@ class RolloutWorker:
 
         Raises:
             BusBroken: there is no server.
+            RuntimeError: a `stop` has not ended yet, because a reward function has not returned.
         """
+        if self._stopping.is_set():
+            if self._thread is not None and self._thread.is_alive():
+                raise RuntimeError("the rollout worker is still stopping: a reward function has not returned")
+            self._thread = None
+            self._stopping.clear()
         if self._thread is None:
+            self._error = None
             client = self._exits.enter_context(sync.connect(self._url, **self._options))
             self._beat = time.monotonic()
             self._thread = threading.Thread(target=self._run, args=(client,), name="rollbus-rollouts", daemon=True)

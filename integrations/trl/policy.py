@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from ...schemas.checks import check_int
@@ -19,7 +19,7 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
         GRPOTrainer(model, callbacks=[PublishPolicy(url, model="policy", checkpoint=folder)], ...)
 
     The fleet then computes with these weights, and every token says so. Only what changed travels. Rank 0 publishes,
-    and the others wait. The model must be whole on it: one process, or DDP.
+    and the others wait; if it cannot, training ends on all of them. The model must be whole on it: one process, or DDP.
 
     Args:
         url: of the NATS server; None: as in `rollbus.connect`.
@@ -48,6 +48,15 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
         self.close()
 
     def _publish_from(self, model: Any, state: Any) -> None:
+        error: Exception | None = None
         if state.is_world_process_zero:
-            self.publish_model(getattr(model, "module", model))
-        PartialState().wait_for_everyone()
+            try:
+                self.publish_model(getattr(model, "module", model))
+            except Exception as caught:  # noqa: BLE001 - whatever it is
+                # Raised below, when the other ranks know of it: they would wait in vain.
+                error = caught
+        [problem] = broadcast_object_list([None if error is None else f"{type(error).__name__}: {error}"])
+        if error is not None:
+            raise error
+        if problem is not None:
+            raise RuntimeError(f"rank 0 has not published the policy: {problem}")

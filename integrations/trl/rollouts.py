@@ -98,10 +98,12 @@ class Rollouts:
             prompts, trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
         )
         sampling = sampling_of(trainer.args, trainer.eos_token_ids)
+        ranks = trainer.accelerator
         requests = [
             GenerateRequest(
                 prompt_token_ids=ids,
-                sampling=seeded(sampling, next(self._serials)),
+                # A group may have samples of several ranks.
+                sampling=seeded(sampling, next(self._serials) * ranks.num_processes + ranks.process_index),
                 model=self._model,
                 lora=self._lora,
                 timeout_s=self._timeout_s,

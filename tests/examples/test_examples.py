@@ -131,7 +131,7 @@ def test_the_agent_calls_its_tool_and_makes_one_sample_of_each_conversation(plac
         assert [turn for _, turn, *_ in conversation] == ["1", "2", "3"]
         assert all(re.fullmatch(r"'add\(\d+, \d+\)'", text) for *_, text in conversation[:2])
         assert all(0 < int(cached) < int(length) for _, _, cached, length, _ in conversation[1:])
-    batches = re.findall(r"a batch of 4 conversations: (\d+) tokens to train, experts \(1, (\d+), 4, 4\)", said)
+    batches = re.findall(r"a batch: (\d+) tokens to train, experts \(1, (\d+), 4, 4\)", said)
     assert len(batches) == 2
     for (trained, positions), start in zip(batches, (0, 12), strict=True):
         prompts = sum(int(length) for _, turn, _, length, _ in turns[start : start + 12] if turn == "3")

@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import os
 import threading
-import weakref
 from collections.abc import Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
@@ -68,8 +67,8 @@ class OwnerThread:
         self._loop = uvloop.new_event_loop()
         self._holding = self._loop.create_task(self._hold(), name="client.owner")
         self._thread = threading.Thread(target=self._run, name="rollbus-owner", daemon=True)
-        self._thread.start()
         _running.add(self)
+        self._thread.start()
         try:
             _wait_for_one(self._entered, self._ended)
         finally:
@@ -210,13 +209,14 @@ def _settle(outcome: Future[R], task: asyncio.Task[R]) -> None:
         outcome.set_result(task.result())
 
 
-_running: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
+_running: set[OwnerThread] = set()
+"""Those whose threads have not ended. Threads change it: take a copy, which the interpreter's lock makes whole."""
 
 
 @atexit.register
 def _stop_at_exit() -> None:
     # A forked process has copies of its parent's, whose locks may be taken for ever.
-    threads = [thread for thread in _running if not thread._is_forked]
+    threads = [thread for thread in tuple(_running) if not thread._is_forked]
     for thread in threads:
         thread.request_stop()
     wait([thread._ended for thread in threads], EXIT_S)

@@ -51,6 +51,7 @@ def trainer_with(prompts, **settings):
     return SimpleNamespace(
         args=args, processing_class=TOKENIZER, chat_template=None, chat_template_kwargs={}, tools=None,
         eos_token_ids=[EOS], environment_factories=None, _is_vlm=False,
+        accelerator=SimpleNamespace(process_index=1, num_processes=2),
     )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def answers_that_were_stopped_go_on():
     assert answer["prompt_ids"] == token_ids_of(prompts, TOKENIZER)
     first = fleet.asked[0]
     assert first[0].group_id == first[1].group_id != first[2].group_id
-    assert [request.sampling.seed for request in first] == [3, 4, 5]
+    assert [request.sampling.seed for request in first] == [4, 6, 8], "of the second of two ranks"
 
 
 def adapters_are_added_to_the_weights():
@@ -163,6 +164,10 @@ def a_reward_for_each_completion():
     worker = RolloutWorker(
         dataset=[{"prompt": "one"}], reward_funcs=[lambda completions, **_: [0.0]], tokenizer=TOKENIZER,
         sampling=SamplingParams(), num_generations=2,
+    )  # fmt: skip
+    refused(
+        "sampling.logprobs", RolloutWorker, dataset=[{"prompt": "one"}], reward_funcs=[len], tokenizer=TOKENIZER,
+        sampling=SamplingParams(logprobs=None),
     )  # fmt: skip
     answers = [SimpleNamespace(token_ids=np.array([5, EOS]))] * 2
     refused("rewards", worker._rewards, {"prompt": "one"}, ["a", "b"], answers)
