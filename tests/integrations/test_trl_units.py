@@ -17,3 +17,11 @@ async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) ->
         said = (await process.communicate())[0].decode()
     assert process.returncode == 0, said
     assert said.endswith("ok\n")
+
+
+async def test_all_ranks_end_where_rank_0_cannot_publish() -> None:
+    """Else the others would wait for it until their time limit."""
+    async with asyncio.timeout(ENGINE_STARTS_S), started("trl_ranks.py") as process:
+        said = (await process.communicate())[0].decode()
+    assert "rank 0 of 2: the lease is lost\n" in said, said
+    assert "rank 1 of 2: rank 0 has not published the policy: ValueError: the lease is lost\n" in said
