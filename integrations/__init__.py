@@ -1,1 +1,1 @@
-"""What trainers of others plug in: each part imports the trainer that it is for, and is imported by nothing here."""
+"""Parts that plug into published trainers. Each imports its trainer; nothing else of rollbus imports it."""

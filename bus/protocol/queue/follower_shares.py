@@ -1,9 +1,10 @@
 """How many slots before others in the queue a client may have by the followers of its requests there.
 
-A message of the queue whose request leads others is worth as many slots as these are. So a client with its full share
-of the queue would have some ten times as many slots before the next client's request. Clients of this library count
-followers against their share themselves; a worker does not rely on that. It knows how many messages wait in a lane, and
-how many slots each of the last messages was worth: together, the slots of each client that stand in the lane.
+A message of the queue brings its client a slot, and one more for each follower of its request: 32 at most. So a client
+with its full share of the queue could have 32 times as many slots before the next client's request. Clients of this
+library count followers against their share themselves; a worker does not rely on that. It knows how many messages
+wait in a lane, and how many slots each of the last messages was worth: together, the slots of each client that stand in
+the lane.
 
 Invariant: no client gets a follower where its requests in the lane and their followers would be more than `MAX_AHEAD`.
 """
