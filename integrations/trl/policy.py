@@ -52,8 +52,8 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
         if state.is_world_process_zero:
             try:
                 self.publish_model(getattr(model, "module", model))
-            except Exception as caught:  # noqa: BLE001 - whatever it is
-                # Raised below, when the other ranks know of it: they would wait in vain.
+            except Exception as caught:  # noqa: BLE001
+                # Boundary of the ranks: raised below, when the others know of it. They would wait in vain.
                 error = caught
         [problem] = broadcast_object_list([None if error is None else f"{type(error).__name__}: {error}"])
         if error is not None:
