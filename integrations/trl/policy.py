@@ -48,15 +48,13 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
         self.close()
 
     def _publish_from(self, model: Any, state: Any) -> None:
-        error: Exception | None = None
-        if state.is_world_process_zero:
-            try:
+        is_published = False
+        try:
+            if state.is_world_process_zero:
                 self.publish_model(getattr(model, "module", model))
-            except Exception as caught:  # noqa: BLE001
-                # Boundary of the ranks: raised below, when the others know of it. They would wait in vain.
-                error = caught
-        [problem] = broadcast_object_list([None if error is None else f"{type(error).__name__}: {error}"])
-        if error is not None:
-            raise error
-        if problem is not None:
-            raise RuntimeError(f"rank 0 has not published the policy: {problem}")
+            is_published = True
+        finally:
+            # Also of a failure: the other ranks would wait for this one in vain.
+            [is_published] = broadcast_object_list([is_published])
+        if not is_published:
+            raise RuntimeError("rank 0 has not published the policy; its own error says why")
