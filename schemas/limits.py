@@ -15,6 +15,7 @@ __all__ = [
     "MAX_CANARY_TOKENS",
     "MAX_CHUNKS_PER_FRAME",
     "MAX_CHUNK_TOKENS",
+    "MAX_COUNT",
     "MAX_DELIVERIES",
     "MAX_ENGINE_DEATHS",
     "MAX_ENGINE_DEATHS_ALONE",
@@ -120,6 +121,8 @@ MAX_LORAS: Final = 256
 """Adapters that a desired state has loaded, and as many of which it remembers that they were unloaded."""
 MAX_PRIORITY: Final = 2**31 - 1
 """Either sign; lower is more urgent, as in vLLM."""
+MAX_COUNT: Final = 2**63 - 1
+"""Of anything that a program counts; larger integers become no float, and JSON has no limit of its own."""
 MAX_WEIGHT_VERSION: Final = 2**31 - 1
 """Weight versions are delivered as i4 per token."""
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600.0

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 
-NotNegative = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
+Positive = Annotated[int, Meta(ge=1, le=limits.MAX_COUNT)]
 NotNegativeSeconds = Annotated[float, Meta(ge=0)]
 
 

@@ -11,8 +11,8 @@ from .errors import InvalidRequest
 __all__ = ["Canary", "PublishedVersion", "Staging", "UpdateTiming", "Verified", "WeightSource"]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
-Bytes = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
+Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 

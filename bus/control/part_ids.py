@@ -9,7 +9,7 @@ __all__ = ["new_part_id", "part_tag"]
 TAG: Final = "rb"
 """Begins the ids of a publication's parts; the tag of its folder follows."""
 TAGGED_CHARS: Final = 32
-"""Of such an id. Those of other programs have 22."""
+"""Characters of such an id. The ids that other programs make have 22."""
 
 
 def new_part_id(tag: str, nuids: NUID) -> str:

@@ -1,4 +1,4 @@
-"""What all examples have in common: who has read one knows the others. And each has its place in the docs."""
+"""The form that all examples share: a reader of one knows the others. Each example has its place in the docs."""
 
 import ast
 import re
