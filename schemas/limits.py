@@ -21,6 +21,9 @@ __all__ = [
     "MAX_ENGINE_DEATHS_ALONE",
     "MAX_ERROR_CHARS",
     "MAX_EXPERTS",
+    "MAX_EXPERT_CELLS",
+    "MAX_EXPERT_COUNTS_BYTES",
+    "MAX_EXPERT_VERSIONS",
     "MAX_EXTRA_BYTES",
     "MAX_EXTRA_DEPTH",
     "MAX_EXTRA_FIELDS",
@@ -46,6 +49,8 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "MAX_SUBJECT_CHARS",
     "MAX_SUBJECT_TOKEN_CHARS",
+    "MAX_TIMELINES",
+    "MAX_TIMELINE_EVENTS",
     "MAX_TIMEOUT_S",
     "MAX_TOKENS",
     "MAX_TOKEN_ID",
@@ -146,6 +151,16 @@ MAX_LAYERS: Final = 1024
 """Layers in a routing row."""
 MAX_TOP_K_EXPERTS: Final = 256
 """Experts chosen per token and layer."""
+MAX_EXPERT_CELLS: Final = 262_144
+"""Layers times experts of counts; the largest models have 61 x 384 = 23,424."""
+MAX_EXPERT_COUNTS_BYTES: Final = 1_048_576
+"""One plane of counts, compressed: more fits into no message of NATS as it is set up by default."""
+MAX_EXPERT_VERSIONS: Final = 8
+"""Versions of the weights of which a worker keeps counts: an update shows by comparison with the one before."""
+MAX_TIMELINES: Final = 256
+"""Attempts and samples of one request that a worker tells about: as many as `n` may be."""
+MAX_TIMELINE_EVENTS: Final = 64
+"""Of one attempt: a request that lives through more pauses is told by the first and the last of them."""
 MAX_EXPERTS: Final = 65_536
 """Experts per layer: ids are u1 or `<u2`."""
 MAX_CHUNKS_PER_FRAME: Final = 65_536

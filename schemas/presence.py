@@ -113,6 +113,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """It reads `siblings` in direct messages; workers of earlier releases serve the first sample alone."""
     group_backlog: bool = False
     """It reads `may_wait` in direct messages: requests of a group wait there for the next free slots."""
+    telemetry_reads: bool = False
+    """It answers `read_experts` and `read_request`; workers of earlier releases refuse both."""
 
 
 class WorkerState(enum.StrEnum):

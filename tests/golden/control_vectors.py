@@ -1,5 +1,7 @@
 """The golden messages of the control plane by name, as `vectors` has the others: appended to, never edited."""
 
+import zlib
+
 from rollbus.schemas.control import (
     Abort,
     Ack,
@@ -14,6 +16,8 @@ from rollbus.schemas.control import (
     InitWeightTransfer,
     LoadLora,
     Pause,
+    ReadExperts,
+    ReadRequest,
     Resume,
     Sleep,
     StartWeightUpdate,
@@ -25,6 +29,7 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent, TokenTally
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
 
 __all__ = ["CONTROL_VECTORS"]
@@ -47,6 +52,35 @@ UPDATE = UpdateWeights(
 LOAD_LORA = LoadLora(
     id="l-1", model="org/model-1.5", epoch=39, name="style", version=3, source=WeightSource(objects="rollbus/style/3")
 )
+EXPERTS = ExpertLoad(
+    number=9,
+    first=8,
+    seconds=10.0,
+    num_layers=1,
+    num_experts=4,
+    top_k=2,
+    counts=(
+        ExpertCounts(
+            weight_version=7,
+            generated=zlib.compress(b"".join(n.to_bytes(8, "little") for n in (3, 1, 2, 0))),
+            prompt_tokens=TokenTally(computed=5),
+            generated_tokens=TokenTally(computed=4, seen=3),
+        ),
+    ),
+)
+TIMELINE = RequestTimeline(
+    request_id="r-1",
+    client="trainer-0",
+    child=1,
+    lane="normal",
+    prompt_tokens=5,
+    events=(
+        TimelineEvent(at=1.0, event="published"),
+        TimelineEvent(at=1.5, event="offered", weight_version=7),
+        TimelineEvent(at=2.0, event="prefilled", tokens=5, cached_tokens=4),
+        TimelineEvent(at=3.0, event="ended", tokens=4, reason="stop"),
+    ),
+)
 RESUME_ONE = Resume(id="r-2", model="org/model-1.5", workers=("w1",), epoch=42)
 
 CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
@@ -63,6 +97,8 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_unload_lora": UnloadLora(id="l-2", name="style"),
     "command_abort": Abort(id="a-1", request_ids=("r-1", "r-2")),
     "command_state": State(id="st-1"),
+    "command_read_experts": ReadExperts(id="re-1", since=7),
+    "command_read_request": ReadRequest(id="rr-1", request_id="r-1"),
     "command_fence": Fence(id="fe-1", workers=("w0",), reason="its canary differs"),
     "command_init_weight_transfer": InitWeightTransfer(id="i-1", info={"master_port": 29500, "ranks": [0, 1]}),
     "command_start_weight_update": StartWeightUpdate(id="sw-1", mode="wait"),
@@ -97,6 +133,14 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
         id="u-1", command="update_weights", worker="w1", incarnation="i1", model="org/model-1.5",
         status=AckStatus.FAILED, epoch=40, weight_version=6, seconds=0.25,
         error=AckError(code=ControlCode.BAD_SOURCE, message="model-00002-of-00002.safetensors is missing"),
+    ),
+    "ack_experts": Ack(
+        id="re-1", command="read_experts", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, weight_version=7, experts=EXPERTS,
+    ),
+    "ack_timelines": Ack(
+        id="rr-1", command="read_request", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, weight_version=7, timelines=(TIMELINE,),
     ),
     "ack_unsupported": Ack(
         id="s-1", command="sleep", worker="w0", incarnation="i0", model="org/model-1.5",

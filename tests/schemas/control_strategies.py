@@ -61,6 +61,8 @@ commands: st.SearchStrategy[Command] = st.one_of(
     command(control.UnloadLora, name=names),
     command(control.Abort, request_ids=st.lists(request_ids, min_size=1, max_size=3).map(tuple)),
     command(control.State),
+    command(control.ReadExperts, since=VERSION, window=st.sampled_from(["recent", "versions"])),
+    command(control.ReadRequest, request_id=request_ids),
     command(control.Fence, reason=texts),
     command(control.InitWeightTransfer, info=maps),
     command(control.StartWeightUpdate, mode=modes),

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect as wire_types
 
-from rollbus.schemas import certificate, chunk, control, desired, limits, messages, presence, weights
+from rollbus.schemas import certificate, chunk, control, desired, limits, messages, presence, telemetry, weights
 from rollbus.schemas.errors import ERRORS, ControlCode, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -44,6 +44,8 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
     *(weights.Staging, weights.PublishedVersion, weights.UpdateTiming),
+    *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
+    *(telemetry.RequestTimeline, telemetry.TimelineEvent),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
     certificate.Certificate,
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
