@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from ...bus.nats.connection import Connection, publish
 from ...bus.subjects import Subjects
-from ...schemas.control import Ack, AckError, AckStatus
-from ...schemas.errors import ControlError
+from ...schemas.control import Ack, AckError, AckStatus, AnyCommand
+from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.messages import encode_json
 from ...schemas.presence import Staging
@@ -77,6 +77,11 @@ class AckPublisher:
         said = {"canary": outcome.canary, "verified": outcome.verified, "frames": outcome.frames}
         self.publish_ack(received, outcome.status, error=outcome.error, **{"timing": outcome.timing, **said, **fields})
 
+    def publish_answer(self, controller: str, command: AnyCommand, outcome: RegisterOutcome, **fields: Any) -> None:
+        """Publish the only ack of a command that just reads, which the command log does not have."""
+        ack = self._ack(command.id, command.command, outcome.status, error=outcome.error, **fields)
+        self._publish(controller, ack)
+
     def repeat(self, received: ReceivedCommand) -> None:
         """Publish the last ack of a command again."""
         if received.last is not None:
@@ -102,10 +107,25 @@ class AckPublisher:
         )
 
     def _publish(self, controller: str, ack: Ack) -> None:
+        subject, max_bytes = self._subjects.ack(controller, self._config.worker_id), self._nats.max_payload
         data = encode_json(ack)
-        if len(data) > self._nats.max_payload and ack.frames:
-            # With thousands of links under a small limit, the other fields are more important.
-            logger.warning("ack.cut id=%s bytes=%s", ack.id, len(data))
-            data = encode_json(replace(ack, frames=None))
-        subject = self._subjects.ack(controller, self._config.worker_id)
+        if len(data) > max_bytes:
+            logger.warning("ack.cut id=%s bytes=%s allowed=%s", ack.id, len(data), max_bytes)
+            data = _cut(ack, max_bytes)
         self._publisher.enqueue_acks([partial(publish, self._nats, subject, data)])
+
+
+def _cut(ack: Ack, max_bytes: int) -> bytes:
+    """Encode an ack that is larger than the server takes, without what matters least of it."""
+    # Of thousands of links; the other fields are more important.
+    ack = replace(ack, frames=None)
+    data = encode_json(ack)
+    while len(data) > max_bytes and ack.experts is not None and len(ack.experts.counts) > 1:
+        # The newest version comes first.
+        ack = replace(ack, experts=replace(ack.experts, counts=ack.experts.counts[:-1]))
+        data = encode_json(ack)
+    if len(data) > max_bytes and ack.experts is not None:
+        problem = f"the answer takes {len(data)} bytes; allowed by the NATS server's max_payload: {max_bytes}"
+        error = AckError(code=ControlCode.UNSUPPORTED, message=problem)
+        data = encode_json(replace(ack, status=AckStatus.FAILED, error=error, experts=None))
+    return data

@@ -18,6 +18,7 @@ from .loras import Loras
 from .one_off import OneOffCommands
 from .pending import PendingSources
 from .reading import DesiredReader
+from .reads import TelemetryReads
 from .reconcile import Reconciler
 from .registers import Registers
 from .staging import Stager
@@ -63,4 +64,5 @@ def make_control(
         reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
     )
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
-    return CommandHandler(config, nats, lifecycle, acks, reconciler, OneOffCommands(lifecycle, in_flight, reconciler))
+    one_off = OneOffCommands(lifecycle, in_flight, reconciler, TelemetryReads())
+    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)

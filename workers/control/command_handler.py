@@ -1,7 +1,8 @@
 """Receives commands and publishes their acks: `accepted` at once, perhaps `progress`, then exactly one final ack.
 
 A command that sets a register is answered with the outcome of that register. If no controller has recorded it, the
-first worker that can records it. Each worker that receives another command carries it out once.
+first worker that can records it. Each worker that receives another command carries it out once. A command that only
+reads is answered at once with its final ack, and is not kept.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from ...bus.control.store import DesiredStore
 from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.subjects import Subjects
-from ...schemas.control import Abort, AckStatus, CheckWeights, State
+from ...schemas.control import Abort, AckStatus, CheckWeights, ReadExperts, ReadRequest, State
 from ...schemas.errors import (
     BusBroken,
     BusClosed,
@@ -38,6 +39,7 @@ from .boundary import command_boundary
 from .command_log import ReceivedCommand
 from .desire import RegisterOutcome, failure
 from .one_off import OneOffCommands
+from .reads import Read
 from .reconcile import Reconciler
 
 __all__ = ["CommandHandler"]
@@ -160,6 +162,9 @@ class CommandHandler:
             received.controller = controller
             self._acks.repeat(received)
             return
+        if isinstance(command, ReadExperts | ReadRequest):
+            self._answer(controller, command)
+            return
         received = self._log.add(command, controller, time.monotonic())
         if received is None:
             problem = f"{MAX_SEEN_COMMANDS} commands are under way here"
@@ -168,6 +173,14 @@ class CommandHandler:
         logger.info("command.heard command=%s id=%s epoch=%s", command.command, command.id, command.epoch)
         self._acks.publish_ack(received, AckStatus.ACCEPTED)
         self._enqueue(received)
+
+    def _answer(self, controller: str, command: Read) -> None:
+        outcome, answer = RegisterOutcome(), dict[str, Any]()
+        try:
+            answer = self._one_off.reads.answer(command)
+        except ControlError as exc:
+            outcome = failure(exc)
+        self._acks.publish_answer(controller, command, outcome, **answer)
 
     def _enqueue(self, received: ReceivedCommand) -> None:
         command = received.command

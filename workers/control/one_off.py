@@ -19,6 +19,7 @@ from ...schemas.presence import Staging
 from ...schemas.weights import UpdateTiming
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
+from .reads import TelemetryReads
 from .reconcile import Reconciler
 from .staging import StageKey
 
@@ -26,13 +27,20 @@ __all__ = ["OneOffCommands"]
 
 
 class OneOffCommands:
-    """Carries out commands that are not in the desired state. Coroutines may raise `EngineDead`."""
+    """Carries out commands that are not in the desired state. Coroutines may raise `EngineDead`.
 
-    def __init__(self, lifecycle: WorkerLifecycle, in_flight: InFlightRequests, reconciler: Reconciler) -> None:
+    Attributes:
+        reads: answers those that only look.
+    """
+
+    def __init__(
+        self, lifecycle: WorkerLifecycle, in_flight: InFlightRequests, reconciler: Reconciler, reads: TelemetryReads
+    ) -> None:
         self._lifecycle = lifecycle
         self._in_flight = in_flight
         self._reconciler = reconciler
         self._registers = reconciler.registers
+        self.reads = reads
 
     async def execute(self, command: AnyCommand) -> dict[str, Any]:
         """Do what `command` says; returns what its `Ack` says besides.
