@@ -1,0 +1,218 @@
+"""Rates of workers, models and fleets, from announcements and a clock."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.telemetry import fleet_rates
+from rollbus.bus.protocol.telemetry.fleet_rates import STEP_S, WINDOW_S, FleetRates, Rates
+from rollbus.schemas import limits
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence
+from tests.support.presences import presence
+
+ANY_COUNT = st.integers(0, limits.MAX_COUNT) | st.integers(0, 1_000)
+ANY_SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
+COUNTERS = st.builds(
+    WorkerCounters,
+    requests=ANY_COUNT,
+    generated_tokens=ANY_COUNT,
+    first_tokens=ANY_COUNT,
+    first_tokens_s=ANY_SECONDS,
+    next_tokens=ANY_COUNT,
+    next_tokens_s=ANY_SECONDS,
+)
+STATS = st.builds(EngineStats, prefix_cache_queries=st.none() | ANY_COUNT, prefix_cache_hits=st.none() | ANY_COUNT)
+ANNOUNCEMENTS = st.tuples(
+    st.sampled_from(["a", "b", "c"]),
+    st.sampled_from(["1", "2"]),
+    st.sampled_from(["m", "n"]),
+    st.none() | COUNTERS,
+    st.none() | STATS,
+    st.floats(0, 20),
+)
+GROWTH = st.tuples(*[st.integers(0, 1_000)] * 8)
+
+
+def announced(worker: str, totals: tuple[int, ...], **fields: str) -> WorkerPresence:
+    """A worker that has counted these: tokens, requests, first tokens and their milliseconds, ..., lookups, hits."""
+    tokens, requests, first, first_ms, following, following_ms, lookups, hits = totals
+    counters = WorkerCounters(
+        generated_tokens=tokens,
+        requests=requests,
+        first_tokens=first,
+        first_tokens_s=first_ms / 1000,
+        next_tokens=following,
+        next_tokens_s=following_ms / 1000,
+    )
+    stats = EngineStats(prefix_cache_queries=lookups, prefix_cache_hits=hits)
+    return presence(worker=worker, counters=counters, engine_stats=stats, **fields)
+
+
+def counting(rates: FleetRates, worker: str, per_s: tuple[int, ...], seconds: int, **fields: str) -> None:
+    """A worker counts as much each second, and says so."""
+    for now in range(seconds + 1):
+        rates.observe(announced(worker, tuple(now * count for count in per_s), **fields), float(now))
+
+
+def test_a_worker_that_counts_evenly() -> None:
+    """Its rates are what it counts each second, and its means those of the same time."""
+    rates = FleetRates()
+    counting(rates, "a", (500, 4, 2, 300, 400, 8_000, 1_000, 250), 30)
+    found = rates.of("a")
+
+    assert (found.tokens_per_s, found.requests_per_s) == (500, 4)
+    assert found.first_token_s == pytest.approx(0.15)
+    assert found.between_tokens_s == pytest.approx(0.02)
+    assert found.prefix_hit == 0.25
+
+
+def test_nothing_is_said_before_the_second_announcement_and_of_idle_workers() -> None:
+    """Means of nothing are None, and not 0."""
+    rates = FleetRates()
+    rates.observe(announced("a", (500,) * 8), 0.0)
+    assert rates.of("a") == rates.of("nobody") == Rates()
+    rates.observe(announced("a", (500,) * 8), 1.0)
+    found = rates.of("a")
+
+    assert found == rates.of_fleet() == Rates()
+    assert (found.first_token_s, found.between_tokens_s, found.prefix_hit) == (None, None, None)
+
+
+def test_a_burst_is_over_after_the_window() -> None:
+    """Rates are means of the last ten seconds, and of no more."""
+    rates = FleetRates()
+    for now in range(22):
+        rates.observe(announced("a", (100 if now > 5 else 0, *[0] * 7)), float(now))
+        inside = 5 < now <= 5 + WINDOW_S
+        assert rates.of("a").tokens_per_s == (100 / min(now, WINDOW_S) if inside else 0)
+
+
+def test_after_an_outage_the_rate_is_that_of_the_whole_time() -> None:
+    """The tokens of a minute do not count as those of one second."""
+    rates = FleetRates()
+    rates.observe(announced("a", (0,) * 8), 0.0)
+    rates.observe(announced("a", (600,) * 8), 60.0)
+    assert rates.of("a").tokens_per_s == 10
+    rates.observe(announced("a", (600,) * 8), 60.1)
+    assert rates.of("a").tokens_per_s == pytest.approx(10, rel=0.01)
+    rates.observe(announced("a", (620,) * 8), 61.0)
+    assert rates.of("a").tokens_per_s == 20
+
+
+@pytest.mark.parametrize("change", [{"incarnation": "2"}, {"model": "n"}])
+def test_another_incarnation_begins_anew(change: dict[str, str]) -> None:
+    """What it counts is not compared with what the one before counted, were it higher."""
+    rates = FleetRates()
+    counting(rates, "a", (10,) * 8, 3)
+    rates.observe(announced("a", (10_000,) * 8, **change), 4.0)
+    assert rates.of("a") == Rates()
+    rates.observe(announced("a", (10_005,) * 8, **change), 5.0)
+    assert rates.of("a").tokens_per_s == 5
+
+
+def test_counts_that_fall_begin_anew() -> None:
+    """An engine that was started again counts from 0."""
+    rates = FleetRates()
+    counting(rates, "a", (10,) * 8, 3)
+    rates.observe(announced("a", (40, 40, 40, 40, 40, 40, 0, 0)), 4.0)
+    assert rates.of("a") == Rates()
+    rates.observe(announced("a", (45, 40, 40, 40, 40, 40, 8, 6)), 5.0)
+    assert (rates.of("a").tokens_per_s, rates.of("a").prefix_hit) == (5, 0.75)
+
+
+def test_models_and_the_fleet_weigh_workers_by_what_they_did() -> None:
+    """Two requests in 100 ms and one in 400 ms have a mean of 200 ms; a worker that is gone counts no more."""
+    rates = FleetRates()
+    counting(rates, "a", (500, 0, 2, 200, 0, 0, 0, 0), 5)
+    counting(rates, "b", (100, 0, 1, 400, 0, 0, 0, 0), 5)
+    counting(rates, "c", (50, 0, 1, 1_000, 0, 0, 0, 0), 5, model="n")
+    models = rates.of_models()
+
+    assert (models["m"].tokens_per_s, models["n"].tokens_per_s) == (600, 50)
+    assert models["m"].first_token_s == pytest.approx(0.2)
+    assert rates.of_fleet().tokens_per_s == 650
+    rates.forget("a")
+    rates.forget("c")
+    rates.forget("nobody")
+    assert set(rates.of_models()) == {"m"}
+    assert rates.of_fleet() == rates.of("b")
+
+
+def test_workers_that_do_not_count_have_no_rates() -> None:
+    """Workers of earlier releases take no part, and no place."""
+    rates = FleetRates()
+    for now in range(3):
+        rates.observe(presence(worker="old"), float(now))
+
+    assert repr(rates) == "<FleetRates of 0 workers>"
+    assert rates.of("old") == Rates()
+
+
+def test_the_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More workers than a presence table follows have no rates until one of those is gone."""
+    monkeypatch.setattr(fleet_rates, "MAX_WORKERS", 2)
+    rates = FleetRates()
+    for name in "abc":
+        counting(rates, name, (10,) * 8, 2)
+    assert [rates.of(name).tokens_per_s for name in "abc"] == [10, 10, 0]
+    rates.forget("a")
+    counting(rates, "c", (10,) * 8, 2)
+
+    assert [rates.of(name).tokens_per_s for name in "abc"] == [0, 10, 10]
+
+
+@given(st.lists(ANNOUNCEMENTS, max_size=60))
+def test_whatever_is_announced_rates_are_finite_and_not_negative(announcements: list[tuple[object, ...]]) -> None:
+    """Any counts, in any order, of any incarnation: sums are those of the workers, and little is kept of each."""
+    rates, now = FleetRates(), 0.0
+    for worker, incarnation, model, counters, stats, later in announcements:
+        now += float(str(later))
+        rates.observe(
+            presence(worker=worker, incarnation=incarnation, model=model, counters=counters, engine_stats=stats), now
+        )
+    models = rates.of_models()
+    each = [rates.of(worker) for worker in "abc"]
+    for found in (*each, *models.values(), rates.of_fleet()):
+        means = (found.first_token_s, found.between_tokens_s, found.prefix_hit)
+        assert all(math.isfinite(value) and value >= 0 for value in (*found, *means) if value is not None)
+        assert (found.prefix_hit or 0) <= 1
+
+    for sums in (rates.of_fleet(), Rates.sum(models.values())):
+        assert sums == pytest.approx(Rates.sum(each))
+    assert all(len(known.counted) <= WINDOW_S / STEP_S + 3 for known in rates._workers.values())
+
+
+@given(
+    growth=st.lists(st.tuples(GROWTH, st.floats(STEP_S, WINDOW_S)), min_size=2, max_size=40),
+)
+def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...], float]]) -> None:
+    """They equal those of a list of all announcements, the earliest taken that is no older than the window."""
+    rates, now, everything = FleetRates(), 0.0, []
+    total: tuple[int, ...] = (0,) * 8
+    for more, later in growth:
+        now, total = now + later, tuple(a + b for a, b in zip(total, more, strict=True))
+        everything.append((now, total))
+        rates.observe(announced("a", total), now)
+    began, before = min((one for one in everything[:-1] if now - one[0] <= WINDOW_S), default=everything[-2])
+    found = rates.of("a")
+
+    assert found.tokens_per_s == pytest.approx((total[0] - before[0]) / (now - began))
+    assert found.requests_per_s == pytest.approx((total[1] - before[1]) / (now - began))
+    if first := total[2] - before[2]:
+        assert found.first_token_s == pytest.approx((total[3] - before[3]) / 1000 / first)
+    if lookups := total[6] - before[6]:
+        assert found.prefix_hit == pytest.approx(min((total[7] - before[7]) / lookups, 1))
+
+
+@given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=300))
+def test_announcements_that_follow_fast_count_as_one(gaps: list[float]) -> None:
+    """A worker that is pinged often has the rates of one that is not, and little is kept of it."""
+    rates, now = FleetRates(), 0.0
+    for later in gaps:
+        now += later
+        rates.observe(announced("a", tuple([int(now * 1_000_000)] * 8)), now)
+        assert len(rates._workers["a"].counted) <= WINDOW_S / STEP_S + 3
+    if now - gaps[0] >= STEP_S:
+        assert rates.of("a").tokens_per_s == pytest.approx(1_000_000, rel=0.001)
