@@ -1,0 +1,17 @@
+"""One browser for all tests of a file."""
+
+from collections.abc import Iterator
+
+import pytest
+from selenium.webdriver import Chrome
+
+from tests.browser.chromium import missing, running_chromium
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """Start a browser; where there is none, its tests are skipped."""
+    if reason := missing():
+        pytest.skip(reason)
+    with running_chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver

@@ -1,0 +1,15 @@
+"""The reference of the routes, as a browser shows it."""
+
+import pytest
+from selenium.webdriver import Chrome
+
+from tests.browser.page import opened
+from tests.http.support import http_before
+
+pytestmark = pytest.mark.slow
+
+
+async def test_the_reference_is_shown(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """Nothing of it is refused by its own policy, and it asks for nothing elsewhere."""
+    async with http_before(nats_url, fleet) as http, opened(browser, f"{http.url}/docs") as page:
+        await page.until_text("body", lambda text: text is not None and "/v1/rl/state" in text)
