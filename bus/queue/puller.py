@@ -64,7 +64,7 @@ class QueuedRequest:
     While the connection is down its methods do nothing: spoken later they could concern another worker's delivery.
     """
 
-    __slots__ = ("_nats", "_reply", "client", "data", "lane", "num_delivered", "num_pending", "subject")
+    __slots__ = ("_nats", "_reply", "client", "data", "lane", "num_delivered", "num_pending", "published_at", "subject")
 
     def __init__(self, nats: Connection, message: Msg) -> None:
         # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>; newer servers
@@ -80,6 +80,8 @@ class QueuedRequest:
         self.data = message.data
         self.num_delivered = int(fields[at + 1])
         """1 on the first delivery."""
+        self.published_at = int(fields[at + 4]) / 1e9
+        """Since when the queue has had it: Unix time in seconds, by the server's clock."""
         self.num_pending = int(fields[at + 5])
         """Requests that waited in the lane behind it, without those that are handed out again."""
 

@@ -91,7 +91,7 @@ class Loras:
         async with deadline.bound("checking the adapter"):
             path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
         report("pausing")
-        await self._in_flight.stop("keep", deadline.left_s)
+        await self._in_flight.stop("keep", deadline.left_s, "lora")
         self._in_flight.release_steps()
         self._in_flight.fail_awaiting_kv(command.name, f"the adapter {command.name} is replaced")
         report("loading")

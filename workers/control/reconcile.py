@@ -359,20 +359,18 @@ class Reconciler:
         match event:
             case None:
                 # What is in flight goes on while sources are staged; nothing new is accepted.
-                self._in_flight.release_steps()
-                await self._in_flight.runner.resume()
+                await self._in_flight.resume_engine()
             case WorkerEvent.CAUGHT_UP:
                 await self._in_flight.resume()
             case WorkerEvent.PAUSED if self.pause_mode == "keep":
                 await self._in_flight.pause_engine()
             case WorkerEvent.PAUSED:
-                self._in_flight.release_steps()
-                await self._in_flight.runner.resume()
+                await self._in_flight.resume_engine()
             case WorkerEvent.SLEPT:
                 self._waiting = None
             case _:
                 self._in_flight.fail_for_retry(self.problem or "this worker is drained")
-                await self._in_flight.runner.resume()
+                await self._in_flight.resume_engine()
                 await self._flush_outputs()
 
     def _problem_of(self, event: WorkerEvent) -> str | None:

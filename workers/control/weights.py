@@ -205,7 +205,7 @@ class WeightManager:
         Raises:
             ControlError: `timeout`.
         """
-        await self._in_flight.stop(mode, deadline.left_s)
+        await self._in_flight.stop(mode, deadline.left_s, "weights")
         self.clock = UpdateClock(time.monotonic())
         # Held since an earlier update under the same pause.
         self._in_flight.release_steps()

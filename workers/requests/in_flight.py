@@ -75,11 +75,14 @@ class InFlightRequests:
         """Requests that are open towards their clients, or that the engine still has."""
         return max(len(self.links.requests), self.runner.num_inside)
 
-    async def stop(self, mode: PauseMode, timeout_s: float) -> None:
+    async def stop(self, mode: PauseMode, timeout_s: float, reason: str = "pause") -> None:
         """Accept no more, and pause, finish or abort the requests in flight; from any mode to any other.
 
         Afterwards, by `mode`: `keep`, the engine is paused, and all that was sampled before is in the links; `wait`
         and `abort`, the engine runs, and nothing is in flight.
+
+        Args:
+            reason: what timelines say that a pause is for.
 
         Raises:
             ControlError: `timeout`, with the number in flight; still nothing is accepted, and requests go on.
@@ -88,13 +91,13 @@ class InFlightRequests:
         try:
             async with asyncio.timeout(timeout_s):
                 if mode == "keep":
-                    await self.pause_engine()
+                    await self.pause_engine(reason)
                     return
                 # Held since weights were replaced under a pause: what is to end has to be delivered.
                 self.release_steps()
                 if mode == "abort":
                     self.abort(self.links.requests.names)
-                await self.runner.resume()
+                await self.resume_engine()
                 await self._until(lambda: not self.count)
         except TimeoutError:
             left = "the engine has not stopped" if mode == "keep" else f"{self.count} requests are in flight"
@@ -108,14 +111,20 @@ class InFlightRequests:
 
     async def resume(self) -> None:
         """Release the held steps, resume the engine and pull requests again."""
-        self.release_steps()
-        await self.runner.resume()
+        await self.resume_engine()
         self._puller.resume()
 
-    async def pause_engine(self) -> None:
-        """Pause the engine; all that it has made is then in the links, or held."""
+    async def resume_engine(self) -> None:
+        """Release the held steps and resume the engine: the requests in flight go on."""
+        self.links.requests.resume()
+        self.release_steps()
+        await self.runner.resume()
+
+    async def pause_engine(self, reason: str = "pause") -> None:
+        """Pause the engine; all that it has made is then in the links, or held. See `stop` for the reason."""
         await self.runner.pause()
         self.flush()
+        self.links.requests.hold(reason)
 
     def hold_steps(self) -> None:
         """Hold the steps that the engine makes from now on."""
@@ -258,6 +267,8 @@ class InFlightRequests:
         if not names:
             return
         refused = await self.runner.restart(names)
+        for request in filter(None, map(self.links.requests.open, set(names).difference(refused))):
+            request.timeline.add("restarted", tokens=0)
         for name, error in refused.items():
             self._execute(self.links.fail([name], error))
         logger.info("requests.restarted count=%d refused=%d", len(names), len(refused))

@@ -64,6 +64,16 @@ class IncomingRequest:
             raise RemoteProtocolError("a direct request with reply_to")
         return cls(client, envelope, (Sibling(envelope.child), *envelope.siblings), message)
 
+    @classmethod
+    def origins_in(cls, message: QueuedRequest) -> list[RequestOrigin]:
+        """Return the origins of the requests in a queue message; none of a message that does not decode."""
+        try:
+            incoming = cls.decode(message.client, message.data, message)
+        except RemoteProtocolError:
+            return []
+        request_id = request_id_of(incoming.envelope.request)
+        return [] if request_id is None else incoming.origins(request_id)
+
     def group(self) -> str | None:
         """The name of the group of its samples, as its client wrote it; None where it has no usable ids."""
         try:

@@ -164,7 +164,7 @@ class RequestIntake:
     def _drop_bad(self, client: str, message: QueuedRequest | None, error: RemoteProtocolError) -> None:
         self.stats.bad += 1
         logger.warning("request.bad client=%s error=%s", client, error)
-        self._execute(_ack(message))
+        self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:
         """Return the samples of a direct message, by when they begin; None: they are refused."""
@@ -203,6 +203,7 @@ class RequestIntake:
     def _nak(self, messages: list[QueuedRequest]) -> None:
         """Return requests to the queue."""
         self.stats.returned += len(messages)
+        self._links.note_returned(messages)
         # Without a delay, workers that all pause at once would pass requests round.
         delay_s = 0.0 if self._is_stopping else NAK_DELAY_S
         self._execute(Instructions(nak=[(message, delay_s) for message in messages]))
@@ -292,6 +293,7 @@ class RequestIntake:
             wait_s = wait_for_weights_s(given, self._links.versions, message.num_delivered)
             if wait_s > 0:
                 self.stats.too_new += 1
+                self._links.note_returned([message])
                 self._execute(Instructions(nak=[(message, wait_s)]))
                 return
         try:
@@ -308,7 +310,7 @@ class RequestIntake:
         """True if a request of a dead client was dropped, or one that is here already was not added again."""
         if self._links.is_client_dead(origin):
             self.stats.gone += 1
-            self._execute(_ack(origin.message))
+            self._execute(Instructions.acking(origin.message))
             return True
         instructions = self._links.add_redelivery(origin)
         if instructions is not None:
@@ -380,6 +382,7 @@ class RequestIntake:
         """Submit an offered request to the engine."""
         logger.debug("request.admitted name=%s traceparent=%s", name, request.traceparent)
         instructions = Instructions()
+        self._links.requests.note_started(name)
         try:
             await self._engine.add(name, request, kv)
         except RequestError as exc:
@@ -393,8 +396,3 @@ class RequestIntake:
             error = RequestError(code=ErrorCode.ENGINE_ERROR, message=f"{type(exc).__name__}: {exc}")
             instructions = self._links.fail([name], error)
         self._execute(instructions)
-
-
-def _ack(message: QueuedRequest | None) -> Instructions:
-    """Return the instruction to remove a message that no client waits for from the queue."""
-    return Instructions(ack=[] if message is None else [message])

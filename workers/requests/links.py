@@ -13,6 +13,7 @@ from ...bus.protocol.fleet.lease import ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
 from ...schemas.chunk import ChunkError
 from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError
@@ -21,6 +22,7 @@ from ...schemas.messages import KvTransfer, LinkMessage, RequestKey
 from ...schemas.presence import Capabilities, ClientPresence, ClientState
 from ...schemas.request import GenerateRequest
 from ..config import LEASE_MARGIN_S, WorkerConfig
+from .incoming import IncomingRequest
 from .link_stats import WorkerLinkStats
 from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, PlainOutbound
 from .step_dispatcher import StepDispatcher
@@ -131,6 +133,7 @@ class WorkerLinks:
         self.stats.offered += 1
         self.stats.prompt_tokens += request.prompt_len
         worker_request = self._accept(origin, writer, now, deadline, request.lora)
+        worker_request.timeline.offer(self.versions.weight_version, request.prompt_len, request.traceparent)
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
         worker_request.prompt_len = request.prompt_len
         # An adapter may change while other weights stay: such tokens go on at once, with the version that holds.
@@ -161,7 +164,7 @@ class WorkerLinks:
             outbound = self.outbound.link(origin.client, origin.incarnation)
             outbound.sender.open(origin.key, writer)
         self.outbound.touch(outbound)
-        return self.requests.add(origin, outbound, deadline, lora)
+        return self.requests.add(origin, outbound, writer, deadline, lora)
 
     def reject(self, origin: RequestOrigin, error: RequestError, now: float) -> None:
         """Answer a request that is not here with its terminal chunk."""
@@ -171,10 +174,17 @@ class WorkerLinks:
             link = self.outbound.link(origin.client, origin.incarnation)
             link.sender.reject(origin.key, ChunkError.of(error), self.versions.weight_version)
             self.outbound.touch(link)
+            self.requests.note_refused(origin, error.code.value)
             return
         # Offered, so that the message leaves the queue with the client's ack: until then another worker may answer.
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, segment_bytes=self.outbound.segment_bytes)
         self._terminator.fail(self._accept(origin, writer, now), error)
+
+    def note_returned(self, messages: Iterable[QueuedRequest]) -> None:
+        """Have timelines of requests that go back to the queue, and that were not offered."""
+        for message in messages:
+            for origin in IncomingRequest.origins_in(message):
+                self.requests.note_refused(origin)
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float) -> Instructions:
         """Add the output of one engine step; requests with invalid output are failed and aborted."""

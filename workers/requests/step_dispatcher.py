@@ -70,6 +70,7 @@ class StepDispatcher:
             # It leaves with the first token: until then new weights may restart the request.
             request.early_steps.append(step)
             return
+        had_token = request.has_token
         if not self._forward_early(request, step, instructions):
             return
         if not self._flush_request(request, instructions) or not self._forward(
@@ -77,11 +78,15 @@ class StepDispatcher:
         ):
             return
         self._stats.count(step, request, now)
+        if request.has_token and not had_token:
+            request.timeline.add("first_token")
         request.awaits_kv = request.awaits_kv and not len(step.token_ids)
         if step.finish_reason is not None:
             self._stats.ended += 1
             was_stopped = step.finish_reason is FinishReason.ABORT
-            self._requests.end(request, WorkerRequestEvent.STOPPED if was_stopped else WorkerRequestEvent.FINISHED)
+            event = WorkerRequestEvent.STOPPED if was_stopped else WorkerRequestEvent.FINISHED
+            reason = step.finish_reason if step.error is None else step.error_code
+            self._requests.end(request, event, reason.value)
 
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
         """Gather what may be gathered of a batch; the rest is taken as it is."""
@@ -133,13 +138,17 @@ class StepDispatcher:
         if not len(step.token_ids):
             return True
         if not request.has_token:
-            self._stats.count_prompt(request, sum(one.cached_tokens or 0 for one in (*ahead, step)))
+            cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
+            self._stats.count_prompt(request, cached_tokens)
+            request.timeline.add("prefilled", tokens=request.prompt_len, cached_tokens=cached_tokens)
         return all(self._forward(request, early, self._versions.weight_version, instructions) for early in ahead)
 
     def _forward(
         self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions
     ) -> bool:
         """Forward a step of an open request; return False if that failed the request."""
+        if weight_version != request.timeline.weight_version and len(step.token_ids):
+            request.timeline.begin_version(weight_version, request.writer.taken_tokens)
         lora_version = None if request.lora is None else self._versions.loras.get(request.lora)
         try:
             request.outbound.sender.add_step(request.origin.key, step, weight_version, lora_version)

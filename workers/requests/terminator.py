@@ -1,7 +1,8 @@
 """Ends the requests of a worker other than by their engine. Plain state, no I/O."""
 
 from ...bus.protocol.states import WorkerRequestEvent
-from ...schemas.chunk import ChunkError
+from ...bus.protocol.telemetry.timeline import RETURNED
+from ...schemas.chunk import ChunkError, FinishReason
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.messages import RequestKey
 from .link_stats import WorkerLinkStats
@@ -27,7 +28,7 @@ class RequestTerminator:
         """End an open request with `error`."""
         request.outbound.sender.fail(request.origin.key, ChunkError.of(error), self._versions.weight_version)
         self._outbound.touch(request.outbound)
-        self._requests.end(request, WorkerRequestEvent.FINISHED)
+        self._requests.end(request, WorkerRequestEvent.FINISHED, error.code.value)
 
     def fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
         """End a request with `error` that has a terminal chunk to be sent, whether or not the engine still has it."""
@@ -56,7 +57,7 @@ class RequestTerminator:
             self._outbound.touch(link)
         if request is not None:
             if is_open:
-                self._requests.end(request, WorkerRequestEvent.STOPPED)
+                self._requests.end(request, WorkerRequestEvent.STOPPED, FinishReason.ABORT.value)
             self.ack(request, instructions)
 
     def ack(self, request: WorkerRequest, instructions: Instructions) -> None:
@@ -72,10 +73,11 @@ class RequestTerminator:
             to_other_workers: give messages that the queue still keeps to other workers; else ack them.
         """
         requests = self._requests.of_client(link.client, link.incarnation)
+        reason = RETURNED if to_other_workers else ErrorCode.CLIENT_LOST.value
         for request in requests:
             if self._requests.is_open(request):
                 instructions.abort.append(request.name)
-                self._requests.end(request, WorkerRequestEvent.STOPPED)
+                self._requests.end(request, WorkerRequestEvent.STOPPED, reason)
             message = self._requests.pop_message(request)
             if message is not None and to_other_workers:
                 instructions.nak.append((message, 0.0))

@@ -4,8 +4,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...bus.protocol.states import WORKER_REQUEST, WorkerRequestEvent, WorkerRequestState
+from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep
+from ...bus.protocol.telemetry.timeline import RETURNED, OpenTimeline, TimelineBook
 from ...bus.queue.puller import QueuedRequest
+from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
 from .outbound import Outbound
 
@@ -37,6 +40,9 @@ class WorkerRequest:
     outbound: Outbound
     message: QueuedRequest | None
     """The queue keeps it for another worker until it is acked; None if there is none any more."""
+    writer: ChunkWriter
+    """Of its chunks."""
+    timeline: OpenTimeline
     deadline: float | None = None
     """When this worker ends the request; None: its client does."""
     lora: str | None = None
@@ -71,11 +77,18 @@ class Instructions:
     nak: list[tuple[QueuedRequest, float]] = field(default_factory=list)
     """Messages for another worker, each after so many seconds."""
 
+    @classmethod
+    def acking(cls, message: QueuedRequest | None) -> "Instructions":
+        """Remove a message that no client waits for from the queue, if there is one."""
+        return cls(ack=[] if message is None else [message])
+
 
 class WorkerRequestTable:
     """Requests that are open in the engine or unsettled in the queue, by engine name and by client and key."""
 
     def __init__(self) -> None:
+        self.timelines = TimelineBook()
+        """Of all requests that came here, also of those that were refused or given back."""
         self._by_name: dict[str, WorkerRequest] = {}
         # By client and its incarnation, which is empty in plain mode; only those with a request.
         self._by_client: dict[tuple[str, str], dict[RequestKey, WorkerRequest]] = {}
@@ -104,17 +117,40 @@ class WorkerRequestTable:
         return [request.message for request in self if request.message is not None]
 
     def add(
-        self, origin: RequestOrigin, outbound: Outbound, deadline: float | None = None, lora: str | None = None
+        self,
+        origin: RequestOrigin,
+        outbound: Outbound,
+        writer: ChunkWriter,
+        deadline: float | None = None,
+        lora: str | None = None,
     ) -> WorkerRequest:
         """Add an accepted request, which must not be here already."""
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
         # The message is not kept in the origin too: it would keep the prompt in memory until the end.
-        request = WorkerRequest(name, replace(origin, message=None), outbound, origin.message, deadline, lora)
+        timeline = self._begin_timeline(origin)
+        request = WorkerRequest(
+            name, replace(origin, message=None), outbound, origin.message, writer, timeline, deadline, lora
+        )
         self._by_name[name] = request
         self._by_client.setdefault((origin.client, origin.incarnation), {})[key] = request
         return request
+
+    def _begin_timeline(self, origin: RequestOrigin) -> OpenTimeline:
+        message = origin.message
+        lane, published_at = (None, None) if message is None else (message.lane, message.published_at)
+        return self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
+
+    def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
+        """Have a timeline of a request that is not here: it was refused for `reason`, or given back to the queue."""
+        self.timelines.end(self._begin_timeline(origin), reason, 0)
+
+    def note_started(self, name: str) -> None:
+        """Note that the engine gets an open request now."""
+        request = self.open(name)
+        if request is not None:
+            request.timeline.add("started")
 
     def open(self, name: str) -> WorkerRequest | None:
         """The open request of this engine name."""
@@ -162,9 +198,24 @@ class WorkerRequestTable:
         """True if it was not ended."""
         return request.name in self._by_name
 
-    def end(self, request: WorkerRequest, event: WorkerRequestEvent) -> None:
-        """End an open request; it stays here until its queue message is settled."""
+    def hold(self, reason: str) -> None:
+        """Note that the open requests stand still, and for what."""
+        for request in self._by_name.values():
+            request.timeline.hold(reason, request.writer.taken_tokens)
+
+    def resume(self) -> None:
+        """Note that the open requests go on."""
+        for request in self._by_name.values():
+            request.timeline.resume()
+
+    def end(self, request: WorkerRequest, event: WorkerRequestEvent, reason: str) -> None:
+        """End an open request; it stays here until its queue message is settled.
+
+        Args:
+            reason: of the end, as `TimelineBook.end`.
+        """
         del self._by_name[request.name]
+        self.timelines.end(request.timeline, reason, request.writer.taken_tokens)
         request.transition(event)
         if request.message is None:
             self._remove(request.origin)
@@ -184,8 +235,10 @@ class WorkerRequestTable:
             self._by_client.pop(client, None)
 
     def clear(self) -> list[str]:
-        """Remove everything; return the engine names of the open requests."""
+        """Remove everything, as this worker has lost its lease; return the engine names of the open requests."""
         names = self.names
+        for request in self._by_name.values():
+            self.timelines.end(request.timeline, ErrorCode.WORKER_FENCED.value, request.writer.taken_tokens)
         self._by_name.clear()
         self._by_client.clear()
         return names

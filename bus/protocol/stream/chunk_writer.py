@@ -64,6 +64,7 @@ class ChunkWriter:
         segment_bytes: as above; may be set anew before the first step is taken.
         max_mask_bytes: of the ids of one token's sampling mask; may be set before the first step is taken.
         reports_kv: the engine reports KV that it computes anew; may be set before the first step is taken.
+        taken_tokens: that were generated, whether they have left or not.
         unsent_bytes: of what was taken and has not left.
         last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
         is_ended: the request's last step was taken, or it failed; no other may follow.
@@ -93,7 +94,7 @@ class ChunkWriter:
         # What has left.
         self._num_chunks = self._num_tokens = self._num_rows = 0
         # What was taken, whether it has left or not.
-        self._taken_tokens = self._taken_rows = 0
+        self.taken_tokens = self._taken_rows = 0
         self._cached_tokens: int | None = None
         # Of its last step, or of the end that was put to it.
         self._weight_version = 0
@@ -133,7 +134,7 @@ class ChunkWriter:
         self._check(step, num_tokens)
         if rows is not None and num_rows:
             self._check_rows(rows, step.routed_experts_start)
-        self._check_row_rule(step, self._taken_tokens + num_tokens, self._taken_rows + num_rows)
+        self._check_row_rule(step, self.taken_tokens + num_tokens, self._taken_rows + num_rows)
         if step.prompt_logprobs is not None:
             for part in _prompt_parts(step.prompt_logprobs, self.segment_bytes):
                 self._prompt_logprobs.append(part)
@@ -152,7 +153,7 @@ class ChunkWriter:
         if rows is not None and num_rows:
             self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
-        self._taken_tokens += num_tokens
+        self.taken_tokens += num_tokens
         self._taken_rows += num_rows
         self._weight_version, self._lora_version = weight_version, lora_version
         if step.cached_tokens is not None:
@@ -240,7 +241,7 @@ class ChunkWriter:
         is_terminal = (
             self._ending is not None
             and self._num_rows + num_rows == self._taken_rows
-            and self._num_tokens + num_tokens == self._taken_tokens
+            and self._num_tokens + num_tokens == self.taken_tokens
         )
         if self._ending is not None:
             num_bytes += error_bytes(self._ending.error)

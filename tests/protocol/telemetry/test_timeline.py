@@ -1,0 +1,199 @@
+"""The book of a worker's timelines: what it keeps of each request, and how much of all."""
+
+import pytest
+
+from rollbus.bus.protocol.telemetry.timeline import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
+from rollbus.schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
+
+WALL = 1_700_000_000.0
+
+
+class Clock:
+    """Stands still until a test moves it; the wall's clock may jump besides."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.jumped_s = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds since the machine was started."""
+        return self.now
+
+    def wall(self) -> float:
+        """Unix time in seconds."""
+        return WALL + self.now - 100.0 + self.jumped_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock at `WALL`."""
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> TimelineBook:
+    """An empty book on that clock."""
+    return TimelineBook(clock.monotonic, clock.wall)
+
+
+def offered(book: TimelineBook, request_id: str, *, attempt: int = 0, child: int = 0) -> OpenTimeline:
+    """Begin a timeline as of a request that was admitted."""
+    timeline = book.begin("alice", RequestKey(request_id, attempt, child), lane="normal", published_at=WALL - 2)
+    timeline.offer(3, 10, "00-trace")
+    return timeline
+
+
+def names(timeline: RequestTimeline) -> list[str]:
+    """Of its events."""
+    return [event.event for event in timeline.events]
+
+
+def test_a_request_from_the_queue_to_its_end(book: TimelineBook, clock: Clock) -> None:
+    """All that happened to it is told in order, while it runs and afterwards."""
+    timeline = offered(book, "r")
+    clock.now += 1
+    timeline.add("started")
+    clock.now += 1
+    timeline.add("prefilled", tokens=10, cached_tokens=4)
+    timeline.add("first_token")
+    [running], _ = book.find("r")
+    timeline.begin_version(4, 5)
+    book.end(timeline, "stop", 9)
+
+    [ended], left_out = book.find("r")
+
+    assert left_out == 0
+    assert names(running) == names(ended)[:-2]
+    assert ended == RequestTimeline(
+        request_id="r",
+        client="alice",
+        lane="normal",
+        prompt_tokens=10,
+        traceparent="00-trace",
+        events=(
+            TimelineEvent(at=WALL - 2, event="published"),
+            TimelineEvent(at=WALL, event="offered", weight_version=3),
+            TimelineEvent(at=WALL + 1, event="started"),
+            TimelineEvent(at=WALL + 2, event="prefilled", tokens=10, cached_tokens=4),
+            TimelineEvent(at=WALL + 2, event="first_token"),
+            TimelineEvent(at=WALL + 2, event="weights", weight_version=4, tokens=5),
+            TimelineEvent(at=WALL + 2, event="ended", tokens=9, reason="stop"),
+        ),
+    )
+
+
+def test_durations_survive_a_jump_of_the_wall_clock(book: TimelineBook, clock: Clock) -> None:
+    """An hour that the machine's clock goes back is in no duration of a request that runs meanwhile."""
+    timeline = offered(book, "r")
+    clock.now, clock.jumped_s = clock.now + 1, -3600.0
+    timeline.add("started")
+
+    [told], _ = book.find("r")
+
+    assert told.events[-1].at - told.events[-2].at == 1
+
+
+def test_a_request_is_held_and_resumed_once(book: TimelineBook) -> None:
+    """An update under a pause holds nothing again, and the resume counts once."""
+    timeline = offered(book, "r")
+    for act in (timeline.resume, lambda: timeline.hold("pause", 3), lambda: timeline.hold("weights", 3)):
+        act()
+    timeline.resume()
+    timeline.resume()
+
+    [told], _ = book.find("r")
+
+    assert [(event.event, event.tokens, event.reason) for event in told.events[2:]] == [
+        ("held", 3, "pause"),
+        ("resumed", None, None),
+    ]
+
+
+def test_the_middle_of_too_many_events_is_left_out(book: TimelineBook) -> None:
+    """Of a request with more pauses than fit, the first events and the last are told."""
+    timeline = offered(book, "r")
+    for number in range(MAX_TIMELINE_EVENTS):
+        timeline.hold(str(number), number)
+        timeline.resume()
+    book.end(timeline, "stop", 9)
+
+    [told], _ = book.find("r")
+
+    assert len(told.events) == MAX_TIMELINE_EVENTS
+    assert names(told)[:3] == ["published", "offered", "held"]
+    assert names(told)[-2:] == ["resumed", "ended"]
+    assert told.events[-3].reason == str(MAX_TIMELINE_EVENTS - 1)
+
+
+def test_the_last_thousand_ended_are_kept(book: TimelineBook) -> None:
+    """The 1,001st end removes the first; requests in flight stay, however old they are."""
+    running = offered(book, "running")
+    for number in range(MAX_ENDED + 1):
+        book.end(offered(book, f"r{number}"), "stop", 1)
+
+    assert book.find("r0") == ([], 0)
+    assert len(book.find("r1")[0]) == len(book.find(f"r{MAX_ENDED}")[0]) == 1
+    assert book.find("running")[0] == [running.export()]
+
+
+def test_a_request_that_is_refused_again_and_again_is_one_timeline(book: TimelineBook) -> None:
+    """A thousand requests that go round the queue push out neither what was served nor each other."""
+    book.end(offered(book, "served"), "stop", 1)
+    for _ in range(3):
+        for number in range(MAX_ENDED):
+            book.end(book.begin("alice", RequestKey(f"r{number}"), lane="normal"), RETURNED, 0)
+
+    assert len(book.find("served")[0]) == 1
+    [told], _ = book.find("r0")
+    assert names(told) == ["ended"]
+
+    book.end(book.begin("alice", RequestKey("one more")), "queue_full", 0)
+
+    assert book.find("r0") == ([], 0)
+
+
+def test_attempts_samples_and_clients_are_told_apart(book: TimelineBook) -> None:
+    """What came under one id stands in the order in which it came, also of another client."""
+    for attempt, child in ((0, 1), (0, 0), (1, 1)):
+        offered(book, "r", attempt=attempt, child=child)
+    book.begin("bob", RequestKey("r"))
+
+    found, _ = book.find("r")
+
+    assert [(one.client, one.attempt, one.child) for one in found] == [
+        ("alice", 0, 1), ("alice", 0, 0), ("alice", 1, 1), ("bob", 0, 0),
+    ]  # fmt: skip
+
+
+def test_more_timelines_than_an_answer_holds_are_cut(book: TimelineBook) -> None:
+    """The latest are told, and how many were left out."""
+    for child in range(MAX_TIMELINES + 2):
+        book.end(offered(book, "r", child=child), "stop", 1)
+
+    found, left_out = book.find("r")
+
+    assert (len(found), left_out) == (MAX_TIMELINES, 2)
+    assert found[-1].child == MAX_TIMELINES + 1
+
+
+def test_who_listens_hears_of_each_end_once(book: TimelineBook) -> None:
+    """Also of what was refused; a second end of the same request is none."""
+    heard: list[tuple[str, str | None]] = []
+    book.on_ended = lambda timeline: heard.append((timeline.request_id, timeline.events[-1].reason))
+    timeline = offered(book, "r")
+    book.end(timeline, "stop", 1)
+    book.end(timeline, "abort", 1)
+    book.end(book.begin("alice", RequestKey("refused")), "queue_full", 0)
+
+    assert heard == [("r", "stop"), ("refused", "queue_full")]
+
+
+@pytest.mark.parametrize("name", ["", "r", "x" * 128, "../..", "<script>", "r'; --", "*", "\u202e"])
+def test_an_id_is_only_compared(book: TimelineBook, name: str) -> None:
+    """An id finds itself alone, whatever it holds."""
+    offered(book, name)
+    offered(book, "other")
+
+    assert [timeline.request_id for timeline in book.find(name)[0]] == [name]
