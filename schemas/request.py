@@ -1,7 +1,7 @@
 """A request to generate tokens, as a caller states it and as it crosses the wire."""
 
-import re
 import uuid
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -14,7 +14,6 @@ from .checks import (
     check_bool,
     check_float,
     check_int,
-    check_matches,
     check_name,
     check_request_id,
     check_token_ids,
@@ -23,6 +22,7 @@ from .checks import (
 from .continuation import Inexact, StoppedAnswer, rest_of_answer
 from .errors import InvalidRequest
 from .sampling import SamplingParams
+from .trace_context import check_traceparent, check_tracestate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +37,6 @@ __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
 
 Lane = Literal["resume", "high", "normal", "low"]
 """Lanes of the queue, in the order in which workers pull from them; `resume` is kept for later attempts."""
-
-TRACEPARENT_PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""W3C Trace Context, section 3.2: ids that are all zeros, and version ff, are none."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
@@ -81,6 +78,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     bytes."""
     group_id: str | None = None
     """A hint: requests of one group share a prompt, and are best served by the worker that has computed it."""
+    tracestate: str | None = None
+    """What tracing systems add to `traceparent`; it goes to the engine with that, and without that nowhere."""
 
     def __post_init__(self) -> None:
         """Check every field and bring it to its canonical type."""
@@ -92,6 +91,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def prompt_len(self) -> int:
         """Lp, the number of prompt tokens."""
         return len(self.prompt_token_ids)
+
+    def in_trace(self, traceparent: str, tracestate: str | None) -> "GenerateRequest":
+        """Return this request as part of a trace. The values must be valid; nothing is checked again."""
+        traced = copy(self)
+        force_setattr(traced, "traceparent", traceparent)
+        force_setattr(traced, "tracestate", tracestate)
+        return traced
 
     def continuing(self, generation: StoppedAnswer, *, inexact: Inexact = "refuse") -> "GenerateRequest":
         """Return a new request for the rest of `generation`, which is of this request and has not ended by itself.
@@ -145,9 +151,9 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         if value is not None:
             checked[name] = check_int(name, value, 0, limits.MAX_WEIGHT_VERSION)
     if request.traceparent is not None:
-        checked["traceparent"] = check_matches(
-            "traceparent", request.traceparent, TRACEPARENT_PATTERN, "a W3C traceparent, 55 lower-case characters"
-        )
+        checked["traceparent"] = check_traceparent("traceparent", request.traceparent)
+    if request.tracestate is not None:
+        checked["tracestate"] = check_tracestate("tracestate", request.tracestate)
     return checked
 
 

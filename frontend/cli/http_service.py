@@ -93,6 +93,11 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="token ids and log probabilities in every answer, also if the request does not ask for them",
     )
+    parser.add_argument(
+        "--trust-traceparent",
+        action="store_true",
+        help="a client's traceparent decides whether its request is sampled; otherwise its flags are cleared",
+    )
 
 
 def request_timeout(text: str) -> float:
@@ -110,6 +115,7 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         allowed_hosts=frozenset({host, *args.allowed_host}),
         timeout_s=args.request_timeout,
         returns_tokens=args.return_tokens,
+        trusts_traceparent=args.trust_traceparent,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )

@@ -151,7 +151,11 @@ def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
         digest = blake2b(f"{start} {text}".encode(), digest_size=16)
     # Neither when nor for whom it runs changes a result; whoever raises the time limit may still resume.
     digest.update(
-        encode(replace(checked, timeout_s=None, priority=0, session_id=None, group_id=None, traceparent=None))
+        encode(
+            replace(
+                checked, timeout_s=None, priority=0, session_id=None, group_id=None, traceparent=None, tracestate=None
+            )
+        )
     )
     return PromptLine(index, checked.request_id, digest.hexdigest(), text, fields)
 

@@ -18,7 +18,7 @@ from ...schemas.presence import Capabilities, WorkerPresence
 from .edge import REQUEST_ID_HEADER, given_request_id
 from .errors import HttpError, http_error, invalid
 from .service import Service
-from .trace import traceparent_of
+from .trace import given_trace
 
 __all__ = ["RequestTarget", "build_request", "check_length", "find_target", "id_headers", "named_errors"]
 
@@ -108,8 +108,8 @@ def build_request(
 ) -> bus.GenerateRequest:
     """Make the request for tokens, checked against the model: nothing has been published yet.
 
-    The headers' part is done here: `X-Request-Id`, `X-Session-ID`, `X-Group-ID` and `traceparent`; so is the
-    deadline. On the bus, the names of sessions and groups are those of this user.
+    The headers' part is done here: `X-Request-Id`, `X-Session-ID`, `X-Group-ID`, `traceparent` and
+    `tracestate`; so is the deadline. On the bus, the names of sessions and groups are those of this user.
 
     Args:
         sampling: fields of `rollbus.SamplingParams`; `max_tokens` None: the rest of the model's context.
@@ -120,12 +120,14 @@ def build_request(
         HttpError: 400, naming the route's field.
     """
     headers = request.headers
+    trace = given_trace(headers, is_trusted=service.settings.trusts_traceparent)
     common: dict[str, Any] = {
         "model": target.worker.model,
         "lora": target.lora,
         "session_id": headers.get(SESSION_ID_HEADER),
         "group_id": headers.get(GROUP_ID_HEADER),
-        "traceparent": traceparent_of(headers),
+        "traceparent": None if trace is None else trace.traceparent,
+        "tracestate": None if trace is None else trace.tracestate,
     }
     timeout_s = fields.get("timeout_s")
     if timeout_s is None:

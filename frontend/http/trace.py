@@ -1,22 +1,35 @@
-"""The trace that a client's HTTP request belongs to: W3C Trace Context, section 3.2."""
+"""The trace that a client's HTTP request belongs to: W3C Trace Context, section 3."""
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.datastructures import Headers
 
-from ...schemas.request import TRACEPARENT_PATTERN
+from ...schemas.trace_context import TRACEPARENT_PATTERN, kept_tracestate
 
-__all__ = ["traceparent_of"]
+__all__ = ["GivenTrace", "given_trace"]
 
-_ANY_VERSION: Final = re.compile(r"(?P<version>[0-9a-f]{2})(?P<known>(?:-[0-9a-f]+){3})(?P<more>-.*)?")
+_ANY_VERSION: Final = re.compile(
+    r"(?P<version>[0-9a-f]{2})(?P<ids>-[0-9a-f]+-[0-9a-f]+)-(?P<flags>[0-9a-f]+)(?P<more>-.*)?"
+)
 """Later versions append fields to those that are known."""
 
 
-def traceparent_of(headers: Headers) -> str | None:
-    """The trace context in `headers`, as version 00; None without one, with several, and where it is malformed.
+class GivenTrace(NamedTuple):
+    """What a client says of its trace, fit to be handed on."""
+
+    traceparent: str
+    """Of version 00."""
+    tracestate: str | None
+
+
+def given_trace(headers: Headers, *, is_trusted: bool) -> GivenTrace | None:
+    """The trace context in `headers`; None without one, with several, and where it is malformed.
 
     Refusing a request because of its trace is not what the standard wants: the trace begins anew.
+
+    Args:
+        is_trusted: the client may have its request sampled. Otherwise its flags count for nothing.
     """
     given = headers.getlist("traceparent")
     if len(given) != 1:
@@ -24,5 +37,8 @@ def traceparent_of(headers: Headers) -> str | None:
     found = _ANY_VERSION.fullmatch(given[0].strip(" \t"))
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"] is not None):
         return None
-    known = f"00{found['known']}"
-    return known if TRACEPARENT_PATTERN.fullmatch(known) else None
+    known = f"00{found['ids']}-{found['flags']}"
+    if TRACEPARENT_PATTERN.fullmatch(known) is None:
+        return None
+    state = ",".join(headers.getlist("tracestate"))
+    return GivenTrace(known if is_trusted else f"00{found['ids']}-00", kept_tracestate(state))

@@ -271,6 +271,7 @@ def test_priority_trace_and_session_are_accepted(moe: RunningEngine) -> None:
         priority=-3,
         session_id="turn",
         traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        tracestate="vendor=1",
     )
 
     assert moe.generate(request)[0].token_ids == moe.generate(replace(request, traceparent=None))[0].token_ids

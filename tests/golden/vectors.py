@@ -368,6 +368,17 @@ VECTORS: dict[str, Message] = {
             kv_connector="ExampleConnector",
         ),
     ),
+    "request_trace": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        request=msgspec.Raw(
+            encode(
+                GenerateRequest(
+                    prompt_token_ids=[1], request_id="r", traceparent=FULL_REQUEST.traceparent, tracestate="a=1,t@v=b c"
+                )
+            )
+        ),
+    ),
     **MASK_VECTORS,
     **CONTROL_VECTORS,
     **PRESENCE_VECTORS,

@@ -9,7 +9,8 @@ from starlette.datastructures import Headers
 
 import rollbus
 from rollbus.bus.nats.connection import subscribe
-from rollbus.frontend.http.trace import traceparent_of
+from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.trace import given_trace
 from rollbus.schemas.messages import KvTransfer, decode_frame
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from rollbus.workers.worker import Worker
@@ -45,14 +46,53 @@ IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 )
 def test_a_trace_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
     """As W3C Trace Context says: malformed, forbidden and repeated values count as none."""
-    headers = Headers(raw=[(b"traceparent", value.encode()) for value in given])
+    trace = given_trace(_headers("traceparent", given), is_trusted=True)
 
-    assert traceparent_of(headers) == expected
+    assert (trace and trace.traceparent) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["a=1"], "a=1"),
+        ([" a=1 ,\tb@c=2 3 ", "", "d/e=~"], "a=1,b@c=2 3,d/e=~"),
+        ([","], None),
+        (["a=1,B=2"], None),
+        (["a=1", "a=2"], None),
+        (["a=é"], None),
+        ([",".join(f"k{i}=1" for i in range(32))], ",".join(f"k{i}=1" for i in range(32))),
+        ([",".join(f"k{i}=1" for i in range(33))], None),
+        # Longer than everybody hands on: whole members go, the last ones first.
+        ([f"a={'1' * 250},b={'2' * 250},c=3456,d=7"], f"a={'1' * 250},b={'2' * 250},c=3456"),
+        ([f"a={'1' * 257}"], None),
+    ],
+)
+def test_a_state_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
+    """Malformed, repeated and too many members count as none; the trace itself stays."""
+    headers = Headers(raw=[(b"traceparent", f"00-{IDS}-01".encode()), *_headers("tracestate", given).raw])
+
+    trace = given_trace(headers, is_trusted=True)
+
+    assert trace == (f"00-{IDS}-01", expected)
+    assert given_trace(_headers("tracestate", given), is_trusted=True) is None
+
+
+@pytest.mark.parametrize("flags", ["00", "01", "03", "ff"])
+def test_a_stranger_does_not_choose_what_is_sampled(flags: str) -> None:
+    """The ids are handed on; the flags only if the sender is trusted."""
+    headers = _headers("traceparent", [f"00-{IDS}-{flags}"])
+
+    assert given_trace(headers, is_trusted=False) == (f"00-{IDS}-00", None)
+    assert given_trace(headers, is_trusted=True) == (f"00-{IDS}-{flags}", None)
+
+
+def _headers(name: str, given: list[str]) -> Headers:
+    return Headers(raw=[(name.encode(), value.encode("latin-1")) for value in given])
 
 
 async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> None:
     """From the header to both engines of a request that is resumed, and back in the first chunk of each attempt."""
-    seen: list[str | None] = []
+    seen: list[tuple[str | None, str | None]] = []
     back: list[tuple[int, str | None]] = []
 
     async def read(message: Msg) -> None:
@@ -61,14 +101,17 @@ async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> 
     async with (
         opened(nats_url) as nats,
         spied_worker(nats_url, fleet, "a", seen) as first,
-        http_before(nats_url, fleet) as http,
+        http_before(nats_url, fleet, Settings(trusts_traceparent=True)) as http,
     ):
         await http.own.fleet.wait_for_workers()
         await subscribe(nats, f"rb.v1.{fleet}.frame.*.*", read)
         await nats.flush()
         body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
         async with http.client.stream(
-            "POST", "/inference/v1/generate", json=body, headers={"traceparent": f"cc-{IDS}-01-more"}
+            "POST",
+            "/inference/v1/generate",
+            json=body,
+            headers={"traceparent": f"cc-{IDS}-01-more", "tracestate": "a=1, b=2"},
         ) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -79,7 +122,7 @@ async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> 
 
     trace = f"00-{IDS}-01"
     assert done == "data: [DONE]"
-    assert seen == [trace, trace]
+    assert seen == [(trace, "a=1,b=2")] * 2
     for attempt in (0, 1):
         of_attempt = [found for at, found in back if at == attempt]
         assert len(of_attempt) > 1
@@ -87,14 +130,16 @@ async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> 
 
 
 @contextlib.asynccontextmanager
-async def spied_worker(nats_url: str, fleet: str, worker_id: str, seen: list[str | None]) -> AsyncIterator[Worker]:
+async def spied_worker(
+    nats_url: str, fleet: str, worker_id: str, seen: list[tuple[str | None, str | None]]
+) -> AsyncIterator[Worker]:
     """A worker whose engine notes the traces of its requests."""
     config = SyntheticConfig(step_s=0.05)
     async with synthetic_worker(nats_url, fleet, config=config, worker_id=worker_id) as (worker, engine):
         add = engine.add
 
         async def spy(key: str, request: rollbus.GenerateRequest, kv: KvTransfer | None = None) -> None:
-            seen.append(request.traceparent)
+            seen.append((request.traceparent, request.tracestate))
             await add(key, request, kv)
 
         engine.add = spy  # type: ignore[method-assign]

@@ -204,6 +204,7 @@ SAMPLING = [
 ]
 ID = f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
 TRACE = "a W3C traceparent, 55 lower-case characters"
+STATE = "a W3C tracestate: up to 32 different members key=value with commas between them, 512 characters together"
 REQUEST = [
     *token_lists("prompt_token_ids", 1, limits.MAX_PROMPT_TOKENS),
     *(
@@ -245,6 +246,14 @@ REQUEST = [
         )
     ),
     Bad("traceparent", 5, "traceparent", "is 5", TRACE),
+    Bad("tracestate", "", "tracestate", "is ''", STATE),
+    Bad("tracestate", 5, "tracestate", "is 5", STATE),
+    Bad("tracestate", "a=\n", "tracestate", r"is 'a=\n'", STATE),
+    Bad("tracestate", "a=" + "b" * 511, "tracestate", "has 513 characters", STATE),
+    *(
+        Bad("tracestate", text, "tracestate", "is malformed", STATE)
+        for text in (",", "a", "A=1", "a=1,a=2", "a=1=2", "=1", "a=", ",".join(f"k{i}=1" for i in range(33)))
+    ),
     Bad("sampling", {"n": 0}, "sampling.n", "is 0", f"an integer from 1 to {limits.MAX_N}"),
     Bad("sampling", None, "sampling", "is None", "SamplingParams, or a map of them"),
     Bad("sampling", [1], "sampling", "is a list of length 1", "SamplingParams, or a map of them"),

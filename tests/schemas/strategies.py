@@ -121,6 +121,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         max_weight_lag=draw(maybe(VERSION)),
         traceparent=draw(maybe(st.just("00-" + "0a" * 16 + "-" + "1b" * 8 + "-01"))),
         group_id=draw(maybe(names)),
+        tracestate=draw(maybe(st.just("vendor=1,t@v=a b"))),
     )
 
 

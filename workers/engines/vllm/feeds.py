@@ -120,8 +120,16 @@ class RequestMaker:
         return {
             "lora_request": None if adapter is None else adapter.lora_request,
             "priority": request.priority if self._honours_priority else 0,
-            "trace_headers": None if request.traceparent is None else {"traceparent": request.traceparent},
+            "trace_headers": _trace_headers(request),
         }
+
+
+def _trace_headers(request: GenerateRequest) -> dict[str, str] | None:
+    """The trace context of a request, as vLLM takes it; None: the request has none."""
+    if request.traceparent is None:
+        return None
+    state = {} if request.tracestate is None else {"tracestate": request.tracestate}
+    return {"traceparent": request.traceparent, **state}
 
 
 class CoreFeed:

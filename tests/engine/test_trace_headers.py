@@ -1,0 +1,32 @@
+"""What vLLM is told of a request's trace."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollbus.schemas.request import GenerateRequest
+from rollbus.workers.engines.vllm.feeds import RequestMaker
+from rollbus.workers.engines.vllm.loaded import LoadSerials
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"traceparent": TRACE}, {"traceparent": TRACE}),
+        ({"traceparent": TRACE, "tracestate": "a=1,b=2"}, {"traceparent": TRACE, "tracestate": "a=1,b=2"}),
+        # A state belongs to a trace.
+        ({"tracestate": "a=1"}, None),
+    ],
+)
+def test_the_headers_of_a_trace_go_to_the_engine(given: dict[str, str], expected: dict[str, str] | None) -> None:
+    """Both of them, as W3C names them; none without a trace."""
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+    maker = RequestMaker(cast("Any", SimpleNamespace(vllm_config=scheduler)), LoadSerials(), ["generate"])
+
+    options = maker.options(GenerateRequest(prompt_token_ids=[1], **cast("Any", given)))
+
+    assert options["trace_headers"] == expected
