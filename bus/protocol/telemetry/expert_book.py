@@ -1,0 +1,226 @@
+"""How often a worker's router chose each expert: by intervals of 5 s, and by version of the weights. Pure.
+
+Rows are counted some hundreds at a time, as one step has few: what waits is bounded, and is counted before anything is
+said of it. Time is passed in and never goes back.
+"""
+
+from collections import OrderedDict, deque
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....schemas.limits import MAX_EXPERT_CELLS, MAX_EXPERT_VERSIONS
+from ....schemas.presence import RoutedExpertsInfo
+from ....schemas.rows import DTYPES, Rows
+from ....schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
+from .expert_window import encode_counts
+
+__all__ = ["INTERVAL_S", "KEPT_INTERVALS", "ExpertBook", "Plane", "is_countable"]
+
+INTERVAL_S: Final = 5.0
+KEPT_INTERVALS: Final = 24
+"""Two minutes: a reader that asks for the last one may be late."""
+MAX_PENDING_ROWS: Final = 512
+"""Rows that wait to be counted: counting so many takes a third of a millisecond, and no longer for each row than more
+would."""
+
+Plane = Literal["prompt", "generated"]
+Window = Literal["recent", "versions"]
+
+
+class _Counted:
+    """The positions of one plane, under one version of the weights."""
+
+    __slots__ = ("computed", "counts", "seen")
+
+    def __init__(self, cells: int) -> None:
+        self.counts: npt.NDArray[np.int64] = np.zeros(cells, np.int64)
+        self.computed = 0
+        self.seen = 0
+
+    def add(self, other: "_Counted") -> None:
+        self.counts += other.counts
+        self.computed += other.computed
+        self.seen += other.seen
+
+    @property
+    def tally(self) -> TokenTally:
+        return TokenTally(computed=self.computed, seen=self.seen)
+
+
+class _Planes(NamedTuple):
+    prompt: _Counted
+    generated: _Counted
+
+
+_ByVersion = OrderedDict[int, _Planes]
+"""By version of the weights; that which was used last is at the end."""
+
+
+def is_countable(routing: RoutedExpertsInfo) -> bool:
+    """The model has no more experts than a reader takes."""
+    return routing.num_layers * routing.num_experts <= MAX_EXPERT_CELLS
+
+
+class ExpertBook:
+    """The counts of one incarnation of a worker.
+
+    Memory: the planes of `KEPT_INTERVALS` intervals and of `MAX_EXPERT_VERSIONS` versions. For 61 layers of 384
+    experts a plane takes 187 KB.
+
+    Args:
+        routing: of the engine's model, which `is_countable`.
+        now: when the first interval begins, in seconds.
+    """
+
+    def __init__(self, routing: RoutedExpertsInfo, now: float) -> None:
+        self._routing = routing
+        self._cells = routing.num_layers * routing.num_experts
+        # Where the counters of each choice's layer begin; narrow, since adding and reading them is most of the work.
+        firsts = np.repeat(np.arange(routing.num_layers) * routing.num_experts, routing.top_k)
+        self._firsts = firsts.astype(np.min_scalar_type(self._cells - 1))
+        self._began_at = now
+        self._first_token_at: float | None = None
+        # Intervals that have ended; and those of them that have tokens.
+        self._number = 0
+        self._intervals: deque[tuple[int, _ByVersion]] = deque()
+        self._totals: _ByVersion = OrderedDict()
+        self._open: _ByVersion = OrderedDict()
+        self._version = 0
+        self._pending: dict[Plane, list[Rows]] = {"prompt": [], "generated": []}
+        self._num_pending = 0
+        # By first interval and window, for the present number.
+        self._answers: dict[tuple[int, Window], ExpertLoad] = {}
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<ExpertBook number={self._number} kept={len(self._intervals)} versions={list(self._totals)}>"
+
+    def add_computed(self, plane: Plane, count: int, weight_version: int, now: float) -> None:
+        """Add positions that the engine computed, whether or not their rows come."""
+        getattr(self._planes(weight_version, now), plane).computed += count
+
+    def add_rows(self, plane: Plane, rows: Rows, weight_version: int, now: float) -> None:
+        """Add the rows of computed positions, which must not change any more; those of another shape are passed over.
+
+        A row with an expert that the model does not have is not counted.
+        """
+        routing = self._routing
+        if rows.shape[1:] != (routing.num_layers, routing.top_k) or rows.dtype != DTYPES[routing.dtype]:
+            return
+        self._planes(weight_version, now)
+        for first in range(0, len(rows), MAX_PENDING_ROWS):
+            part = rows[first : first + MAX_PENDING_ROWS]
+            self._pending[plane].append(part)
+            self._num_pending += len(part)
+            if self._num_pending >= MAX_PENDING_ROWS:
+                self._count_pending()
+
+    def _planes(self, weight_version: int, now: float) -> _Planes:
+        """What belongs to this version in the present interval."""
+        self._end_intervals(now)
+        if weight_version != self._version:
+            self._count_pending()
+            self._version = weight_version
+        if self._first_token_at is None:
+            self._first_token_at = now
+        return self._planes_in(self._open, weight_version)
+
+    def _planes_in(self, versions: _ByVersion, weight_version: int) -> _Planes:
+        planes = versions.get(weight_version)
+        if planes is None:
+            planes = versions[weight_version] = _Planes(_Counted(self._cells), _Counted(self._cells))
+            if len(versions) > MAX_EXPERT_VERSIONS:
+                versions.popitem(last=False)
+        elif next(reversed(versions)) != weight_version:
+            versions.move_to_end(weight_version)
+        return planes
+
+    def _count_pending(self) -> None:
+        """Count the rows that wait, which are of `_version` and of the open interval."""
+        if not self._num_pending:
+            return
+        planes = self._planes_in(self._open, self._version)
+        for plane, parts in self._pending.items():
+            if parts:
+                self._count(getattr(planes, plane), parts[0] if len(parts) == 1 else np.concatenate(parts))
+                parts.clear()
+        self._num_pending = 0
+
+    def _count(self, counted: _Counted, rows: Rows) -> None:
+        num_experts = self._routing.num_experts
+        if num_experts <= np.iinfo(rows.dtype).max and len(rows) and int(rows.max()) >= num_experts:
+            rows = rows[(rows < num_experts).all(axis=(1, 2))]
+        cells = np.add(rows.reshape(len(rows), -1), self._firsts, dtype=self._firsts.dtype)
+        counted.counts += np.bincount(cells.ravel(), minlength=self._cells)
+        counted.seen += len(rows)
+
+    def _end_intervals(self, now: float) -> None:
+        number = int((now - self._began_at) / INTERVAL_S)
+        if number <= self._number:
+            return
+        self._count_pending()
+        if self._open:
+            for version, planes in self._open.items():
+                total = self._planes_in(self._totals, version)
+                total.prompt.add(planes.prompt)
+                total.generated.add(planes.generated)
+            self._intervals.append((self._number + 1, self._open))
+            self._open = OrderedDict()
+        self._number = number
+        while self._intervals and self._intervals[0][0] <= number - KEPT_INTERVALS:
+            self._intervals.popleft()
+        self._answers.clear()
+
+    def load(self, since: int, window: Window, now: float) -> ExpertLoad:
+        """Return what was counted until the last interval ended; an answer is made once for each interval.
+
+        Args:
+            since: of window `recent`: the number of the last interval that the asker has.
+        """
+        self._end_intervals(now)
+        # A number of an earlier incarnation says nothing of this one.
+        first = 1 if since > self._number else since + 1
+        first = 1 if window == "versions" else max(first, self._number - KEPT_INTERVALS + 1)
+        answer = self._answers.get((first, window))
+        if answer is None:
+            answer = self._answers[first, window] = self._answer(first, window)
+        return answer
+
+    def _answer(self, first: int, window: Window) -> ExpertLoad:
+        routing, seconds = self._routing, (self._number - first + 1) * INTERVAL_S
+        versions = self._totals
+        if window == "recent":
+            versions = self._sum(first)
+        elif self._first_token_at is not None:
+            seconds = max(self._began_at + self._number * INTERVAL_S - self._first_token_at, 0.0)
+        return ExpertLoad(
+            number=self._number,
+            first=first,
+            seconds=seconds,
+            num_layers=routing.num_layers,
+            num_experts=routing.num_experts,
+            top_k=routing.top_k,
+            counts=tuple(
+                ExpertCounts(
+                    weight_version=version,
+                    prompt=encode_counts(planes.prompt.counts),
+                    generated=encode_counts(planes.generated.counts),
+                    prompt_tokens=planes.prompt.tally,
+                    generated_tokens=planes.generated.tally,
+                )
+                for version, planes in reversed(versions.items())
+            ),
+        )
+
+    def _sum(self, first: int) -> _ByVersion:
+        """Intervals from `first` on, added up."""
+        versions: _ByVersion = OrderedDict()
+        for number, interval in self._intervals:
+            if number >= first:
+                for version, planes in interval.items():
+                    total = self._planes_in(versions, version)
+                    total.prompt.add(planes.prompt)
+                    total.generated.add(planes.generated)
+        return versions

@@ -1,0 +1,293 @@
+"""What workers answered about their experts: checked, added up over workers and time, and how uneven it is. Pure.
+
+Counts are choices: a position makes `top_k` of them in each layer. Nothing from the wire is trusted: counts are
+decompressed up to the size that their shape says and no further.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....schemas.errors import RemoteProtocolError
+from ....schemas.limits import MAX_EXPERT_CELLS, MAX_EXPERT_VERSIONS
+from ....schemas.telemetry import COUNT_DTYPE, ExpertCounts, ExpertLoad, TokenTally
+
+__all__ = [
+    "Counts",
+    "ExpertWindow",
+    "Imbalance",
+    "ImbalanceSummary",
+    "PlaneLoad",
+    "Shape",
+    "VersionLoad",
+    "add_windows",
+    "decode_counts",
+    "encode_counts",
+    "imbalance",
+    "merge_loads",
+]
+
+Counts = npt.NDArray[np.int64]
+"""i8[num_layers, num_experts]"""
+MAX_CELL: Final = 2**53
+"""Of one count on the wire: the largest that JSON's readers keep exactly, and the sum of a thousand of them fits."""
+LEVEL: Final = 1
+"""Of zlib: higher ones take a worker three times as long for a tenth less."""
+
+
+class Shape(NamedTuple):
+    """Of a model's routing."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def cells(self) -> int:
+        """Counters of one plane."""
+        return self.num_layers * self.num_experts
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers x {self.num_experts} experts, top {self.top_k}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaneLoad:
+    """Choices of prompt positions, or of generated tokens."""
+
+    counts: Counts
+    computed: int = 0
+    """Positions that engines computed."""
+    seen: int = 0
+    """Of these, the positions that are in `counts`."""
+
+    @property
+    def share_seen(self) -> float | None:
+        """Which part of the computed positions is in `counts`; None: none was computed."""
+        return min(self.seen / self.computed, 1.0) if self.computed else None
+
+    def __add__(self, other: "PlaneLoad") -> "PlaneLoad":
+        return PlaneLoad(self.counts + other.counts, self.computed + other.computed, self.seen + other.seen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VersionLoad:
+    """Of one version of the weights."""
+
+    weight_version: int
+    prompt: PlaneLoad
+    generated: PlaneLoad
+
+    def __add__(self, other: "VersionLoad") -> "VersionLoad":
+        return VersionLoad(self.weight_version, self.prompt + other.prompt, self.generated + other.generated)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWindow:
+    """The load of experts of some workers of one model over some time."""
+
+    shape: Shape
+    seconds: float
+    """How long the longest of the answers was."""
+    versions: tuple[VersionLoad, ...]
+    """The highest version first; none without tokens."""
+    workers: tuple[str, ...]
+    """Whose counts these are, sorted."""
+
+    @cached_property
+    def prompt(self) -> PlaneLoad:
+        """Of all versions."""
+        return sum((version.prompt for version in self.versions), empty_plane(self.shape))
+
+    @cached_property
+    def generated(self) -> PlaneLoad:
+        """Of all versions."""
+        return sum((version.generated for version in self.versions), empty_plane(self.shape))
+
+
+class ImbalanceSummary(NamedTuple):
+    """All layers that route in one line; of none, as if all were even."""
+
+    max_over_mean: float
+    """Mean of the layers."""
+    worst: float
+    """The largest `max_over_mean` of a layer."""
+    entropy: float
+    """Mean of the layers."""
+    unused: int
+    """Experts without a choice, of all layers."""
+
+
+class Imbalance(NamedTuple):
+    """How uneven each layer is; a layer that does not route, or has no choice yet, has the values of an even one."""
+
+    max_over_mean: npt.NDArray[np.float64]
+    """f8[num_layers]: the choices of the busiest expert next to an even share; 1: even."""
+    entropy: npt.NDArray[np.float64]
+    """f8[num_layers]: of the shares, divided by that of even shares; 1: even, 0: one expert has all."""
+    unused: npt.NDArray[np.int32]
+    """i4[num_layers]: experts without a choice."""
+    routes: npt.NDArray[np.bool_]
+    """?[num_layers]: the layer has choices, and is no dense one: of those, engines say expert 0 for every choice."""
+
+    def summary(self) -> ImbalanceSummary:
+        """All layers that route in one line."""
+        if not self.routes.any():
+            return ImbalanceSummary(1.0, 1.0, 1.0, 0)
+        ratios = self.max_over_mean[self.routes]
+        entropy, unused = self.entropy[self.routes], self.unused[self.routes]
+        return ImbalanceSummary(float(ratios.mean()), float(ratios.max()), float(entropy.mean()), int(unused.sum()))
+
+
+def empty_plane(shape: Shape) -> PlaneLoad:
+    """Nothing was counted."""
+    return PlaneLoad(np.zeros((shape.num_layers, shape.num_experts), np.int64))
+
+
+def encode_counts(counts: npt.NDArray[Any]) -> bytes:
+    """Counts as `ExpertCounts` has them: empty if there is none."""
+    return zlib.compress(counts.astype(COUNT_DTYPE).tobytes(), LEVEL) if counts.any() else b""
+
+
+def decode_counts(data: bytes, num_layers: int, num_experts: int, *, name: str = "counts") -> Counts:
+    """Read what `encode_counts` made; takes the memory that the shape says, and no more.
+
+    Args:
+        name: of the field, for errors.
+
+    Raises:
+        RemoteProtocolError: it has another size, is no zlib, or has a count above 2**53.
+    """
+    cells = num_layers * num_experts
+    if cells > MAX_EXPERT_CELLS:
+        raise RemoteProtocolError(
+            f"{name} has {num_layers} x {num_experts} = {cells} cells; allowed: up to {MAX_EXPERT_CELLS}"
+        )
+    if not data:
+        return np.zeros((num_layers, num_experts), np.int64)
+    size = cells * np.dtype(COUNT_DTYPE).itemsize
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(data, size + 1)
+    except zlib.error as exc:
+        raise RemoteProtocolError(f"{name} is no zlib: {exc}") from exc
+    if len(raw) != size or not inflater.eof or inflater.unused_data:
+        found = f"more than {size}" if len(raw) > size else f"{len(raw)}"
+        raise RemoteProtocolError(
+            f"{name} has {found} bytes; allowed: {size}, one zlib stream of {COUNT_DTYPE}[{num_layers}, {num_experts}]"
+        )
+    counts = np.frombuffer(raw, COUNT_DTYPE).reshape(num_layers, num_experts)
+    if int(counts.max()) > MAX_CELL:
+        raise RemoteProtocolError(f"{name} has the count {int(counts.max())}; allowed: up to 2**53")
+    return counts.astype(np.int64)
+
+
+def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, dict[str, str]]:
+    """Add up what these workers of one model answered, of the 8 highest versions of the weights.
+
+    Returns:
+        The sum; None without a worker. And why workers are left out of it: their answer is unusable, or their routing
+        has another shape than that of most.
+    """
+    left_out: dict[str, str] = {}
+    shapes = {worker: Shape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
+    ranked = Counter(shape for shape in shapes.values() if shape.cells <= MAX_EXPERT_CELLS).most_common(1)
+    shape = ranked[0][0] if ranked else None
+    equal = sorted(worker for worker in loads if shapes[worker] == shape)
+    for worker in loads.keys() - set(equal):
+        left_out[worker] = f"its routing has the shape {shapes[worker]}; allowed: {shape or 'fewer cells'}"
+    newest = _newest(counts.weight_version for worker in equal for counts in loads[worker].counts)
+    merged: dict[int, VersionLoad] = {}
+    usable: list[str] = []
+    for worker in equal:
+        try:
+            decoded = [
+                _decode(counts, shapes[worker]) for counts in loads[worker].counts if counts.weight_version in newest
+            ]
+        except RemoteProtocolError as exc:
+            left_out[worker] = str(exc)
+            continue
+        _add(merged, decoded)
+        usable.append(worker)
+    if shape is None or not usable:
+        return None, left_out
+    seconds = max(loads[worker].seconds for worker in usable)
+    return ExpertWindow(shape, seconds, _sorted(merged), tuple(usable)), left_out
+
+
+def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
+    """Windows that follow each other, as one; None without a window.
+
+    Those of another shape than the last are left out: the model was replaced by another one.
+    """
+    found = list(windows)
+    if not found:
+        return None
+    last = found[-1]
+    alike = [window for window in found if window.shape == last.shape]
+    newest = _newest(version.weight_version for window in alike for version in window.versions)
+    merged: dict[int, VersionLoad] = {}
+    for window in alike:
+        _add(merged, (version for version in window.versions if version.weight_version in newest))
+    return ExpertWindow(
+        shape=last.shape,
+        seconds=sum(window.seconds for window in alike),
+        versions=_sorted(merged),
+        workers=tuple(sorted({worker for window in alike for worker in window.workers})),
+    )
+
+
+def imbalance(counts: Counts, top_k: int) -> Imbalance:
+    """Say how uneven each layer is.
+
+    Args:
+        top_k: choices of a position in each layer. Those are distinct, so that with more than one no layer that routes
+            has one expert alone: one whose choices are all expert 0 is dense.
+    """
+    num_experts = counts.shape[1]
+    totals = counts.sum(axis=1)
+    routes = totals > 0
+    if top_k > 1:
+        routes &= counts[:, 0] < totals
+    safe = np.where(routes, totals, 1).astype(np.float64)
+    ratios = np.where(routes, counts.max(axis=1) * num_experts / safe, 1.0)
+    shares = counts / safe[:, None]
+    logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    bits = -(shares * logs).sum(axis=1)
+    entropy = np.where(routes & (num_experts > 1), bits / np.log(max(num_experts, 2)), 1.0)
+    unused = np.where(routes, (counts == 0).sum(axis=1), 0)
+    return Imbalance(ratios, np.clip(entropy, 0.0, 1.0), unused.astype(np.int32), routes)
+
+
+def _newest(versions: Iterable[int]) -> frozenset[int]:
+    return frozenset(sorted(set(versions), reverse=True)[:MAX_EXPERT_VERSIONS])
+
+
+def _add(merged: dict[int, VersionLoad], versions: Iterable[VersionLoad]) -> None:
+    for version in versions:
+        before = merged.get(version.weight_version)
+        merged[version.weight_version] = version if before is None else before + version
+
+
+def _sorted(merged: dict[int, VersionLoad]) -> tuple[VersionLoad, ...]:
+    return tuple(merged[version] for version in sorted(merged, reverse=True))
+
+
+def _decode(counts: ExpertCounts, shape: Shape) -> VersionLoad:
+    version = counts.weight_version
+    return VersionLoad(
+        version,
+        _plane(counts.prompt, counts.prompt_tokens, shape, f"prompt of version {version}"),
+        _plane(counts.generated, counts.generated_tokens, shape, f"generated of version {version}"),
+    )
+
+
+def _plane(data: bytes, tally: TokenTally, shape: Shape, name: str) -> PlaneLoad:
+    counts = decode_counts(data, shape.num_layers, shape.num_experts, name=name)
+    return PlaneLoad(counts, tally.computed, tally.seen)

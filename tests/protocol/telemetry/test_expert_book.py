@@ -1,0 +1,159 @@
+"""What a worker counts of its experts, next to a count of every row by hand."""
+
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.telemetry.expert_book import INTERVAL_S, KEPT_INTERVALS, ExpertBook, Plane, is_countable
+from rollbus.bus.protocol.telemetry.expert_window import decode_counts, merge_loads
+from rollbus.schemas.limits import MAX_EXPERT_CELLS, MAX_EXPERT_VERSIONS
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.rows import DTYPES, Rows, dtype_for
+from rollbus.schemas.telemetry import ExpertLoad
+
+ROUTING = RoutedExpertsInfo(num_layers=3, top_k=2, num_experts=6, dtype="u1")
+
+PROMPT: Plane = "prompt"
+GENERATED: Plane = "generated"
+
+
+class Add(NamedTuple):
+    """Rows that come `after_s` the ones before, with as many positions computed and `unseen` besides."""
+
+    after_s: float
+    plane: Plane
+    weight_version: int
+    num_rows: int
+    unseen: int
+
+
+adds = st.lists(
+    st.builds(
+        Add,
+        st.sampled_from([0.0, 0.4, 4.9, 12.0, 70.0]),
+        st.sampled_from(["prompt", "generated"]),
+        st.integers(0, MAX_EXPERT_VERSIONS - 1),
+        st.sampled_from([0, 1, 7, 511, 512, 1300]),
+        st.integers(0, 3),
+    ),
+    max_size=30,
+)
+
+
+def rows_of(seed: int, count: int, routing: RoutedExpertsInfo = ROUTING) -> Rows:
+    """Distinct experts in each layer."""
+    shape = count, routing.num_layers, routing.num_experts
+    order = np.argsort(np.random.default_rng(seed).random(shape), axis=2)
+    return order[:, :, : routing.top_k].astype(DTYPES[routing.dtype])
+
+
+def by_hand(rows: Rows, num_experts: int) -> np.ndarray:
+    """How often each expert stands in each layer."""
+    return np.array([np.bincount(rows[:, i].ravel(), minlength=num_experts) for i in range(rows.shape[1])])
+
+
+def counts_of(load: ExpertLoad) -> dict[tuple[int, Plane], tuple[np.ndarray, int, int]]:
+    """Counts, computed and seen of each version and plane that has any."""
+    found: dict[tuple[int, Plane], tuple[np.ndarray, int, int]] = {}
+    shape = load.num_layers, load.num_experts
+    for version in load.counts:
+        for data, tally, plane in (
+            (version.prompt, version.prompt_tokens, PROMPT),
+            (version.generated, version.generated_tokens, GENERATED),
+        ):
+            if tally.computed:
+                found[version.weight_version, plane] = decode_counts(data, *shape), tally.computed, tally.seen
+    return found
+
+
+@settings(deadline=None)
+@given(adds, st.integers(0, 40))
+def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add], since: int) -> None:
+    """Of any order of planes, versions and pauses: what a reader gets is what stands in the rows of those intervals."""
+    book, now = ExpertBook(ROUTING, 100.0), 100.0
+    expected: dict[int, dict[tuple[int, Plane], list[tuple[Rows, int]]]] = defaultdict(lambda: defaultdict(list))
+    for seed, item in enumerate(items):
+        now += item.after_s
+        rows = rows_of(seed, item.num_rows)
+        book.add_computed(item.plane, len(rows) + item.unseen, item.weight_version, now)
+        book.add_rows(item.plane, rows, item.weight_version, now)
+        if item.num_rows + item.unseen:
+            interval = int((now - 100.0) / INTERVAL_S) + 1
+            expected[interval][item.weight_version, item.plane].append((rows, item.unseen))
+    load = book.load(since, "recent", now)
+
+    number = int((now - 100.0) / INTERVAL_S)
+    first = max(1 if since > number else since + 1, number - KEPT_INTERVALS + 1)
+    assert (load.number, load.first) == (number, first)
+    assert load.seconds == (number - first + 1) * INTERVAL_S
+    wanted: dict[tuple[int, Plane], list[tuple[Rows, int]]] = defaultdict(list)
+    for interval in range(first, number + 1):
+        for key, parts in expected[interval].items():
+            wanted[key] += parts
+    found = counts_of(load)
+    assert found.keys() == wanted.keys()
+    for key, (counts, computed, seen) in found.items():
+        rows = np.concatenate([part for part, _ in wanted[key]])
+        assert (counts == by_hand(rows, ROUTING.num_experts)).all()
+        assert (computed, seen) == (len(rows) + sum(unseen for _, unseen in wanted[key]), len(rows))
+
+
+def test_versions_are_kept_beyond_their_intervals() -> None:
+    """The last 8 that were used, the newest first; counts of an interval are there once it has ended."""
+    book = ExpertBook(ROUTING, 0.0)
+    for version in range(12):
+        for part in range(2):
+            book.add_computed("generated", 10, version, 100.0 * version + part)
+            book.add_rows("generated", rows_of(version, 10), version, 100.0 * version + part)
+    early, late = book.load(0, "versions", 1104.0), book.load(0, "versions", 1105.0)
+
+    assert [counts.weight_version for counts in early.counts] == [10, 9, 8, 7, 6, 5, 4, 3]
+    assert [counts.weight_version for counts in late.counts] == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert Counter(counts.generated_tokens.seen for counts in late.counts) == {20: 8}
+    assert late.first == 1
+    assert late.seconds == 1105.0
+
+
+def test_an_answer_is_made_once_for_an_interval() -> None:
+    """A flood of reads costs no compression."""
+    book = ExpertBook(ROUTING, 0.0)
+    book.add_rows("prompt", rows_of(0, 10), 1, 1.0)
+
+    assert book.load(0, "recent", 5.0) is book.load(0, "recent", 9.9)
+    assert book.load(0, "recent", 9.9) is not book.load(0, "recent", 10.0)
+    assert book.load(1, "recent", 10.0).counts == ()
+    assert book.load(0, "recent", 10.0).counts[0].prompt_tokens.seen == 10
+
+
+def test_odd_rows_count_nothing_and_harm_nothing() -> None:
+    """Rows of another model are passed over; a row with an expert that the model lacks is not seen."""
+    book = ExpertBook(ROUTING, 0.0)
+    bad = rows_of(0, 4)
+    bad[2, 1, 0] = 6
+    book.add_rows("prompt", bad, 1, 1.0)
+    book.add_rows("prompt", bad[:, :2], 1, 1.0)
+    book.add_rows("prompt", bad.astype("<u2"), 1, 1.0)
+    window, left_out = merge_loads({"w": book.load(0, "recent", 5.0)})
+
+    assert window is not None
+    assert not left_out
+    assert window.prompt.seen == 3
+    assert (window.prompt.counts == by_hand(bad[[0, 1, 3]], 6)).all()
+
+
+def test_wide_models_are_counted_too() -> None:
+    """61 layers of 384 experts need two bytes, a model at the limit four; one above it is not counted."""
+    for num_layers, num_experts in ((61, 384), (4, MAX_EXPERT_CELLS // 4), (1, 256), (2, 1)):
+        dtype = dtype_for(num_experts)
+        routing = RoutedExpertsInfo(num_layers=num_layers, top_k=1, num_experts=num_experts, dtype=dtype)
+        book = ExpertBook(routing, 0.0)
+        rows = np.random.default_rng(1).integers(0, num_experts, (700, num_layers, 1)).astype(DTYPES[dtype])
+        book.add_rows("generated", rows, 1, 0.0)
+        [counts] = book.load(0, "recent", 5.0).counts
+
+        assert is_countable(routing)
+        assert (decode_counts(counts.generated, num_layers, num_experts) == by_hand(rows, num_experts)).all()
+    assert not is_countable(RoutedExpertsInfo(num_layers=5, top_k=1, num_experts=65_536, dtype="<u2"))

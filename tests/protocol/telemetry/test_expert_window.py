@@ -1,0 +1,182 @@
+"""Counts from the wire: checked, added up, and how uneven they are."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbus.bus.protocol.telemetry.expert_window import (
+    add_windows,
+    decode_counts,
+    encode_counts,
+    imbalance,
+    merge_loads,
+)
+from rollbus.schemas.errors import RemoteProtocolError
+from rollbus.schemas.limits import MAX_EXPERT_VERSIONS
+from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
+
+tables = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
+    lambda shape: st.lists(st.integers(0, 1000), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(
+        lambda cells: np.array(cells, np.int64).reshape(shape)
+    )
+)
+
+
+def load_of(*versions: tuple[int, np.ndarray], num_experts: int = 4, seconds: float = 5.0) -> ExpertLoad:
+    """What a worker answers of these versions' generated tokens, two layers of top 2."""
+    counts = tuple(
+        ExpertCounts(
+            weight_version=version,
+            generated=encode_counts(table),
+            generated_tokens=TokenTally(computed=int(table.sum()) // 2, seen=int(table.sum()) // 4),
+        )
+        for version, table in versions
+    )
+    return ExpertLoad(number=1, first=1, seconds=seconds, num_layers=2, num_experts=num_experts, top_k=2, counts=counts)
+
+
+ONES = np.ones((2, 4), np.int64)
+
+
+@given(tables)
+def test_counts_survive_the_wire(table: np.ndarray) -> None:
+    """Whatever they are; none takes no byte."""
+    data = encode_counts(table)
+
+    assert (decode_counts(data, *table.shape) == table).all()
+    assert bool(data) == bool(table.any())
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(zlib.compress), st.integers(1, 8), st.integers(1, 8))
+def test_any_bytes_are_counts_or_an_error(data: bytes, num_layers: int, num_experts: int) -> None:
+    """Nothing else comes of what a hostile worker sends."""
+    try:
+        counts = decode_counts(data, num_layers, num_experts)
+    except RemoteProtocolError:
+        return
+    assert counts.shape == (num_layers, num_experts)
+    assert counts.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "problem"),
+    [
+        (zlib.compress(bytes(64 * 1024**2)), (2, 4), "more than 64 bytes; allowed: 64"),
+        (zlib.compress(bytes(56)), (2, 4), "has 56 bytes; allowed: 64"),
+        (zlib.compress(bytes(64)) + b"more", (2, 4), "allowed: 64, one zlib stream"),
+        (zlib.compress(bytes(64))[:-4], (2, 4), "one zlib stream"),
+        (b"not zlib", (2, 4), "counts is no zlib"),
+        (zlib.compress(b"\xff" * 64), (2, 4), "allowed: up to 2\\*\\*53"),
+        (b"", (1024, 65_536), "= 67108864 cells; allowed: up to 262144"),
+    ],
+)
+def test_bad_counts_are_refused_by_name(data: bytes, shape: tuple[int, int], problem: str) -> None:
+    """A bomb is not unpacked, and the error says what is allowed."""
+    with pytest.raises(RemoteProtocolError, match=problem):
+        decode_counts(data, *shape)
+
+
+def test_workers_are_added_by_version() -> None:
+    """The highest version first; tallies too; planes are the sums of the versions."""
+    window, left_out = merge_loads(
+        {"b": load_of((3, 2 * ONES)), "a": load_of((3, ONES), (2, 5 * ONES), seconds=10.0), "c": load_of()}
+    )
+
+    assert window is not None
+    assert not left_out
+    assert window.workers == ("a", "b", "c")
+    assert window.seconds == 10.0
+    assert [version.weight_version for version in window.versions] == [3, 2]
+    assert (window.versions[0].generated.counts == 3 * ONES).all()
+    assert (window.generated.counts == 8 * ONES).all()
+    assert (window.generated.computed, window.generated.seen) == (32, 16)
+    assert window.generated.share_seen == 0.5
+    assert window.prompt.share_seen is None
+
+
+def test_a_bad_worker_is_left_out_by_name() -> None:
+    """Others count all the same: bytes that are no counts, another model's shape, and a shape beyond all bounds."""
+    bad = ExpertLoad(
+        number=1,
+        first=1,
+        seconds=5.0,
+        num_layers=2,
+        num_experts=4,
+        top_k=2,
+        counts=(ExpertCounts(weight_version=1, generated=b"not zlib"),),
+    )
+    huge = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=1024, num_experts=65_536, top_k=2)
+    loads = {"good": load_of((1, ONES)), "other": load_of((1, np.ones((2, 6), np.int64)), num_experts=6)}
+    window, left_out = merge_loads({**loads, "good2": load_of((1, ONES)), "bad": bad, "huge": huge})
+
+    assert window is not None
+    assert window.workers == ("good", "good2")
+    assert (window.generated.counts == 2 * ONES).all()
+    assert left_out.keys() == {"other", "bad", "huge"}
+    assert "generated of version 1 is no zlib" in left_out["bad"]
+    assert "2 layers x 6 experts, top 2; allowed: 2 layers x 4 experts, top 2" in left_out["other"]
+    assert merge_loads({"huge": huge})[0] is None
+    assert merge_loads({}) == (None, {})
+
+
+def test_versions_are_bounded_over_all_workers() -> None:
+    """Workers that make up versions cost no more memory than one that has as many as are allowed."""
+    window, _ = merge_loads({f"w{i}": load_of((i, ONES), (100 + i, ONES)) for i in range(20)})
+
+    assert window is not None
+    assert [version.weight_version for version in window.versions] == list(range(119, 119 - MAX_EXPERT_VERSIONS, -1))
+
+
+def test_windows_are_added_over_time() -> None:
+    """Until the model's shape is another one: then the latest counts."""
+    first, _ = merge_loads({"a": load_of((1, ONES))})
+    second, _ = merge_loads({"b": load_of((2, ONES), (1, ONES))})
+    other, _ = merge_loads({"a": load_of((3, np.ones((2, 6), np.int64)), num_experts=6)})
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    both, last = add_windows([first, second]), add_windows([first, second, other])
+
+    assert both is not None
+    assert last is not None
+    assert [version.weight_version for version in both.versions] == [2, 1]
+    assert (both.generated.counts == 3 * ONES).all()
+    assert both.workers == ("a", "b")
+    assert both.seconds == 10.0
+    assert last.generated.counts.shape == (2, 6)
+    assert add_windows([]) is None
+
+
+@given(tables)
+def test_the_imbalance_is_that_of_each_layer(table: np.ndarray) -> None:
+    """As computed one layer after the other, of a model that chooses one expert."""
+    found = imbalance(table, 1)
+    num_experts = table.shape[1]
+
+    for layer, counts in enumerate(table.tolist()):
+        total = sum(counts)
+        shares = [count / total for count in counts if count] if total else []
+        entropy = -sum(share * math.log(share) for share in shares)
+        assert found.routes[layer] == (total > 0)
+        assert found.max_over_mean[layer] == pytest.approx(max(counts) * num_experts / total if total else 1.0)
+        wanted = entropy / math.log(num_experts) if total and num_experts > 1 else 1.0
+        assert found.entropy[layer] == pytest.approx(wanted, abs=1e-9)
+        assert found.unused[layer] == (counts.count(0) if total else 0)
+
+
+def test_dense_layers_do_not_look_collapsed() -> None:
+    """An engine says expert 0 for each choice of a layer without experts; a collapsed layer has `top_k` experts."""
+    table = np.array([[20, 0, 0, 0], [10, 10, 0, 0], [5, 5, 5, 5], [0, 0, 0, 0]])
+    found = imbalance(table, 2)
+
+    assert found.routes.tolist() == [False, True, True, False]
+    assert found.max_over_mean.tolist() == [1.0, 2.0, 1.0, 1.0]
+    assert found.entropy.tolist() == pytest.approx([1.0, 0.5, 1.0, 1.0])
+    assert found.unused.tolist() == [0, 2, 0, 0]
+    assert found.summary() == pytest.approx((1.5, 2.0, 0.75, 2))
+    assert imbalance(np.zeros((3, 4), np.int64), 2).summary() == (1.0, 1.0, 1.0, 0)
