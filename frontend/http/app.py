@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import bus
 from ...schemas.checks import describe
 from ...schemas.errors import RollbusError
-from . import about, control, generate, openapi, reference_page, status, tokenize
+from . import about, control, generate, openapi, page, reference_page, status, tokenize
 from .access import check_access
 from .calls import Admission
 from .errors import HttpError, error_response, http_error, nearest
@@ -30,8 +30,8 @@ __all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES}
-"""For everybody: whether the service lives, and what it serves."""
+OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES, **page.ROUTES}
+"""For everybody: whether the service lives, what it serves, and the page without what it shows."""
 DATA: RouteTable = {
     **status.ROUTES,
     **about.ROUTES,

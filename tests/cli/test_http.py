@@ -85,7 +85,7 @@ def test_frontend_starts_and_stops(fleet_url: tuple[str, str], number: signal.Si
 
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{http}/health")
-    assert (tmp_path / "log").read_text() == f"HTTP: {http}\nstopped\n"
+    assert (tmp_path / "log").read_text() == f"HTTP: {http}\nPage: {http}/\nstopped\n"
 
 
 def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str], tmp_path: Path) -> None:

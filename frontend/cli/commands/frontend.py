@@ -91,6 +91,7 @@ async def run(args: argparse.Namespace) -> int:
     with until_signalled(), closing(bind_address(host, port)) as listening:
         async with serve_http(args.nats, args.fleet, settings, listening) as url:
             note(f"HTTP: {url}")
+            note(f"Page: {url}/")
             if args.json:
                 print_json({"http": url})
             await asyncio.Event().wait()

@@ -267,6 +267,7 @@ def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str
     write(f"rollbus is up: NATS at {url}, {', '.join(fleet.worker_ids)} serving.")
     if http is not None:
         write(f"HTTP at {http}, for clients of OpenAI, vLLM and Dynamo.")
+        write(f"Page: {http}/")
     write("From another terminal:")
     write(f"    {program()} status{where}{_as_user(fleet, 'viewer')}")
     write(f"    {program()} generate --input PROMPTS.jsonl --output RESULTS.jsonl{where}{_as_user(fleet, 'trainer')}")

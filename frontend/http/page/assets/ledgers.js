@@ -1,0 +1,106 @@
+// Commands and what each worker answered: live, with the progress of staging and loading.
+
+import { el, keyed, meter, setAttr, setText, timeOf } from "./dom.js";
+import { bytes, clock, compareNames, count, duration, percent } from "./format.js";
+
+/** Workers of one command that are listed; those that have applied it come last. */
+const MAX_LINES = 60;
+
+const DONE = new Set(["applied", "done", "unchanged", "already"]);
+const FAILED = new Set(["failed", "refused", "error", "missing", "rejected"]);
+
+const kindOf = (line) => (line.error || FAILED.has(line.status) ? "bad" : DONE.has(line.status) ? "good" : "busy");
+const SIGNS = { bad: "✕", good: "✓", busy: "◐" };
+const RANK = { bad: 0, busy: 1, good: 2 };
+
+function shareOf(line) {
+  if (kindOf(line) === "good") return 1;
+  const { done_bytes: done, total_bytes: total } = line.progress ?? {};
+  return total ? done / total : 0;
+}
+
+function lineWords(line) {
+  const { done_bytes: done, total_bytes: total } = line.progress ?? {};
+  const size = total ? `${bytes(done)} of ${bytes(total)}` : "";
+  return [line.stage && line.stage !== line.status ? line.stage : "", size].filter(Boolean).join(" ");
+}
+
+const meters = new WeakMap();
+
+function makeLine() {
+  const bar = el("td");
+  const row = el("tr", {}, el("th", { scope: "row" }), el("td", {}, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("span"))), bar, el("td", { class: "numeric" }), el("td", { class: "wide" }));
+  meters.set(row, meter(bar));
+  return row;
+}
+
+function fillLine(row, [worker, line]) {
+  const kind = kindOf(line);
+  const [name, state, , seconds, error] = row.children;
+  setText(name, worker);
+  setAttr(state.firstElementChild, "data-kind", kind);
+  setText(state.firstElementChild.firstElementChild, SIGNS[kind]);
+  setText(state.firstElementChild.lastElementChild, line.status);
+  meters.get(row)(shareOf(line), lineWords(line));
+  setText(seconds, duration(line.seconds));
+  setText(error, line.error ?? "");
+}
+
+function makeLedger() {
+  const summary = el("summary", {}, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("strong")), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
+  const body = el("tbody");
+  const more = el("p", { class: "hint" });
+  const heads = ["Worker", "Answer", "Progress", "Took", "Error"];
+  const table = el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
+  const details = el("details", {}, summary, el("div", { class: "scroll-x" }, table), more);
+  const item = el("li", { class: "ledger", data: { testid: "ledger" } }, details);
+  meters.set(item, meter(summary.children[1]));
+  details.addEventListener("toggle", () => fillLines(item));
+  return item;
+}
+
+const shown = new WeakMap();
+
+function fillLines(item) {
+  const details = item.firstElementChild;
+  if (!details.open) return;
+  const lines = Object.entries(shown.get(item).workers).sort((a, b) => RANK[kindOf(a[1])] - RANK[kindOf(b[1])] || compareNames(a[0], b[0]));
+  keyed(details.querySelector("tbody"), lines.slice(0, MAX_LINES), ([worker]) => worker, makeLine, fillLine);
+  setText(details.lastElementChild, lines.length > MAX_LINES ? `and ${count(lines.length - MAX_LINES)} more` : "");
+}
+
+function fillLedger(item, ledger) {
+  shown.set(item, ledger);
+  const lines = Object.values(ledger.workers);
+  const by = { good: 0, busy: 0, bad: 0 };
+  for (const line of lines) by[kindOf(line)] += 1;
+  const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
+  const [state, , words, time] = item.firstElementChild.firstElementChild.children;
+  setAttr(item, "data-command", ledger.command);
+  setAttr(item, "data-id", ledger.id);
+  setAttr(item, "data-done", String(ledger.done));
+  setAttr(state, "data-kind", kind);
+  setText(state.firstElementChild, SIGNS[kind]);
+  setText(state.lastElementChild, ledger.command.replaceAll("_", " "));
+  const share = lines.length ? lines.reduce((sum, line) => sum + shareOf(line), 0) / lines.length : 0;
+  const answered = [`${count(by.good)} of ${count(lines.length)}`];
+  if (by.bad) answered.push(`${count(by.bad)} failed`);
+  if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
+  meters.get(item)(share, answered.join(", "));
+  setText(words, `${ledger.done ? "" : "under way, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`);
+  timeOf(time, ledger.at, clock(ledger.at));
+  fillLines(item);
+}
+
+/** The last commands of any controller. */
+export function ledgersPanel() {
+  const list = el("ol", { class: "ledgers" });
+  const none = el("p", { class: "empty", text: "No command since somebody looks." });
+  return {
+    root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands" })), list, none),
+    update({ commands }) {
+      none.hidden = commands.length > 0;
+      keyed(list, [...commands].sort((a, b) => b.at - a.at), ({ id }) => id, makeLedger, fillLedger);
+    },
+  };
+}

@@ -1,0 +1,110 @@
+// Begins everything: the tabs, the stream, and what is said when it is lost.
+
+import { el, setAttr, setText } from "./dom.js";
+import { fleetView } from "./fleet.js";
+import { clock, duration } from "./format.js";
+import { address, route } from "./router.js";
+import { now, on, put, takeEvent } from "./store.js";
+import { EventStream } from "./stream.js";
+import { startTheme } from "./theme.js";
+import { askForToken } from "./token_dialog.js";
+
+const VIEWS = [{ name: "fleet", title: "Fleet", make: fleetView }];
+/** The loss of the stream is no news before that: it may be back. */
+const QUIET_MS = 2500;
+/** A connection that stands brings the fleet each second. */
+const SILENT_MS = 5000;
+const LINK_WORDS = { connecting: "connecting", live: "live", lost: "connection lost", denied: "token needed" };
+
+const main = document.getElementById("main");
+const banner = document.getElementById("banner");
+const link = document.getElementById("link");
+const made = new Map();
+
+/** When the fleet was heard last. */
+let heardAt = Date.now();
+const stream = new EventStream("v1/rl/events", (name, value) => {
+  if (name === "fleet") heardAt = Date.now();
+  takeEvent(name, value);
+}, (state) => put("link", state));
+
+function startTabs() {
+  const tabs = document.getElementById("tabs");
+  for (const { name, title } of VIEWS) {
+    tabs.append(el("a", { role: "tab", id: `tab-${name}`, href: address(name), "aria-controls": `view-${name}`, text: title, data: { testid: `tab-${name}` } }));
+    main.append(el("div", { role: "tabpanel", id: `view-${name}`, "aria-labelledby": `tab-${name}`, hidden: true }));
+  }
+  tabs.addEventListener("keydown", (event) => {
+    const all = [...tabs.children];
+    const at = all.indexOf(document.activeElement);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1, " ": at }[event.key];
+    if (to === undefined || at < 0) return;
+    event.preventDefault();
+    const tab = all[(to + all.length) % all.length];
+    tab.focus();
+    tab.click();
+  });
+}
+
+function showView() {
+  const { name } = route();
+  const view = VIEWS.find((each) => each.name === name) ?? VIEWS[0];
+  for (const each of VIEWS) {
+    const is = each === view;
+    const tab = document.getElementById(`tab-${each.name}`);
+    setAttr(tab, "aria-selected", String(is));
+    setAttr(tab, "tabindex", is ? "0" : "-1");
+    document.getElementById(`view-${each.name}`).hidden = !is;
+  }
+  const panel = document.getElementById(`view-${view.name}`);
+  if (!made.has(view.name)) {
+    made.set(view.name, view.make());
+    panel.append(made.get(view.name).root);
+  }
+  document.title = `${view.title} – ${now.hello?.fleet ?? "rollbus"}`;
+  made.get(view.name).show(now.fleet);
+}
+
+function showLink() {
+  const { kind } = now.link;
+  const silent = Date.now() - heardAt;
+  const isOld = silent > (kind === "live" ? SILENT_MS : QUIET_MS);
+  setAttr(link, "data-state", kind);
+  setText(link.firstElementChild, kind === "live" ? "●" : kind === "connecting" ? "◌" : "✕");
+  setText(document.getElementById("link-text"), LINK_WORDS[kind]);
+  document.body.classList.toggle("stale", isOld && now.fleet !== null);
+  const words = problemWords(now.link, isOld ? silent : 0);
+  setText(banner, words);
+  banner.hidden = !words;
+}
+
+function problemWords({ kind, problem, retryAt }, silent) {
+  const fleet = now.fleet;
+  if (kind === "denied") return `Nothing is shown: ${problem}.`;
+  if (silent) {
+    const wait = retryAt ? Math.max(0, Math.ceil((retryAt - Date.now()) / 1000)) : 0;
+    const next = kind !== "lost" ? "" : wait ? ` Next try in ${wait} s.` : " Trying again.";
+    return `No news since ${clock((Date.now() - silent) / 1000)}, for ${duration(Math.round(silent / 1000))}: ${problem ?? "the service is silent"}.${next}`;
+  }
+  if (fleet && !fleet.bus_up) return `The service has no connection to NATS${fleet.problem ? `: ${fleet.problem}` : ""}. What is shown may be old.`;
+  return fleet?.problem ?? "";
+}
+
+on("link", ({ kind }) => {
+  if (kind === "denied") askForToken("The service asks for a token: that of requests shows the fleet, that of admins may also change it.", () => stream.restart());
+  showLink();
+});
+on("fleet", showLink);
+on("hello", (hello) => {
+  setText(document.getElementById("fleet-name"), hello.fleet);
+  document.title = document.title.replace(/–.*$/, `– ${hello.fleet}`);
+});
+setInterval(showLink, 1000);
+
+startTheme(document.getElementById("theme-button"));
+document.getElementById("token-button").addEventListener("click", () => askForToken("The token of requests shows the fleet, that of admins may also change it.", () => stream.restart()));
+document.getElementById("skip").addEventListener("click", (event) => (event.preventDefault(), main.focus()));
+startTabs();
+window.addEventListener("hashchange", showView);
+showView();
+stream.restart();

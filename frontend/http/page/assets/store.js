@@ -1,0 +1,42 @@
+// What the page knows: the newest of each event, and who wants to hear of it.
+
+const listeners = new Map();
+const waiting = new Set();
+let frame = 0;
+
+/** The newest of each event; null until it comes. `fleet.workers` are objects here. */
+export const now = { hello: null, fleet: null, experts: null, link: { kind: "connecting", since: Date.now() } };
+
+/** Call `listener(value)` when `name` changes: once for each drawn frame, and not while the page is hidden. */
+export function on(name, listener) {
+  if (!listeners.has(name)) listeners.set(name, new Set());
+  listeners.get(name).add(listener);
+  return () => listeners.get(name).delete(listener);
+}
+
+/** Set the newest value of `name`. */
+export function put(name, value) {
+  now[name] = value;
+  waiting.add(name);
+  if (!frame && !document.hidden) frame = requestAnimationFrame(deliver);
+}
+
+function deliver() {
+  frame = 0;
+  const names = [...waiting];
+  waiting.clear();
+  for (const name of names) for (const listener of listeners.get(name) ?? []) listener(now[name]);
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && waiting.size && !frame) frame = requestAnimationFrame(deliver);
+});
+
+/** Take an event of the stream. */
+export function takeEvent(name, value) {
+  if (name === "fleet") {
+    const fields = now.hello?.worker_fields ?? [];
+    const workers = value.workers.map((row) => Object.fromEntries(fields.map((field, index) => [field, row[index]])));
+    put("fleet", { ...value, workers });
+  } else if (name === "hello" || name === "experts") put(name, value);
+}

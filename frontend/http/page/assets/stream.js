@@ -1,0 +1,95 @@
+// The one stream of events that feeds the page: read with fetch, which can send a token, and begun again when it ends.
+
+import { HttpProblem, ask } from "./session.js";
+import { EventParser } from "./sse.js";
+
+const FIRST_RETRY_MS = 500;
+const MAX_RETRY_MS = 10_000;
+/** The service sends the fleet every second. Without any event for so long, the connection is dead. */
+const SILENCE_MS = 20_000;
+
+/**
+ * Reads `path` until stopped.
+ * `onEvent(name, value)` gets each event; `onState(state)` gets `{kind, since, problem, retryAt}`, where `kind` is
+ * `connecting`, `live`, `lost` (tried again at `retryAt`) or `denied` (waits for `restart`, with another token).
+ */
+export class EventStream {
+  constructor(path, onEvent, onState) {
+    this.path = path;
+    this.onEvent = onEvent;
+    this.onState = onState;
+    this.state = { kind: "connecting", since: Date.now(), problem: null, retryAt: null };
+    this.wait = FIRST_RETRY_MS;
+    this.run = null;
+    this.retry = 0;
+    this.silence = 0;
+    const soon = () => this.state.kind === "lost" && !document.hidden && this.restart();
+    window.addEventListener("online", soon);
+    document.addEventListener("visibilitychange", soon);
+  }
+
+  /** Begin, or begin again: with another path, or at once after a loss. */
+  restart(path = this.path) {
+    this.path = path;
+    this.run?.abort();
+    clearTimeout(this.retry);
+    clearTimeout(this.silence);
+    this.run = new AbortController();
+    this.#read(this.run);
+  }
+
+  async #read(run) {
+    let problem = "the service ended the stream";
+    try {
+      this.#listen(run);
+      const answer = await ask(this.path, { signal: run.signal, accept: "text/event-stream" });
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      const parser = new EventParser((name, data) => this.#event(run, name, data));
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (run !== this.run) return;
+        if (done) break;
+        this.#listen(run);
+        parser.add(value);
+      }
+    } catch (error) {
+      if (run !== this.run) return;
+      if (error instanceof HttpProblem && (error.status === 401 || error.status === 403)) {
+        clearTimeout(this.silence);
+        this.#become("denied", error.message);
+        return;
+      }
+      problem = this.problem ?? (error instanceof HttpProblem ? error.message : "the service cannot be reached");
+    }
+    clearTimeout(this.silence);
+    run.abort();
+    this.problem = null;
+    // So that many pages do not come back in the same moment.
+    const wait = this.wait * (0.75 + Math.random() / 2);
+    this.wait = Math.min(2 * this.wait, MAX_RETRY_MS);
+    this.#become("lost", problem, Date.now() + wait);
+    this.retry = setTimeout(() => this.restart(), wait);
+  }
+
+  #event(run, name, data) {
+    if (run !== this.run) return;
+    this.wait = FIRST_RETRY_MS;
+    this.#become("live", null);
+    this.onEvent(name, JSON.parse(data));
+  }
+
+  #listen(run) {
+    clearTimeout(this.silence);
+    this.silence = setTimeout(() => {
+      this.problem = "the service sends nothing";
+      run.abort();
+    }, SILENCE_MS);
+  }
+
+  #become(kind, problem, retryAt = null) {
+    if (kind === this.state.kind && kind === "live") return;
+    const since = kind === this.state.kind ? this.state.since : Date.now();
+    this.state = { kind, since, problem, retryAt };
+    this.onState(this.state);
+  }
+}

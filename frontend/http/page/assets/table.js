@@ -1,0 +1,157 @@
+// A table of thousands of rows: only those in sight are elements. Sorted by its headers; the columns never move.
+
+import { el, setAttr, setText } from "./dom.js";
+
+const ROW_PX = 30;
+/** Rows beyond each edge, so that a quick scroll shows no gap. */
+const SPARE = 8;
+/** Between two sorts by a column whose values change all the time. */
+const SORT_EVERY_MS = 5000;
+
+/**
+ * A column is `{id, title, hint, width, numeric, value(row), cell(td)}`: `value` is what is sorted by, and `cell`
+ * prepares a cell and returns the function that fills it with a row.
+ */
+export class VirtualTable {
+  constructor({ columns, keyOf, label, testid, empty, sort, onSort }) {
+    Object.assign(this, { keyOf, empty, sort, onSort });
+    this.all = columns;
+    this.rows = [];
+    this.order = [];
+    this.sortedAt = 0;
+    this.pool = [];
+    this.top = el("tr", { "aria-hidden": "true", class: "spacer" }, el("td", {}));
+    this.bottom = el("tr", { "aria-hidden": "true", class: "spacer" }, el("td", {}));
+    this.body = el("tbody", {}, this.top, this.bottom);
+    this.groups = el("colgroup");
+    this.head = el("tr", { "aria-rowindex": 1 });
+    this.table = el("table", { class: "grid", "aria-label": label, data: { testid } }, this.groups, el("thead", {}, this.head), this.body);
+    this.none = el("p", { class: "empty", hidden: true });
+    this.scroller = el("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": label, on: { scroll: () => this.#soon() } }, this.table);
+    this.root = el("div", { class: "table-frame" }, this.scroller, this.none);
+    new ResizeObserver(() => this.#soon()).observe(this.scroller);
+    this.showColumns(() => true);
+  }
+
+  /** Show the columns that `wanted(column)` says. */
+  showColumns(wanted) {
+    const columns = this.all.filter(wanted);
+    if (this.columns && columns.length === this.columns.length) return;
+    this.columns = columns;
+    this.groups.replaceChildren(...columns.map((column) => {
+      const col = el("col");
+      col.style.width = `${column.width}px`;
+      return col;
+    }));
+    this.table.style.minWidth = `${columns.reduce((sum, column) => sum + column.width, 0)}px`;
+    this.headers = columns.map((column) => this.#header(column));
+    this.head.replaceChildren(...this.headers);
+    for (const spacer of [this.top, this.bottom]) spacer.firstElementChild.colSpan = columns.length;
+    for (const { tr } of this.pool) tr.remove();
+    this.pool = [];
+    setAttr(this.table, "aria-colcount", columns.length);
+    this.#markSort();
+    this.#soon();
+  }
+
+  #header(column) {
+    const button = el("button", { type: "button", title: column.hint, on: { click: () => this.#sortBy(column) } }, el("span", { text: column.title }), el("span", { class: "arrow", "aria-hidden": "true" }));
+    return el("th", { scope: "col", class: column.numeric ? "numeric" : "", data: { column: column.id } }, button);
+  }
+
+  #sortBy(column) {
+    const same = this.sort.id === column.id;
+    // Of numbers, the largest are looked for first.
+    this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.numeric) };
+    this.sortedAt = 0;
+    this.#markSort();
+    this.onSort?.(this.sort);
+    this.setRows(this.rows);
+  }
+
+  #markSort() {
+    this.columns.forEach((column, index) => {
+      const is = column.id === this.sort.id;
+      setAttr(this.headers[index], "aria-sort", is ? (this.sort.down ? "descending" : "ascending") : null);
+      setText(this.headers[index].querySelector(".arrow"), is ? (this.sort.down ? "▾" : "▴") : "");
+    });
+  }
+
+  /** Show these rows. */
+  setRows(rows) {
+    const byKey = new Map(rows.map((row) => [this.keyOf(row), row]));
+    const known = new Set(this.order);
+    const same = known.size === byKey.size && this.order.every((key) => byKey.has(key));
+    // Rows do not run away from who points at one.
+    const held = same && this.sortedAt && (this.scroller.matches(":hover") || performance.now() - this.sortedAt < SORT_EVERY_MS);
+    this.rows = rows;
+    if (held) this.shown = this.order.map((key) => byKey.get(key));
+    else {
+      this.shown = this.#sorted(rows);
+      this.order = this.shown.map(this.keyOf);
+      this.sortedAt = performance.now();
+    }
+    setAttr(this.table, "aria-rowcount", rows.length + 1);
+    this.none.hidden = rows.length > 0;
+    if (!rows.length) setText(this.none, this.empty());
+    this.#draw();
+  }
+
+  #sorted(rows) {
+    const column = this.columns.find(({ id }) => id === this.sort.id) ?? this.columns[0];
+    const sign = this.sort.down ? -1 : 1;
+    const compare = (a, b) => {
+      const [x, y] = [column.value(a), column.value(b)];
+      // What is not known comes last, whichever way.
+      if (x === y || (x ?? null) === (y ?? null)) return this.columns[0].compare(a, b);
+      if (x === null || x === undefined) return 1;
+      if (y === null || y === undefined) return -1;
+      return sign * (column.compare ? column.compare(a, b) : x < y ? -1 : 1) || this.columns[0].compare(a, b);
+    };
+    return [...rows].sort(compare);
+  }
+
+  #soon() {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = undefined;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    if (!this.shown) return;
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW_PX) - SPARE);
+    const room = Math.ceil((this.scroller.clientHeight || 600) / ROW_PX) + 2 * SPARE;
+    const end = Math.min(this.shown.length, first + room);
+    while (this.pool.length < end - first) this.#addRow();
+    while (this.pool.length > Math.max(0, end - first)) this.pool.pop().tr.remove();
+    for (let index = first; index < end; index += 1) {
+      const { tr, fills } = this.pool[index - first];
+      const row = this.shown[index];
+      setAttr(tr, "aria-rowindex", index + 2);
+      // Stripes stay with the rows while they are scrolled.
+      tr.classList.toggle("odd", index % 2 === 1);
+      tr.dataset.key = this.keyOf(row);
+      for (const fill of fills) fill(row);
+    }
+    this.top.firstElementChild.style.height = `${first * ROW_PX}px`;
+    this.bottom.firstElementChild.style.height = `${Math.max(0, this.shown.length - end) * ROW_PX}px`;
+  }
+
+  #addRow() {
+    const tr = el("tr");
+    const fills = this.columns.map((column, index) => {
+      const cell = index === 0 ? el("th", { scope: "row" }) : el("td", { class: column.numeric ? "numeric" : "", data: { column: column.id } });
+      tr.append(cell);
+      return column.cell(cell);
+    });
+    this.body.insertBefore(tr, this.bottom);
+    this.pool.push({ tr, fills });
+  }
+}
+
+/** A cell with a text, and a longer one in its title. */
+export const textCell = (text, title = () => null) => (td) => (row) => {
+  setText(td, text(row));
+  setAttr(td, "title", title(row));
+};

@@ -1,0 +1,42 @@
+// Light or dark: as the system says, or as the switch says.
+
+const KEY = "rollbus-theme";
+const SIGNS = { auto: "◐ auto", light: "○ light", dark: "● dark" };
+const NEXT = { auto: "dark", dark: "light", light: "auto" };
+const changed = new Set();
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Call when colours have changed: a canvas keeps those that it was drawn with. */
+export const onTheme = (listener) => changed.add(listener);
+
+/** The value of one of the style's colours, as a canvas takes it. */
+export function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
+
+const probe = document.createElement("span");
+probe.hidden = true;
+document.body.append(probe);
+
+function tell() {
+  for (const listener of changed) listener();
+}
+
+/** Make a button the switch. */
+export function startTheme(button) {
+  let theme = localStorage.getItem(KEY) in SIGNS ? localStorage.getItem(KEY) : "auto";
+  const show = () => {
+    document.documentElement.dataset.theme = theme;
+    button.textContent = SIGNS[theme];
+    button.setAttribute("aria-label", `Theme: ${theme}`);
+    tell();
+  };
+  button.addEventListener("click", () => {
+    theme = NEXT[theme];
+    localStorage.setItem(KEY, theme);
+    show();
+  });
+  dark.addEventListener("change", tell);
+  show();
+}

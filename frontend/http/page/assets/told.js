@@ -1,0 +1,93 @@
+// What the fleet was told, and who has not done it; and what waits in the queue.
+
+import { el, keyed, setAttr, setText, timeOf } from "./dom.js";
+import { NONE, clock, compareNames, count, plural, version } from "./format.js";
+
+/** Workers or clients that are named; the others are counted. */
+const MAX_NAMED = 5;
+
+function fact(title, testid) {
+  const value = el("dd", { data: { testid } });
+  return { value, nodes: [el("dt", { text: title }), value] };
+}
+
+function modelCard() {
+  const name = el("h3");
+  const facts = { pause: fact("Pause", "told-pause"), weights: fact("Weights", "told-weights"), epoch: fact("Epoch", "told-epoch") };
+  const since = el("time");
+  const behind = el("ul", { class: "behind", data: { testid: "behind" } });
+  const done = el("p", { class: "tile-more" });
+  const root = el("article", { class: "card" }, name, el("dl", { class: "facts" }, ...Object.values(facts).flatMap(({ nodes }) => nodes)), done, behind);
+  const words = el("span");
+  facts.pause.value.append(words, " ", since);
+  return { root, name, facts, words, since, behind, done };
+}
+
+const cards = new WeakMap();
+
+function fillCard(node, { told, workers }) {
+  const card = cards.get(node);
+  setText(card.name, told.model);
+  setText(card.words, told.pause ? `${told.pause}, since` : "none");
+  setAttr(card.facts.pause.value, "data-kind", told.pause ? "held" : null);
+  card.since.hidden = !told.pause || !told.paused_since;
+  if (told.paused_since) timeOf(card.since, told.paused_since, clock(told.paused_since));
+  setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
+  setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
+  const late = told.behind;
+  setText(card.done, late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not done it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has done it." : `All ${count(workers)} workers have done it.`);
+  const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
+  if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
+  keyed(card.behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
+    setText(item.firstElementChild, worker);
+    setText(item.lastElementChild, why);
+  });
+}
+
+/** What each model's workers were told. */
+export function toldPanel() {
+  const list = el("div", { class: "cards" });
+  const none = el("p", { class: "empty", text: "Nothing is recorded, and no worker is there." });
+  return {
+    root: el("section", { class: "panel", "aria-labelledby": "told-title", data: { testid: "told" } }, el("div", { class: "panel-head" }, el("h2", { id: "told-title", text: "What was told" })), list, none),
+    update({ models, workers }) {
+      none.hidden = models.length > 0;
+      const items = models.map((told) => ({ told, workers: workers.filter(({ model }) => model === told.model).length }));
+      keyed(list, items, ({ told }) => told.model, () => {
+        const card = modelCard();
+        cards.set(card.root, card);
+        return card.root;
+      }, fillCard);
+    },
+  };
+}
+
+function clientWords(clients) {
+  if (!clients) return NONE;
+  const all = Object.entries(clients).filter(([, number]) => number > 0).sort((a, b) => b[1] - a[1] || compareNames(a[0], b[0]));
+  const named = all.slice(0, MAX_NAMED).map(([name, number]) => `${name} ${count(number)}`);
+  if (all.length > MAX_NAMED) named.push(`${plural(all.length - MAX_NAMED, "other")} ${count(all.slice(MAX_NAMED).reduce((sum, [, number]) => sum + number, 0))}`);
+  return named.join(", ");
+}
+
+/** The queue by model and lane, with its clients. */
+export function queuePanel() {
+  const body = el("tbody");
+  const none = el("p", { class: "empty", text: "No queue is there." });
+  const problems = el("ul", { class: "behind" });
+  const heads = [["Model", ""], ["Lane", ""], ["Waiting", "numeric"], ["In hand", "numeric"], ["By client", ""]];
+  const table = el("table", { class: "plain", data: { testid: "queues" } }, el("thead", {}, el("tr", {}, ...heads.map(([text, name]) => el("th", { scope: "col", class: name, text })))), body);
+  return {
+    root: el("section", { class: "panel", "aria-labelledby": "queue-title" }, el("div", { class: "panel-head" }, el("h2", { id: "queue-title", text: "Queue" })), el("div", { class: "scroll-x" }, table), none, problems),
+    update({ queues, queue_problems: unread }) {
+      none.hidden = queues.length > 0;
+      table.hidden = queues.length === 0;
+      keyed(body, queues, ({ model, lane }) => `${model}\n${lane}`, () => el("tr", {}, el("th", { scope: "row" }), el("td"), el("td", { class: "numeric" }), el("td", { class: "numeric" }), el("td", { class: "wide" })), (row, queue) => {
+        const clients = clientWords(queue.clients);
+        [queue.model, queue.lane, count(queue.waiting), count(queue.in_hand), clients].forEach((text, index) => setText(row.children[index], text));
+        setAttr(row.lastElementChild, "title", clients);
+      });
+      keyed(problems, Object.entries(unread ?? {}), ([model]) => model, () => el("li"), (item, [model, why]) => setText(item, `${model}: ${why}`));
+    },
+  };
+}

@@ -1,0 +1,115 @@
+// The table of workers.
+
+import { el, meter, setAttr, setText } from "./dom.js";
+import { bytes, compareNames, count, duration, percent, rate, version } from "./format.js";
+import { address, route, setParams } from "./router.js";
+import { stateOf, stateOrder } from "./states.js";
+import { VirtualTable, textCell } from "./table.js";
+
+/** A worker that was not heard for so long is marked: workers announce themselves each second or so. */
+const LATE_S = 5;
+
+/** How far a worker is with the weights that it stages or loads, in words and as a share. */
+export function stagingOf(staging) {
+  if (!staging) return { words: "", share: 0 };
+  const { stage, done_bytes: done, total_bytes: total, version: to } = staging;
+  const share = total ? done / total : 0;
+  const size = total ? `${percent(share)} of ${bytes(total)}` : bytes(done);
+  return { words: `${stage}${to === null || to === undefined ? "" : ` ${version(to)}`} ${size}`, share };
+}
+
+function nameCell(td) {
+  const link = el("a", { class: "name" });
+  const role = el("span", { class: "role" });
+  td.append(link, role);
+  return (row) => {
+    setText(link, row.worker);
+    setAttr(link, "href", address("throughput", { worker: row.worker }));
+    setAttr(link, "title", `${row.worker}, incarnation ${row.incarnation}, up ${duration(row.uptime_s)}`);
+    setText(role, row.role && row.role !== "full" ? row.role : "");
+  };
+}
+
+function stateCell(td) {
+  const sign = el("span", { class: "glyph", "aria-hidden": "true" });
+  const words = el("span");
+  td.append(el("span", { class: "state" }, sign, words));
+  return (row) => {
+    const { words: text, sign: shown, kind, sentence } = stateOf(row.state);
+    setText(sign, shown);
+    setText(words, text);
+    setAttr(td.firstElementChild, "data-kind", kind);
+    setAttr(td, "title", sentence);
+  };
+}
+
+const meterCell = (share, words) => (td) => {
+  const fill = meter(td);
+  return (row) => fill(share(row), words(row));
+};
+
+const lately = (row) => (row.seen_s_ago > LATE_S ? `${duration(row.seen_s_ago)} ago` : "now");
+
+const COLUMNS = [
+  { id: "worker", title: "Worker", width: 190, value: (row) => row.worker, compare: (a, b) => compareNames(a.worker, b.worker), cell: nameCell },
+  { id: "model", title: "Model", width: 150, value: (row) => row.model, cell: textCell((row) => row.model, (row) => row.model) },
+  { id: "state", title: "State", width: 118, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
+  { id: "weight_version", title: "Weights", hint: "Version of the weights", width: 78, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
+  { id: "in_flight", title: "In flight", hint: "Requests in flight, of the slots that the engine has", width: 118, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
+  { id: "waiting", title: "Waiting", hint: "Requests that wait in the engine", width: 76, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
+  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
+  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens a second", width: 86, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
+  { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 94, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
+  { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 82, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
+  { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that were in the cache", width: 88, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
+  { id: "staging", title: "Staging", hint: "Weights that are being staged or loaded", width: 190, value: (row) => (row.staging ? stagingOf(row.staging).share : null), cell: meterCell((row) => stagingOf(row.staging).share, (row) => stagingOf(row.staging).words) },
+  { id: "last_error", title: "Last error", width: 210, value: (row) => row.last_error, cell: textCell((row) => row.last_error ?? "", (row) => row.last_error) },
+  { id: "seen", title: "Heard", hint: "When its last announcement came", width: 84, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
+];
+
+const matches = (row, words) => words.every((word) => [row.worker, row.model, row.state, row.role ?? "", row.last_error ?? "", version(row.weight_version)].some((text) => text.toLowerCase().includes(word)));
+
+/** The table with its filter. `shown()` returns the workers that the filter leaves. */
+export function workersTable() {
+  const { params } = route();
+  const filter = el("input", { type: "search", id: "worker-filter", placeholder: "name, state, model, v12, error", spellcheck: "false", autocomplete: "off", data: { testid: "worker-filter" } });
+  const found = el("span", { class: "hint", role: "status", data: { testid: "worker-count" } });
+  let all = [];
+  let shown = [];
+  const down = params.get("sort")?.startsWith("-") ?? false;
+  const wanted = params.get("sort")?.replace(/^-/, "");
+  const table = new VirtualTable({
+    columns: COLUMNS,
+    keyOf: (row) => row.worker,
+    label: "Workers",
+    testid: "workers",
+    empty: () => (all.length ? "No worker matches the filter." : "No worker is there."),
+    sort: { id: COLUMNS.some(({ id }) => id === wanted) ? wanted : "worker", down },
+    onSort: (sort) => setParams({ sort: sort.id === "worker" && !sort.down ? "" : `${sort.down ? "-" : ""}${sort.id}` }),
+  });
+  const show = () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    shown = words.length ? all.filter((row) => matches(row, words)) : all;
+    setText(found, words.length ? `${count(shown.length)} of ${count(all.length)}` : "");
+    table.setRows(shown);
+  };
+  filter.value = params.get("q") ?? "";
+  filter.addEventListener("input", () => {
+    setParams({ q: filter.value });
+    show();
+  });
+  const root = el("section", { class: "panel", "aria-labelledby": "workers-title" },
+    el("div", { class: "panel-head" }, el("h2", { id: "workers-title", text: "Workers" }), el("label", { class: "filter" }, el("span", { class: "visually-hidden", text: "Filter workers" }), filter), found),
+    table.root);
+  return {
+    root,
+    shown: () => shown,
+    isFiltered: () => filter.value.trim() !== "",
+    update(fleet) {
+      all = fleet.workers;
+      const hasSeveral = new Set(all.map(({ model }) => model)).size > 1;
+      table.showColumns(({ id }) => id !== "model" || hasSeveral);
+      show();
+    },
+  };
+}
