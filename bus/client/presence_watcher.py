@@ -144,13 +144,17 @@ class PresenceWatcher:
             BusBroken: the connection to NATS is gone.
         """
         workers = await self.ping_workers()
-        models = sorted({worker.model for worker in workers if accepts_whole_requests(worker)})
+        return workers, *await self.queues()
+
+    async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
+        """Return how many requests wait for the live workers, and by model why a queue does not answer."""
+        models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(self._depths(model)) for model in models]
         found = [look.result() for look in looks]
         depths = tuple(depth for depths in found if not isinstance(depths, str) for depth in depths)
         problems = {model: one for model, one in zip(models, found, strict=True) if isinstance(one, str)}
-        return workers, depths, problems
+        return depths, problems
 
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
         """Return how full the queue of `model` is, or why it does not answer."""

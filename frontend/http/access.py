@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from .errors import HttpError
 
-__all__ = ["check_access", "user_of"]
+__all__ = ["check_access", "has_access", "user_of"]
 
 
 def check_access(request: Request, *tokens: str | None) -> None:
@@ -15,7 +15,7 @@ def check_access(request: Request, *tokens: str | None) -> None:
     Raises:
         HttpError: 401.
     """
-    if tokens[0] is None or _place_of_token(request, *tokens) is not None:
+    if has_access(request, *tokens):
         return
     problem = "is wrong" if "authorization" in request.headers else "is missing"
     raise HttpError(
@@ -24,6 +24,11 @@ def check_access(request: Request, *tokens: str | None) -> None:
         code="unauthorized",
         headers={"WWW-Authenticate": "Bearer"},
     )
+
+
+def has_access(request: Request, *tokens: str | None) -> bool:
+    """True if `check_access` lets this request in."""
+    return tokens[0] is None or _place_of_token(request, *tokens) is not None
 
 
 def user_of(request: Request, *tokens: str | None) -> str:

@@ -20,6 +20,7 @@ from . import about, control, generate, openapi, page, reference_page, status, t
 from .access import check_access
 from .calls import Admission
 from .errors import HttpError, error_response, http_error, nearest
+from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .origins import check_media_type, check_origin
@@ -39,6 +40,7 @@ DATA: RouteTable = {
     **tokenize.ROUTES,
     **openai.ROUTES,
     **control.ROUTES,
+    **live.ROUTES,
 }
 """With the data token, or that of admins."""
 ADMIN: RouteTable = control.ADMIN_ROUTES

@@ -8,6 +8,7 @@ import asyncio
 import enum
 import os
 import resource
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -24,7 +25,7 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 __all__ = [
-    "INCOMPLETE",
+    "EXPENDABLE",
     "KEEP_ALIVE_S",
     "ConnectionTable",
     "HttpConnection",
@@ -77,14 +78,20 @@ class Stage(enum.Enum):
     """The client has not sent a whole request head."""
     IDLE = enum.auto()
     """The last request is answered, and no byte of the next one has come."""
+    WATCHING = enum.auto()
+    """Its client watches the fleet, which is streamed to it without end."""
     BODY = enum.auto()
     """A request is being answered, and its body is not complete."""
     ANSWER = enum.auto()
     """A whole request is being answered."""
 
 
-INCOMPLETE: Final = (Stage.HEAD, Stage.IDLE, Stage.BODY)
-"""Without a whole request, in the order in which they are closed when there are too many connections."""
+EXPENDABLE: Final = (Stage.HEAD, Stage.IDLE, Stage.WATCHING, Stage.BODY)
+"""Without a whole request for an answer, in the order in which they are closed when there are too many connections."""
+WATCHING_BUFFER_BYTES: Final = 64 << 10
+"""That the system keeps for a client that watches: what waits there is older than what the client should get next."""
+WATCHING_TIMEOUT_S: Final = 60
+"""For a client that watches to confirm what was sent to it: a machine that was switched off never does."""
 
 
 class ConnectionTable(Generic[C]):
@@ -149,9 +156,9 @@ class OpenConnections:
         self.on_cut = on_cut
 
     def make_room(self) -> None:
-        """Close the oldest connection without a whole request, if the next connection would be one too many."""
+        """Close the oldest connection that is expendable, if the next connection would be one too many."""
         if self.table.is_full:
-            self.cut_oldest(*INCOMPLETE)
+            self.cut_oldest(*EXPENDABLE)
 
     def cut_oldest(self, *stages: Stage) -> bool:
         """Close the oldest connection of the first of these stages that has one; False if none has."""
@@ -233,6 +240,13 @@ class HttpConnection(HttpProtocol):
         """Note that the application has been called."""
         self._num_requests += 1
         self._move_to_request()
+
+    def begin_watching(self) -> None:
+        """Note that the answer is a stream without end, of which old pieces are worth nothing."""
+        self._move(Stage.WATCHING)
+        socket_: socket.socket = self.transport.get_extra_info("socket")
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WATCHING_BUFFER_BYTES)
+        socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, WATCHING_TIMEOUT_S * 1000)
 
     def end_request(self) -> None:
         """Note that the application has returned; another request may have begun (pipelining)."""

@@ -111,6 +111,10 @@ class ResponseSender:
         if not message.get("more_body", False):
             await self._end()
 
+    def limit_wait(self, timeout_s: float) -> None:
+        """Give the client no more than so long to take each further piece."""
+        self._timeout_s = min(self._timeout_s, timeout_s)
+
     async def _end(self) -> None:
         """Wait until all is on its way: a large answer's last piece must not be left to a client that does not read."""
         if not self._transport.is_closing():

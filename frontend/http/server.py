@@ -10,7 +10,7 @@ import uvicorn
 
 from ... import bus
 from .app import make_app
-from .connections import INCOMPLETE, KEEP_ALIVE_S, HttpConnection, OpenConnections, max_connections
+from .connections import EXPENDABLE, KEEP_ALIVE_S, HttpConnection, OpenConnections, max_connections
 from .edge import Edge
 from .openai.parsers import load_parsers
 from .settings import Settings
@@ -73,10 +73,13 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
             tasks.create_task(server.serve([]))
             await server.is_up.wait()
             accepting = tasks.create_task(server.accept(on, connections))
+            watching = tasks.create_task(app.state.service.live.run())
             try:
                 yield
             finally:
                 accepting.cancel()
+                watching.cancel()
+                app.state.service.live.end()
                 server.should_exit = True
                 await app.state.service.loads.stop()
 
@@ -116,7 +119,7 @@ class _HttpServer(uvicorn.Server):
                     if not has_failed:
                         logger.warning("http.accept_failed error=%s", error)
                     has_failed = True
-                    connections.cut_oldest(*INCOMPLETE)
+                    connections.cut_oldest(*EXPENDABLE)
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                     continue
                 has_failed = False

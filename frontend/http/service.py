@@ -15,6 +15,7 @@ from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
 from .calls import Admission, EventStream, until_disconnect
 from .errors import HttpError
+from .live.live_fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
 from .settings import Settings
@@ -37,11 +38,14 @@ class Service:
     """Of the models' tokenizers."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
+    live: LiveFleet = field(init=False)
+    """For those who watch."""
 
     def __post_init__(self) -> None:
         """Begin to count."""
         self.metrics = Metrics(self.rb)
         self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
+        self.live = LiveFleet(self.rb)
 
     async def tokenizer(self, worker: WorkerPresence) -> Tokenizer:
         """The tokenizer of a worker's model.

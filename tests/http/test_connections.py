@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollbus.frontend.http import connections, server
-from rollbus.frontend.http.connections import INCOMPLETE, MAX_HEAD_BYTES, ConnectionTable, Stage, max_connections
+from rollbus.frontend.http.connections import EXPENDABLE, MAX_HEAD_BYTES, ConnectionTable, Stage, max_connections
 from rollbus.frontend.http.settings import Settings
 from tests.cli.support import ENV, command
 from tests.http.support import http_service
@@ -269,11 +269,12 @@ async def test_without_descriptors_the_service_goes_on(
 
 
 def test_the_oldest_connection_of_the_least_worth_is_closed() -> None:
-    """Those without a head go first, then idle ones, then those without a body; never a whole request."""
-    table: ConnectionTable[str] = ConnectionTable(6)
+    """Those without a head, idle ones, those that watch, those without a body: in this order; never a whole request."""
+    table: ConnectionTable[str] = ConnectionTable(7)
     for name, stage in (
         ("answer", Stage.ANSWER),
         ("body", Stage.BODY),
+        ("watching", Stage.WATCHING),
         ("idle", Stage.IDLE),
         ("head", Stage.HEAD),
         ("later head", Stage.HEAD),
@@ -283,11 +284,11 @@ def test_the_oldest_connection_of_the_least_worth_is_closed() -> None:
     table.move("last head", Stage.HEAD)
     assert (was_full, table.is_full) == (False, True)
     closed = []
-    while (victim := table.victim(*INCOMPLETE)) is not None:
+    while (victim := table.victim(*EXPENDABLE)) is not None:
         closed.append(victim)
         table.remove(victim)
         table.remove(victim)
-    assert closed == ["head", "later head", "last head", "idle", "body"]
+    assert closed == ["head", "later head", "last head", "idle", "watching", "body"]
     assert table.stage("answer") is Stage.ANSWER
     assert len(table) == 1
 

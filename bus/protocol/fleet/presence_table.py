@@ -292,6 +292,10 @@ class PresenceTable:
         """Live workers by id, of one model or of all."""
         return tuple(t.presence for _, t in sorted(self._workers.items()) if model in (None, t.presence.model))
 
+    def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
+        """Live workers by id, each with when it was last heard."""
+        return tuple((t.presence, t.received_at) for _, t in sorted(self._workers.items()))
+
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Those of them that take whole requests."""
         return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and accepts_whole_requests(p))

@@ -1,0 +1,130 @@
+"""The `fleet` event, made of what is known of the fleet."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ....bus import QueueDepth
+from ....bus.client.fleet_watch import HeardWorker
+from ....bus.protocol.fleet.behind import why_behind
+from ....bus.protocol.fleet.desired import WEIGHTS
+from ....bus.protocol.telemetry.fleet_rates import FleetRates
+from ....schemas.control import Drain, FinishWeightUpdate, Pause, UpdateWeights
+from ....schemas.desired import DesiredState
+from ....schemas.presence import WorkerPresence
+from .events import Behind, ModelLine, QueueLine, StagingCell, WorkerRow
+
+__all__ = ["Recorded", "model_lines", "pause_epoch", "queue_lines", "worker_row"]
+
+PAUSE: Final = "pause"
+"""The register that says whether workers should serve."""
+MAX_ERROR_CHARS: Final = 300
+"""Of a worker's last error in each event: a fleet whose thousand workers all failed stays readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What NATS has of the fleet, as it was last read."""
+
+    queues: tuple[QueueDepth, ...] = ()
+    queue_problems: dict[str, str] = field(default_factory=dict)
+    desired: dict[str, DesiredState] = field(default_factory=dict)
+    problem: str | None = None
+    """Why some of it could not be read."""
+
+
+def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
+    """Make the row of a worker.
+
+    Args:
+        now: on the clock by which the worker was heard.
+    """
+    worker = heard.presence
+    capabilities, stats, known = worker.capabilities, worker.engine_stats, rates.of(worker.worker)
+    kv_use = None if stats is None else stats.kv_cache_use
+    return WorkerRow(
+        worker=worker.worker,
+        incarnation=worker.incarnation,
+        model=worker.model,
+        state=worker.state,
+        weight_version=worker.weight_version,
+        epoch=worker.epoch,
+        in_flight=worker.in_flight,
+        slots=worker.in_flight + worker.free_slots if capabilities is None else capabilities.max_num_seqs,
+        waiting=worker.queued + (0 if stats is None else stats.waiting or 0),
+        kv_use=_rounded(kv_use),
+        tokens_per_s=round(known.tokens_per_s, 1),
+        first_token_s=_rounded(known.first_token_s),
+        between_tokens_s=_rounded(known.between_tokens_s, 6),
+        prefix_hit=_rounded(known.prefix_hit),
+        role=None if capabilities is None else capabilities.role,
+        last_error=None if worker.last_error is None else worker.last_error[:MAX_ERROR_CHARS],
+        staging=_staging_cell(worker),
+        uptime_s=round(worker.uptime_s, 1),
+        seen_s_ago=round(max(now - heard.heard_at, 0.0), 1),
+    )
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _staging_cell(worker: WorkerPresence) -> StagingCell | None:
+    staging = worker.staging
+    if staging is None:
+        return None
+    return StagingCell(staging.stage, staging.done_bytes, staging.total_bytes, worker.target_version)
+
+
+def queue_lines(depths: Iterable[QueueDepth]) -> Iterator[QueueLine]:
+    """Make a line for each lane."""
+    for depth in depths:
+        yield QueueLine(model=depth.model, lane=depth.lane, waiting=depth.waiting, in_hand=depth.in_hand)
+
+
+def model_lines(
+    workers: Iterable[WorkerPresence],
+    desired: Mapping[str, DesiredState],
+    recorded_at: Callable[[str, int], float | None],
+) -> Iterator[ModelLine]:
+    """Make a line for each model that has live workers or a desired state, by name.
+
+    Args:
+        recorded_at: Unix time at which a model's command of an epoch was recorded; None: not known.
+    """
+    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in desired}
+    for worker in workers:
+        by_model.setdefault(worker.model, []).append(worker)
+    for model, its_workers in sorted(by_model.items()):
+        state = desired.get(model, DesiredState(model=model))
+        paused = pause_epoch(state)
+        version, label = _weights(state)
+        behind = (Behind(each.worker, why) for each in its_workers if (why := why_behind(each, state)) is not None)
+        yield ModelLine(
+            model=model,
+            epoch=state.epoch,
+            pause=_pause(state),
+            paused_since=None if paused is None else recorded_at(model, paused),
+            weight_version=version,
+            label=label,
+            behind=tuple(behind),
+        )
+
+
+def pause_epoch(state: DesiredState) -> int | None:
+    """Return the epoch of the command that keeps all workers of a model from serving; None: none does."""
+    return None if _pause(state) is None else state.registers[PAUSE].epoch
+
+
+def _pause(state: DesiredState) -> str | None:
+    command = state.registers[PAUSE].command if PAUSE in state.registers else None
+    if isinstance(command, Pause):
+        return command.mode
+    return "drain" if isinstance(command, Drain) else None
+
+
+def _weights(state: DesiredState) -> tuple[int | None, str | None]:
+    command = state.registers[WEIGHTS].command if WEIGHTS in state.registers else None
+    if isinstance(command, UpdateWeights | FinishWeightUpdate):
+        return command.version, command.label
+    return None, None

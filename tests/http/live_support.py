@@ -1,0 +1,62 @@
+"""Viewers of a service, as the page is one."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.http.support import Http
+from tests.support.patience import SOON_S
+
+__all__ = ["Stream", "watching"]
+
+PATH = "/v1/rl/events"
+
+
+@dataclass
+class Stream:
+    """The events of one viewer, as they come."""
+
+    lines: AsyncIterator[str]
+    hello: dict[str, Any] = field(default_factory=dict)
+
+    async def next(self, name: str) -> dict[str, Any]:
+        """The next event of a name; those of others are passed over.
+
+        Raises:
+            EOFError: the stream has ended.
+        """
+        async with asyncio.timeout(SOON_S):
+            while (line := await anext(self.lines, None)) is not None:
+                if line == f"event: {name}":
+                    return json.loads((await anext(self.lines)).removeprefix("data: "))  # type: ignore[no-any-return]
+        raise EOFError
+
+    async def until(self, name: str, holds: Any) -> dict[str, Any]:
+        """The first event of a name of which `holds`."""
+        while not holds(event := await self.next(name)):
+            pass
+        return event
+
+    def workers(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows of a `fleet` event, with the names of their fields."""
+        return [dict(zip(self.hello["worker_fields"], row, strict=True)) for row in event["workers"]]
+
+
+@contextlib.asynccontextmanager
+async def watching(http: Http, query: str = "", token: str | None = None) -> AsyncIterator[Stream]:
+    """Watch until the block ends; the first event has come."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    async with (
+        httpx.AsyncClient(base_url=http.url, timeout=SOON_S) as client,
+        client.stream("GET", f"{PATH}{query}", headers=headers) as answer,
+    ):
+        assert answer.status_code == 200, (await answer.aread(), answer.status_code)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        stream = Stream(answer.aiter_lines())
+        stream.hello = await stream.next("hello")
+        yield stream
