@@ -197,7 +197,7 @@ class Worker:
             EngineDead: always, at last.
         """
         await self._runner.start()
-        self._links.reports_kv = self._runner.engine.reports_recomputed_kv
+        self._links.begin(self._engine, time.monotonic())
         await self._lifecycle.wait_alone()
         await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
         await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)

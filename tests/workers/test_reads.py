@@ -5,6 +5,7 @@ import pytest
 from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
+from rollbus.workers.requests.expert_counter import ExpertCounter
 from tests.support.requests import endless
 from tests.workers.support import StartControlled
 
@@ -41,7 +42,7 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
 def test_a_flood_of_reads_is_refused_by_name() -> None:
     """Within a second so many reads are answered; the error of the next says what is allowed; then it goes on."""
     now = 10.0
-    reads = TelemetryReads(lambda: now)
+    reads = TelemetryReads(ExpertCounter(), lambda: now)
 
     def code_of(read: ReadExperts | ReadRequest) -> ControlError:
         with pytest.raises(ControlError) as caught:
@@ -54,4 +55,4 @@ def test_a_flood_of_reads_is_refused_by_name() -> None:
     assert refused.code is ControlCode.NOT_SERVING
     assert f"allowed: {READS_PER_S} a second" in refused.message
     now += 1.0
-    assert code_of(ReadExperts()).code is ControlCode.UNSUPPORTED
+    assert code_of(ReadExperts()).message == "the engine has not started"

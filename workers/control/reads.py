@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from ...schemas.control import ReadExperts, ReadRequest
 from ...schemas.errors import ControlCode, ControlError
+from ..requests.expert_counter import ExpertCounter
 
 __all__ = ["Read", "TelemetryReads"]
 
@@ -19,10 +20,12 @@ class TelemetryReads:
     """What a worker answers to reads.
 
     Args:
+        experts: counts which experts were chosen.
         clock: in seconds, never going back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, experts: ExpertCounter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._experts = experts
         self._clock = clock
         self._second_ends = clock()
         self._num_answered = 0
@@ -34,6 +37,9 @@ class TelemetryReads:
             ControlError: there is no answer, or too many were given within a second.
         """
         self._check_rate()
+        match command:
+            case ReadExperts():
+                return {"experts": self._experts.load(command.since, command.window, self._clock())}
         raise ControlError(ControlCode.UNSUPPORTED, f"this worker keeps nothing that {command.command} asks for")
 
     def _check_rate(self) -> None:

@@ -62,10 +62,10 @@ class WorkerLinkStats:
     kv_too_large: int = 0
     """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""
 
-    def count_prompt(self, request: WorkerRequest, cached_tokens: int) -> None:
-        """Count the prompt of a request that has its first token, of which its engine did not compute so much."""
-        self.cached_prompt_tokens += cached_tokens
-        self.recomputed_prompt_tokens += max(request.prompt_len - cached_tokens, 0)
+    def count_prompt(self, request: WorkerRequest) -> None:
+        """Count the prompt of a request that has its first token."""
+        self.cached_prompt_tokens += request.cached_tokens
+        self.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
 
     def count(self, step: RequestStep, request: WorkerRequest, now: float) -> None:
         """Count what a step brought that was taken for a request."""

@@ -22,6 +22,7 @@ from ...schemas.messages import KvTransfer, LinkMessage, RequestKey
 from ...schemas.presence import Capabilities, ClientPresence, ClientState
 from ...schemas.request import GenerateRequest
 from ..config import LEASE_MARGIN_S, WorkerConfig
+from ..engines.engine import Engine
 from .incoming import IncomingRequest
 from .link_stats import WorkerLinkStats
 from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, PlainOutbound
@@ -63,6 +64,11 @@ class WorkerLinks:
     def __repr__(self) -> str:
         """One line with counts."""
         return f"<WorkerLinks {self.outbound!r} {self.requests!r}>"
+
+    def begin(self, engine: Engine, now: float) -> None:
+        """Take note of what an engine reports that has started."""
+        self.reports_kv = engine.reports_recomputed_kv
+        self.dispatcher.experts.begin(engine.capabilities.routed_experts, now)
 
     # Requests
 
@@ -340,6 +346,7 @@ class WorkerLinks:
         """Remove everything and continue as another incarnation; nothing is acked."""
         names = self.requests.clear()
         self.dispatcher.clear()
+        self.dispatcher.experts.restart(now)
         self.stats.fenced += len(names)
         self.outbound.restart(incarnation, max_payload=max_payload)
         self.leases.restart_leases(now)

@@ -9,6 +9,7 @@ from ...bus.protocol.stream.token_batcher import TokenBatcher
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import ErrorCode, LocalProtocolError, RequestError
 from ...schemas.limits import MAX_KV_PARAMS_BYTES
+from .expert_counter import ExpertCounter
 from .link_stats import WorkerLinkStats
 from .outbound import OutboundRegistry
 from .terminator import RequestTerminator
@@ -40,6 +41,8 @@ class StepDispatcher:
         self._terminator = terminator
         self._stats = stats
         self._gathering = TokenBatcher()
+        self.experts = ExpertCounter()
+        """Counts which experts the requests' tokens chose."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -71,12 +74,13 @@ class StepDispatcher:
             request.early_steps.append(step)
             return
         had_token = request.has_token
-        if not self._forward_early(request, step, instructions):
+        if not self._forward_early(request, step, now, instructions):
             return
         if not self._flush_request(request, instructions) or not self._forward(
             request, step, self._versions.weight_version, instructions
         ):
             return
+        self.experts.add_step(step, request, self._versions.weight_version, now)
         self._stats.count(step, request, now)
         if request.has_token and not had_token:
             request.timeline.add("first_token")
@@ -108,6 +112,7 @@ class StepDispatcher:
             for request in gathered:
                 self._fail_invalid_output(request, exc, instructions)
             return
+        self.experts.add_batch(batch, self._versions.weight_version, now)
         self._stats.count_batch(batch, gathered, now)
         for name in full:
             held_in_full = self._requests.open(name)
@@ -129,7 +134,7 @@ class StepDispatcher:
         run = self._gathering.pop(request.name)
         return run is None or self._forward(request, run, self._gathering.weight_version, instructions)
 
-    def _forward_early(self, request: WorkerRequest, step: RequestStep, instructions: Instructions) -> bool:
+    def _forward_early(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
         """Forward the steps before the first token, which `step` brings; return False if that failed the request.
 
         A request that ends without a token has no rows.
@@ -138,10 +143,14 @@ class StepDispatcher:
         if not len(step.token_ids):
             return True
         if not request.has_token:
-            cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
-            self._stats.count_prompt(request, cached_tokens)
-            request.timeline.add("prefilled", tokens=request.prompt_len, cached_tokens=cached_tokens)
-        return all(self._forward(request, early, self._versions.weight_version, instructions) for early in ahead)
+            request.cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
+            self._stats.count_prompt(request)
+            request.timeline.add("prefilled", tokens=request.prompt_len, cached_tokens=request.cached_tokens)
+        for early in ahead:
+            if not self._forward(request, early, self._versions.weight_version, instructions):
+                return False
+            self.experts.add_step(early, request, self._versions.weight_version, now)
+        return True
 
     def _forward(
         self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions

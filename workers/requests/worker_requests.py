@@ -49,6 +49,8 @@ class WorkerRequest:
     """The adapter that it uses."""
     prompt_len: int = 0
     """Tokens of its prompt."""
+    cached_tokens: int = 0
+    """Of these, the tokens that its engine did not compute; known with its first token."""
     gathers: bool = False
     """Its client does not stream: tokens may be gathered for a moment."""
     awaits_kv: bool = False

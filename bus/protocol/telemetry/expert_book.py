@@ -16,7 +16,7 @@ from ....schemas.rows import DTYPES, Rows
 from ....schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
 from .expert_window import encode_counts
 
-__all__ = ["INTERVAL_S", "KEPT_INTERVALS", "ExpertBook", "Plane", "is_countable"]
+__all__ = ["INTERVAL_S", "KEPT_INTERVALS", "ExpertBook", "Plane", "Window", "is_countable"]
 
 INTERVAL_S: Final = 5.0
 KEPT_INTERVALS: Final = 24

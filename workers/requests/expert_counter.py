@@ -1,0 +1,109 @@
+"""Which positions of an engine's steps count for the load of experts, and in which plane.
+
+Counted are positions that the engine computed, each time that it did: generated tokens, and those of a prompt behind
+its cached tokens, once it has its first token. The last generated token of a request was never computed. After a
+preemption the engine computes everything anew, of which no rows come: that is computed and not seen. Requests of the
+worker's own, and steps that come after a request's end, are not counted.
+"""
+
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ...bus.protocol.telemetry.expert_book import ExpertBook, Window, is_countable
+from ...schemas.errors import ControlCode, ControlError
+from ...schemas.limits import MAX_EXPERT_CELLS
+from ...schemas.presence import RoutedExpertsInfo
+from ...schemas.telemetry import ExpertLoad
+from .worker_requests import WorkerRequest
+
+__all__ = ["ExpertCounter"]
+
+
+class ExpertCounter:
+    """The load of experts of one worker. Plain state, no I/O; where no routing is returned, nothing is counted."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._routing: RoutedExpertsInfo | None = None
+        self._book: ExpertBook | None = None
+
+    def __repr__(self) -> str:
+        """One line with the book."""
+        return f"<ExpertCounter {self._book!r}>"
+
+    def begin(self, routing: RoutedExpertsInfo | None, now: float) -> None:
+        """Count from now on what an engine with this routing computes.
+
+        Args:
+            routing: None: the engine returns none.
+        """
+        self._has_begun = True
+        self._routing = routing
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Forget all counts, as the worker goes on as another incarnation."""
+        routing = self._routing
+        self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now)
+
+    def load(self, since: int, window: Window, now: float) -> ExpertLoad | None:
+        """Return what was counted, as `ExpertBook.load`; None: the engine returns no routing.
+
+        Raises:
+            ControlError: the engine has not started, or its model has too many experts.
+        """
+        if not self._has_begun:
+            raise ControlError(ControlCode.NOT_SERVING, "the engine has not started")
+        if self._routing is not None and self._book is None:
+            shape = f"{self._routing.num_layers} layers x {self._routing.num_experts} experts"
+            problem = f"the model has {shape}; allowed for counting: {MAX_EXPERT_CELLS} experts in all layers"
+            raise ControlError(ControlCode.UNSUPPORTED, problem)
+        return None if self._book is None else self._book.load(since, window, now)
+
+    def add_batch(self, batch: TokenBatch, weight_version: int, now: float) -> None:
+        """Count a batch of requests that are open: each of them had its first token before."""
+        if self._book is not None:
+            self._book.add_computed("generated", len(batch), weight_version, now)
+            if batch.routed_experts is not None:
+                self._book.add_rows("generated", batch.routed_experts, weight_version, now)
+
+    def add_step(self, step: RequestStep, request: WorkerRequest, weight_version: int, now: float) -> None:
+        """Count a step that its open request has taken.
+
+        Steps before the first token come with the one that brings it, in order, once `request.cached_tokens` is known.
+        """
+        if self._book is not None:
+            self._count_computed(self._book, step, request, weight_version, now)
+            if step.routed_experts is not None and len(step.routed_experts):
+                self._count_rows(self._book, step, request, weight_version, now)
+
+    @staticmethod
+    def _count_computed(
+        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
+    ) -> None:
+        num_tokens = len(step.token_ids)
+        if not num_tokens:
+            return
+        num_before, num_prompt, num_generated = request.writer.taken_tokens - num_tokens, 0, num_tokens
+        if not num_before:
+            num_prompt = max(request.prompt_len - request.cached_tokens, 0)
+            num_generated -= 1
+        elif step.kv_recomputed:
+            num_prompt = request.prompt_len
+            num_generated += num_before - 1
+        if num_prompt:
+            book.add_computed("prompt", num_prompt, weight_version, now)
+        if num_generated:
+            book.add_computed("generated", num_generated, weight_version, now)
+
+    @staticmethod
+    def _count_rows(
+        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
+    ) -> None:
+        rows, start = step.routed_experts, step.routed_experts_start
+        if rows is None:
+            return
+        first_computed = max(request.cached_tokens - start, 0)
+        first_generated = max(request.prompt_len - start, 0)
+        if first_computed < min(first_generated, len(rows)):
+            book.add_rows("prompt", rows[first_computed:first_generated], weight_version, now)
+        if first_generated < len(rows):
+            book.add_rows("generated", rows[first_generated:], weight_version, now)
