@@ -50,6 +50,7 @@ async def test_the_fleet_is_told(nats_url: str, fleet: str) -> None:
         }
     ]
     assert later["at"] > event["at"]
+    assert hello["history_step_s"] == 5
 
 
 async def test_what_was_told_is_shown(nats_url: str, fleet: str) -> None:

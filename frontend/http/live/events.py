@@ -4,6 +4,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from ....bus.protocol.telemetry.series import Series
+
 __all__ = [
     "HELLO",
     "PING",
@@ -12,6 +14,7 @@ __all__ = [
     "EventName",
     "FleetEvent",
     "HelloEvent",
+    "HistoryAnswer",
     "ModelLine",
     "QueueLine",
     "StagingCell",
@@ -42,6 +45,8 @@ class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
     """And that which tells what became of a request."""
     period_s: float
     """Seconds between two `fleet` events."""
+    history_step_s: int
+    """Seconds between two points of the history."""
     worker_fields: tuple[str, ...]
     """What stands in each row of `workers`."""
 
@@ -143,6 +148,23 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     queue_problems: dict[str, str]
     """By model: why its queue does not answer."""
     models: tuple[ModelLine, ...]
+    history_number: int
+    """Of the last point of the history: what is after another number can be asked for."""
+
+
+class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The last hour, or what is new of it."""
+
+    number: int
+    """Of the last point; the next `since`."""
+    step_s: int
+    """Seconds between points."""
+    end: float
+    """Unix time of the last point, near enough for an axis."""
+    fleet: Series
+    models: dict[str, Series]
+    workers: dict[str, Series]
+    """The worker that was asked for."""
 
 
 def encode_event(name: EventName, value: Any) -> bytes:

@@ -13,6 +13,7 @@ from ....schemas.control import Drain, FinishWeightUpdate, Pause, UpdateWeights
 from ....schemas.desired import DesiredState
 from ....schemas.presence import WorkerPresence
 from .events import Behind, ModelLine, QueueLine, StagingCell, WorkerRow
+from .points import waiting_at
 
 __all__ = ["Recorded", "model_lines", "pause_epoch", "queue_lines", "worker_row"]
 
@@ -51,7 +52,7 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         epoch=worker.epoch,
         in_flight=worker.in_flight,
         slots=worker.in_flight + worker.free_slots if capabilities is None else capabilities.max_num_seqs,
-        waiting=worker.queued + (0 if stats is None else stats.waiting or 0),
+        waiting=waiting_at(worker),
         kv_use=_rounded(kv_use),
         tokens_per_s=round(known.tokens_per_s, 1),
         first_token_s=_rounded(known.first_token_s),

@@ -1,4 +1,4 @@
-"""Follows the fleet, and tells all viewers of it once a second; while nobody watches, it reads nothing from NATS."""
+"""Follows the fleet: keeps its last hour, and tells all viewers of it once a second."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,13 @@ import time
 from typing import Final
 
 from .... import __version__, bus
-from ....bus.client.fleet_watch import HeardWorker, watch_fleet
-from ....bus.protocol.telemetry.fleet_rates import FleetRates
+from ....bus.client.fleet_watch import watch_fleet
+from ....bus.protocol.telemetry.series import STEP_S, History
 from ....schemas.errors import RollbusError
 from .events import HELLO, PING, SNAPSHOT, FleetEvent, HelloEvent, WorkerRow, encode_event
 from .fleet_event import Recorded, model_lines, pause_epoch, queue_lines, worker_row
+from .heard import Heard
+from .points import QueueWaits, worker_points
 from .viewers import Viewers
 
 __all__ = ["PERIOD_S", "LiveFleet"]
@@ -23,6 +25,8 @@ PERIOD_S: Final = 1.0
 READ_WAIT_S: Final = 0.5
 """For NATS to answer before an event is made of what it said last: a healthy server takes milliseconds."""
 PING_S: Final = 15.0
+QUEUES_WAIT_S: Final = 2.0
+"""For NATS to say how much waits, while nobody watches; well below `STEP_S`."""
 MAX_TIMES: Final = 256
 """Pauses of which the time is remembered; of more models than that it is read again."""
 
@@ -32,14 +36,16 @@ class LiveFleet:
 
     Attributes:
         viewers: all who watch.
+        history: the last hour.
     """
 
     def __init__(self, rb: bus.Client) -> None:
         self.viewers = Viewers()
         self._rb = rb
         self._started_at = time.time()
-        self._rates = FleetRates()
-        self._heard: dict[str, HeardWorker] = {}
+        self.history = History()
+        self._heard = Heard()
+        self._queue_waits = QueueWaits()
         self._recorded = Recorded()
         # Cleared while it is read.
         self._has_read = asyncio.Event()
@@ -48,7 +54,11 @@ class LiveFleet:
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<LiveFleet workers={len(self._heard)} {self.viewers!r}>"
+        return f"<LiveFleet {self._heard!r} {self.viewers!r} {self.history!r}>"
+
+    def time_of(self, number: int) -> float:
+        """Return the Unix time of a point of the history."""
+        return round(self._started_at + number * STEP_S, 3)
 
     def hello(self, *, may_act: bool) -> bytes:
         """Return the first event for a viewer."""
@@ -59,15 +69,44 @@ class LiveFleet:
             may_act=may_act,
             may_trace=may_act,
             period_s=PERIOD_S,
+            history_step_s=STEP_S,
             worker_fields=WorkerRow.__struct_fields__,
         )
         return encode_event(HELLO, hello)
 
     async def run(self) -> None:
-        """Tell viewers of the fleet, until cancelled."""
+        """Keep the history and tell viewers of the fleet, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep())
             tasks.create_task(self._read())
             tasks.create_task(self._tell())
+
+    async def _keep(self) -> None:
+        """Keep a point of each step, also while nobody watches."""
+        loop = asyncio.get_running_loop()
+        begun, number = loop.time(), 0
+        while True:
+            number = max(number, int((loop.time() - begun) / STEP_S)) + 1
+            await asyncio.sleep(begun + number * STEP_S - loop.time())
+            try:
+                await self._keep_point(number)
+            except RollbusError as error:
+                logger.warning("live.no_point error=%r", error)
+
+    async def _keep_point(self, number: int) -> None:
+        watch = watch_fleet(self._rb)
+        if watch.problem is not None:
+            # What was heard last says nothing of now.
+            return
+        await self._heard.update(watch)
+        queues = self._recorded.queues
+        if not self.viewers:
+            queues = ()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUEUES_WAIT_S):
+                    queues, _ = await watch.queues()
+        waits = self._queue_waits.step(self._rb.stats().queue_waits)
+        self.history.add(number, *worker_points(self._heard, queues, waits))
 
     async def _tell(self) -> None:
         loop = asyncio.get_running_loop()
@@ -106,8 +145,8 @@ class LiveFleet:
     async def _event(self) -> FleetEvent:
         watch = watch_fleet(self._rb)
         recorded = self._recorded
-        heard = await self._hear()
-        now = time.monotonic()
+        await self._heard.update(watch)
+        heard, now = tuple(self._heard.workers.values()), time.monotonic()
         lost = watch.problem
         workers = [each.presence for each in heard]
         models = model_lines(workers, recorded.desired, lambda *key: self._recorded_at.get(key))
@@ -115,24 +154,12 @@ class LiveFleet:
             at=round(time.time(), 3),
             bus_up=lost is None,
             problem=recorded.problem if lost is None else lost,
-            workers=tuple(worker_row(each, self._rates, now) for each in heard),
+            workers=tuple(worker_row(each, self._heard.rates, now) for each in heard),
             queues=tuple(queue_lines(recorded.queues)),
             queue_problems=recorded.queue_problems,
             models=tuple(models),
+            history_number=self.history.number,
         )
-
-    async def _hear(self) -> tuple[HeardWorker, ...]:
-        """Take in what workers have announced since the last time."""
-        heard = await watch_fleet(self._rb).workers()
-        for each in heard:
-            known = self._heard.get(each.presence.worker)
-            if known is None or known.heard_at != each.heard_at:
-                self._rates.observe(each.presence, each.heard_at)
-        names = {each.presence.worker: each for each in heard}
-        for gone in self._heard.keys() - names.keys():
-            self._rates.forget(gone)
-        self._heard = names
-        return heard
 
     async def _read_now(self) -> Recorded:
         watch, problem = watch_fleet(self._rb), None

@@ -1,15 +1,20 @@
 """The routes for people who watch."""
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....bus.protocol.telemetry.series import STEP_S
+from ....schemas.checks import describe
 from ..access import has_access
 from ..control.reading import read_query
+from ..errors import HttpError
 from ..service import HttpRoute, RouteTable, Service
-from .events import HELLO
+from ..status import json_response
+from .events import HELLO, HistoryAnswer
 from .viewers import Viewer, ViewerStream
 
 __all__ = ["ROUTES"]
@@ -36,6 +41,39 @@ async def events(service: Service, request: Request) -> Response:
     return ViewerStream(request, viewer)
 
 
+class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which points are asked for."""
+
+    since: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Points after this number; 0: all of the last hour."""
+    worker: str | None = None
+    """Those of this worker, too."""
+
+
+async def history(service: Service, request: Request) -> Response:
+    """The last hour of the fleet and of each model, a point every 5 s; with `worker`, of that worker too."""
+    query = read_query(request, HistoryQuery)
+    kept = service.live.history
+    workers = {}
+    if query.worker is not None:
+        found = kept.worker(query.worker, query.since)
+        if found is None:
+            message = f"worker {describe(query.worker)} has no history; allowed: a worker of the last hour"
+            raise HttpError(404, message, code="unknown_worker", param="worker")
+        workers[query.worker] = found
+    return json_response(
+        HistoryAnswer(
+            number=kept.number,
+            step_s=STEP_S,
+            end=service.live.time_of(kept.number),
+            fleet=kept.fleet(query.since),
+            models=kept.models(query.since),
+            workers=workers,
+        )
+    )
+
+
 ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/events"): HttpRoute(events, answer="text/event-stream", query=EventsQuery),
+    ("GET", "/v1/rl/history"): HttpRoute(history, answer=HistoryAnswer, query=HistoryQuery),
 }

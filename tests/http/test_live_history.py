@@ -1,0 +1,99 @@
+"""The last hour of a fleet, as the service keeps it."""
+
+import asyncio
+
+import pytest
+
+from rollbus.bus.client.durations import Durations
+from rollbus.bus.protocol.telemetry.series import FIELDS
+from rollbus.frontend.http.live import live_fleet
+from rollbus.frontend.http.live.points import QueueWaits
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.live_support import watching
+from tests.http.support import http_before, http_service
+from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S
+from tests.support.tcp_proxy import tcp_proxy
+
+PATH = "/v1/rl/history"
+BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point every tenth of a second."""
+    monkeypatch.setattr(live_fleet, "STEP_S", 0.1)
+
+
+async def test_the_hour_is_kept(nats_url: str, fleet: str) -> None:
+    """Also while nobody watches: what workers do, by fleet, model and worker, and how long requests waited."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as http:
+        (worker,) = http.rb.fleet.workers
+        async with asyncio.timeout(SOON_S):
+            await http.client.post("/inference/v1/generate", json=BODY)
+            while True:
+                answer = (await http.client.get(PATH, params={"worker": worker.worker})).json()
+                if any(answer["fleet"]["tokens_per_s"]) and any(answer["fleet"]["queue_wait_s"]):
+                    break
+    assert list(answer["models"]) == ["synthetic"]
+    for series in (answer["fleet"], answer["models"]["synthetic"], answer["workers"][worker.worker]):
+        assert tuple(series) == FIELDS
+        assert any(series["tokens_per_s"])
+        assert {len(points) for points in series.values()} == {answer["number"]}
+    assert not any(answer["workers"][worker.worker]["queue_wait_s"])
+
+
+async def test_what_is_new_is_asked_for(nats_url: str, fleet: str) -> None:
+    """By the number that events have; a worker that is not known is 404, and a wrong number 400."""
+    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+        before = (await stream.until("fleet", lambda event: event["history_number"]))["history_number"]
+        number = (await stream.until("fleet", lambda event: event["history_number"] > before))["history_number"]
+        new = (await http.client.get(PATH, params={"since": before})).json()
+        assert len(new["fleet"]["waiting"]) == new["number"] - before >= number - before
+        assert new["workers"] == {}
+        unknown = await http.client.get(PATH, params={"worker": "zzz"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_worker")
+        for since in ("-1", "x", "1.5", 2**60):
+            wrong = await http.client.get(PATH, params={"since": since})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
+
+
+async def test_it_is_for_those_with_a_token(nats_url: str, fleet: str) -> None:
+    """As the state of the fleet is."""
+    async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+        assert (await http.client.get(PATH)).status_code == 401
+        for token in ("data", "admin"):
+            answer = await http.client.get(PATH, headers={"Authorization": f"Bearer {token}"})
+            assert answer.status_code == 200
+
+
+async def test_nothing_is_known_while_the_bus_is_down(nats_url: str, fleet: str) -> None:
+    """What was heard last is not repeated: the points are unknown."""
+    async with (
+        synthetic_worker(nats_url, fleet),
+        tcp_proxy(nats_url) as proxy,
+        http_before(proxy.url, fleet) as http,
+        watching(http) as stream,
+    ):
+        await stream.until("fleet", lambda event: event["bus_up"] and event["history_number"])
+        proxy.cut()
+        down = (await stream.until("fleet", lambda event: not event["bus_up"]))["history_number"]
+        later = await stream.next("fleet")
+        assert (later["bus_up"], later["history_number"]) == (False, down)
+        await proxy.restore()
+        await stream.until("fleet", lambda event: event["history_number"] > down)
+        found = (await http.client.get(PATH, params={"since": down})).json()["fleet"]["in_flight"]
+    assert found[0] is None
+    assert found[-1] == 0.0
+
+
+def test_waits_are_those_of_a_step() -> None:
+    """Not of all that was ever counted."""
+    waits, seconds = QueueWaits(), (0,) * 17
+    nobody, _ = waits.step({})
+    assert nobody != nobody  # noqa: PLR0124 - NaN
+    assert waits.step({"m": Durations((2, *seconds), 4.0)}) == (2.0, {"m": 2.0})
+    fleet, models = waits.step({"m": Durations((2, *seconds), 4.0), "n": Durations((1, *seconds), 0.5)})
+    assert (fleet, models["n"]) == (0.5, 0.5)
+    assert models["m"] != models["m"]
