@@ -240,7 +240,8 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
     """Say how often the router chose each expert; only workers with `Capabilities.telemetry_reads` know it."""
 
     since: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
-    """Of `window` `recent`: the number of the last interval that the asker has; 0: all that are kept, two minutes."""
+    """Of `window` `recent`: the number of the interval before the first that is asked for, which is Unix time / 5 s; 0:
+    all that are kept, two minutes."""
     window: Literal["recent", "versions"] = "recent"
     """`recent`: the last intervals. `versions`: everything counted under each of the last 8 versions of the weights."""
     timeout_s: float = READ_TIMEOUT_S

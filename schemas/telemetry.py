@@ -56,13 +56,15 @@ class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's answer to `read_experts`.
 
-    A worker counts in intervals of 5 s, numbered from 1 in each incarnation, and keeps the last 24 that have ended.
+    A worker counts in intervals of 5 s, whose numbers are Unix time / 5 s by its clock as it was at the start of the
+    incarnation, and keeps the last 24 that have ended.
     """
 
     number: Count
-    """Of the last interval that has ended: the next `since`."""
+    """Of the last interval that has ended."""
     first: Count
-    """Of the first interval in `counts`; 1 above `since` unless the worker has forgotten some, or was started anew."""
+    """Of the first interval in `counts`: later than was asked for where the worker has forgotten some, or had not
+    started; 1 above `number` where no interval that is asked for has ended."""
     seconds: Seconds
     """How long the intervals in `counts` are together; of `window` `versions`, since its first token."""
     num_layers: Annotated[int, Meta(ge=1, le=limits.MAX_LAYERS)]

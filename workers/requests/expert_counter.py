@@ -6,6 +6,8 @@ preemption the engine computes everything anew, of which no rows come: that is c
 worker's own, and steps that come after a request's end, are not counted.
 """
 
+import time
+
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ...bus.protocol.telemetry.expert_book import ExpertBook, Window, is_countable
 from ...schemas.errors import ControlCode, ControlError
@@ -42,7 +44,7 @@ class ExpertCounter:
     def restart(self, now: float) -> None:
         """Forget all counts, as the worker goes on as another incarnation."""
         routing = self._routing
-        self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now)
+        self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now, time.time())
 
     def load(self, since: int, window: Window, now: float) -> ExpertLoad | None:
         """Return what was counted, as `ExpertBook.load`; None: the engine returns no routing.

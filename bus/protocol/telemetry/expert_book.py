@@ -1,9 +1,11 @@
 """How often a worker's router chose each expert: by intervals of 5 s, and by version of the weights. Pure.
 
 Rows are counted some hundreds at a time, as one step has few: what waits is bounded, and is counted before anything is
-said of it. Time is passed in and never goes back.
+said of it. Time is passed in and never goes back. Intervals are numbered by the wall clock, so that one number means
+the same to all workers of a fleet.
 """
 
+import math
 from collections import OrderedDict, deque
 from typing import Final, Literal, NamedTuple
 
@@ -71,19 +73,23 @@ class ExpertBook:
 
     Args:
         routing: of the engine's model, which `is_countable`.
-        now: when the first interval begins, in seconds.
+        now: in seconds, as everywhere here.
+        unix_now: the same moment as Unix time.
     """
 
-    def __init__(self, routing: RoutedExpertsInfo, now: float) -> None:
+    def __init__(self, routing: RoutedExpertsInfo, now: float, unix_now: float) -> None:
         self._routing = routing
         self._cells = routing.num_layers * routing.num_experts
         # Where the counters of each choice's layer begin; narrow, since adding and reading them is most of the work.
         firsts = np.repeat(np.arange(routing.num_layers) * routing.num_experts, routing.top_k)
         self._firsts = firsts.astype(np.min_scalar_type(self._cells - 1))
-        self._began_at = now
+        # Added to the time that is passed in: steps of the wall clock count for nothing.
+        self._unix_offset = unix_now - now
+        self._began_at = unix_now
         self._first_token_at: float | None = None
-        # Intervals that have ended; and those of them that have tokens.
-        self._number = 0
+        self._first = int(unix_now / INTERVAL_S)
+        # The last interval that has ended; and those that have tokens.
+        self._number = self._first - 1
         self._intervals: deque[tuple[int, _ByVersion]] = deque()
         self._totals: _ByVersion = OrderedDict()
         self._open: _ByVersion = OrderedDict()
@@ -124,7 +130,7 @@ class ExpertBook:
             self._count_pending()
             self._version = weight_version
         if self._first_token_at is None:
-            self._first_token_at = now
+            self._first_token_at = now + self._unix_offset
         return self._planes_in(self._open, weight_version)
 
     def _planes_in(self, versions: _ByVersion, weight_version: int) -> _Planes:
@@ -157,7 +163,7 @@ class ExpertBook:
         counted.seen += len(rows)
 
     def _end_intervals(self, now: float) -> None:
-        number = int((now - self._began_at) / INTERVAL_S)
+        number = int((now + self._unix_offset) / INTERVAL_S) - 1
         if number <= self._number:
             return
         self._count_pending()
@@ -177,28 +183,28 @@ class ExpertBook:
         """Return what was counted until the last interval ended; an answer is made once for each interval.
 
         Args:
-            since: of window `recent`: the number of the last interval that the asker has.
+            since: of window `recent`: the interval before the first that is asked for.
         """
         self._end_intervals(now)
-        # A number of an earlier incarnation says nothing of this one.
-        first = 1 if since > self._number else since + 1
-        first = 1 if window == "versions" else max(first, self._number - KEPT_INTERVALS + 1)
+        first = self._first
+        if window == "recent":
+            first = max(first, since + 1, self._number - KEPT_INTERVALS + 1)
+        first = min(first, self._number + 1)
         answer = self._answers.get((first, window))
         if answer is None:
             answer = self._answers[first, window] = self._answer(first, window)
         return answer
 
     def _answer(self, first: int, window: Window) -> ExpertLoad:
-        routing, seconds = self._routing, (self._number - first + 1) * INTERVAL_S
-        versions = self._totals
+        routing = self._routing
         if window == "recent":
-            versions = self._sum(first)
-        elif self._first_token_at is not None:
-            seconds = max(self._began_at + self._number * INTERVAL_S - self._first_token_at, 0.0)
+            versions, began_at = self._sum(first), max(first * INTERVAL_S, self._began_at)
+        else:
+            versions, began_at = self._totals, self._first_token_at or math.inf
         return ExpertLoad(
             number=self._number,
             first=first,
-            seconds=seconds,
+            seconds=round(max((self._number + 1) * INTERVAL_S - began_at, 0.0), 3),
             num_layers=routing.num_layers,
             num_experts=routing.num_experts,
             top_k=routing.top_k,
@@ -211,6 +217,7 @@ class ExpertBook:
                     generated_tokens=planes.generated.tally,
                 )
                 for version, planes in reversed(versions.items())
+                if any(plane.computed or plane.seen for plane in planes)
             ),
         )
 

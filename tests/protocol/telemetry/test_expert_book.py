@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,10 @@ from rollbus.schemas.telemetry import ExpertLoad
 
 ROUTING = RoutedExpertsInfo(num_layers=3, top_k=2, num_experts=6, dtype="u1")
 
+UNIX = 1_700_000_000.0
+"""Where an interval begins."""
+FIRST = 340_000_000
+"""Its number."""
 PROMPT: Plane = "prompt"
 GENERATED: Plane = "generated"
 
@@ -70,10 +75,11 @@ def counts_of(load: ExpertLoad) -> dict[tuple[int, Plane], tuple[np.ndarray, int
 
 
 @settings(deadline=None)
-@given(adds, st.integers(0, 40))
-def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add], since: int) -> None:
+@given(adds, st.integers(-30, 30), st.sampled_from([0.0, 1.5, 4.9]))
+def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add], after: int, begun_s: float) -> None:
     """Of any order of planes, versions and pauses: what a reader gets is what stands in the rows of those intervals."""
-    book, now = ExpertBook(ROUTING, 100.0), 100.0
+    unix = UNIX + begun_s
+    book, now = ExpertBook(ROUTING, 100.0, unix), 100.0
     expected: dict[int, dict[tuple[int, Plane], list[tuple[Rows, int]]]] = defaultdict(lambda: defaultdict(list))
     for seed, item in enumerate(items):
         now += item.after_s
@@ -81,14 +87,15 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
         book.add_computed(item.plane, len(rows) + item.unseen, item.weight_version, now)
         book.add_rows(item.plane, rows, item.weight_version, now)
         if item.num_rows + item.unseen:
-            interval = int((now - 100.0) / INTERVAL_S) + 1
+            interval = int((now + (unix - 100.0)) / INTERVAL_S)
             expected[interval][item.weight_version, item.plane].append((rows, item.unseen))
-    load = book.load(since, "recent", now)
+    number = int((now + (unix - 100.0)) / INTERVAL_S) - 1
+    load = book.load(number + after, "recent", now)
 
-    number = int((now - 100.0) / INTERVAL_S)
-    first = max(1 if since > number else since + 1, number - KEPT_INTERVALS + 1)
+    first = min(max(number + after + 1, number - KEPT_INTERVALS + 1, int(unix / INTERVAL_S)), number + 1)
     assert (load.number, load.first) == (number, first)
-    assert load.seconds == (number - first + 1) * INTERVAL_S
+    seconds = max((number + 1) * INTERVAL_S - max(first * INTERVAL_S, unix), 0.0)
+    assert load.seconds == pytest.approx(seconds, abs=0.001)
     wanted: dict[tuple[int, Plane], list[tuple[Rows, int]]] = defaultdict(list)
     for interval in range(first, number + 1):
         for key, parts in expected[interval].items():
@@ -103,7 +110,7 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
 
 def test_versions_are_kept_beyond_their_intervals() -> None:
     """The last 8 that were used, the newest first; counts of an interval are there once it has ended."""
-    book = ExpertBook(ROUTING, 0.0)
+    book = ExpertBook(ROUTING, 0.0, UNIX)
     for version in range(12):
         for part in range(2):
             book.add_computed("generated", 10, version, 100.0 * version + part)
@@ -113,24 +120,24 @@ def test_versions_are_kept_beyond_their_intervals() -> None:
     assert [counts.weight_version for counts in early.counts] == [10, 9, 8, 7, 6, 5, 4, 3]
     assert [counts.weight_version for counts in late.counts] == [11, 10, 9, 8, 7, 6, 5, 4]
     assert Counter(counts.generated_tokens.seen for counts in late.counts) == {20: 8}
-    assert late.first == 1
+    assert late.first == FIRST
     assert late.seconds == 1105.0
 
 
 def test_an_answer_is_made_once_for_an_interval() -> None:
     """A flood of reads costs no compression."""
-    book = ExpertBook(ROUTING, 0.0)
+    book = ExpertBook(ROUTING, 0.0, UNIX)
     book.add_rows("prompt", rows_of(0, 10), 1, 1.0)
 
     assert book.load(0, "recent", 5.0) is book.load(0, "recent", 9.9)
     assert book.load(0, "recent", 9.9) is not book.load(0, "recent", 10.0)
-    assert book.load(1, "recent", 10.0).counts == ()
+    assert book.load(FIRST, "recent", 10.0).counts == ()
     assert book.load(0, "recent", 10.0).counts[0].prompt_tokens.seen == 10
 
 
 def test_odd_rows_count_nothing_and_harm_nothing() -> None:
     """Rows of another model are passed over; a row with an expert that the model lacks is not seen."""
-    book = ExpertBook(ROUTING, 0.0)
+    book = ExpertBook(ROUTING, 0.0, UNIX)
     bad = rows_of(0, 4)
     bad[2, 1, 0] = 6
     book.add_rows("prompt", bad, 1, 1.0)
@@ -149,7 +156,7 @@ def test_wide_models_are_counted_too() -> None:
     for num_layers, num_experts in ((61, 384), (4, MAX_EXPERT_CELLS // 4), (1, 256), (2, 1)):
         dtype = dtype_for(num_experts)
         routing = RoutedExpertsInfo(num_layers=num_layers, top_k=1, num_experts=num_experts, dtype=dtype)
-        book = ExpertBook(routing, 0.0)
+        book = ExpertBook(routing, 0.0, UNIX)
         rows = np.random.default_rng(1).integers(0, num_experts, (700, num_layers, 1)).astype(DTYPES[dtype])
         book.add_rows("generated", rows, 1, 0.0)
         [counts] = book.load(0, "recent", 5.0).counts
