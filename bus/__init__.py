@@ -40,6 +40,7 @@ from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
 from .protocol.stream.token_masks import TokenMasks
+from .protocol.telemetry.request_trace import RequestTrace, WorkerTimeline
 from .queue.streams import QueueDepth
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "RequestFailed",
     "RequestRejected",
     "RequestTimeout",
+    "RequestTrace",
     "RollbusError",
     "RoutedExperts",
     "SamplingParams",
@@ -85,6 +87,7 @@ __all__ = [
     "TlsFailed",
     "TokenMasks",
     "WeightPublisher",
+    "WorkerTimeline",
     "canary_request",
     "connect",
 ]

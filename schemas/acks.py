@@ -108,6 +108,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After `read_experts`; None: no expert was counted, since the engine returns no routing."""
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=limits.MAX_TIMELINES)] | None = None
     """After `read_request`: the attempts of its samples here, in the order in which they came; empty: none is known."""
+    timelines_left_out: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
+    """Earlier attempts and samples of that request, which the answer has no room for."""
 
     def __post_init__(self) -> None:
         """Refuse ids that no command has, and names that no worker has."""

@@ -4,74 +4,30 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, Final, Literal, TypedDict, Unpack
+from typing import Any, Final, Literal, Unpack
 
 import msgspec
 
 from ...schemas import control, limits
 from ...schemas.checks import check_bool, check_float, check_int, check_name, describe
-from ...schemas.control import AnyCommand, Canary, PauseMode, WeightSource
+from ...schemas.control import AnyCommand, PauseMode, WeightSource
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, InvalidRequest
 from ...schemas.presence import WorkerPresence
 from ..control.ack_collector import OnAck
 from ..protocol.fleet.command_result import CommandResult
+from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
 from ..queue.streams import QueueDepth
+from .fleet_options import DrainOptions, Path, SendOptions, SourceOptions, UpdateOptions
 from .loop_thread import LoopThread
 from .runtime import ClientRuntime
 
-__all__ = ["DrainOptions", "Fleet", "FleetState", "SendOptions", "SourceOptions", "UpdateOptions"]
+__all__ = ["Fleet", "FleetState"]
 
 logger = logging.getLogger(__name__)
 
-Path = str | os.PathLike[str]
 MAX_COUNT: Final = 1_000_000
 """Of workers to wait for: none will ever be so many."""
-
-
-class DrainOptions(TypedDict, total=False):
-    """What every command takes."""
-
-    model: str | None
-    """Whose workers it concerns; None, the default: those of every model, of which some commands allow only one."""
-    timeout_s: float
-    """For each worker to carry it out; the default is 60, or 600 for what loads weights."""
-    on_ack: OnAck | None
-    """Called with each answer that is news, on the client's own thread; must return at once."""
-
-
-class SendOptions(DrainOptions, total=False):
-    """What every command takes but `drain`, which has no default for it."""
-
-    workers: Iterable[str] | None
-    """Which of them, by id; each must be there. None, the default: all, also those that start later."""
-
-
-class SourceOptions(SendOptions, total=False):
-    """What commands take that load something."""
-
-    objects: str | None
-    """`<bucket>/<prefix>` in NATS's object store, instead of a path."""
-    upload: bool
-    """The path is on this machine: the workers get the folder through the object store. Default: it is on theirs."""
-
-
-class UpdateOptions(SourceOptions, total=False):
-    """What `update_weights` takes."""
-
-    mode: PauseMode
-    """What becomes of the requests in flight meanwhile; the default, `keep`: they go on with the new weights."""
-    clear_cache: bool | None
-    """Forget the prefix cache; None, the default: unless `mode` is `keep`."""
-    allow_rollback: bool
-    """The version may be older than the present one, or the same with another source. Default: False."""
-    expected_canary: Canary | None
-    """What the trainer's own copy of the weights makes of `rollbus.canary_request`; workers compare theirs with it."""
-    label: str | None
-    """What the trainer calls this version, for example `step-42`; kept with the desired state."""
-    min_staged: int | None
-    """Switch as soon as so many workers have staged the weights within `timeout_s`. The others serve nothing until they
-    have them, and are not waited for. None, the default: all must have staged them."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +157,26 @@ class Fleet:
     async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> CommandResult:
         """Carry out any command of `schemas/control.py`; nothing is uploaded, checked before or compared afterwards."""
         return await self._thread.run(self._runtime.controller.send(command, on_ack))
+
+    async def timelines(
+        self, request_id: str, *, model: str | None = None, timeout_s: float = control.READ_TIMEOUT_S
+    ) -> RequestTrace:
+        """Ask the workers what became of a request, of whichever client; for admins and frontends.
+
+        A worker remembers its requests in flight and the last 1,000 that ended there, until it is stopped. What became
+        of a request at a lost worker shows only in the attempts that followed.
+
+        Args:
+            request_id: as its client named it.
+            model: whose workers are asked; None: those of every model.
+            timeout_s: for all of them to answer; those that do not are named.
+
+        Raises:
+            ControlError: `not_allowed`, these credentials may not ask.
+            NoWorkers, InvalidRequest, BusBroken, BusClosed: as commands.
+        """
+        command = control.ReadRequest(request_id=request_id, model=model, timeout_s=timeout_s)
+        return merge_timelines(request_id, await self._thread.run(self._runtime.controller.read(command)))
 
     async def pause(
         self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]

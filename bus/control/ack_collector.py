@@ -26,7 +26,7 @@ from ..protocol.fleet.command_result import AckTracker
 from ..protocol.fleet.presence_table import LostWorker
 from ..subjects import Subjects
 
-__all__ = ["AckCollector", "CommandMessage", "OnAck"]
+__all__ = ["MARGIN_S", "AckCollector", "CommandMessage", "OnAck"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,9 @@ class AckCollector:
             del self._under_way[tracker.id]
 
     async def collect(
-        self, tracker: AckTracker, messages: Sequence[CommandMessage], timeout_s: float, on_ack: OnAck | None
+        self, tracker: AckTracker, messages: Sequence[CommandMessage], wait_s: float, on_ack: OnAck | None
     ) -> None:
-        """Publish, and wait for the answers until `timeout_s` and a margin are over; inside `expecting`.
+        """Publish, and wait for the answers until `wait_s` are over; inside `expecting`.
 
         Raises:
             PermissionDenied: this user may not command.
@@ -145,7 +145,7 @@ class AckCollector:
             LocalProtocolError: the command is over the server's `max_payload`.
         """
         under_way = self._under_way[tracker.id]
-        deadline = time.monotonic() + timeout_s + MARGIN_S
+        deadline = time.monotonic() + wait_s
         await self._publish(message.command for message in messages)
         under_way.published_at = time.monotonic()
         while not tracker.is_settled and time.monotonic() < deadline:

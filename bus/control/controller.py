@@ -13,9 +13,17 @@ from typing import Final, Protocol, TypeVar, cast
 from msgspec.structs import replace
 
 from ...schemas.checks import describe
-from ...schemas.control import Abort, AnyCommand, Command
+from ...schemas.control import Abort, AnyCommand, Command, ReadExperts, ReadRequest
 from ...schemas.desired import DesiredState
-from ...schemas.errors import InvalidRequest, NoWorkers, RemoteProtocolError, RollbusError
+from ...schemas.errors import (
+    ControlCode,
+    ControlError,
+    InvalidRequest,
+    NoWorkers,
+    PermissionDenied,
+    RemoteProtocolError,
+    RollbusError,
+)
 from ...schemas.messages import decode_command, encode_json
 from ...schemas.presence import WorkerPresence
 from ..nats.connection import Connection
@@ -25,7 +33,7 @@ from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomple
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, workers_that_must_ack
 from ..subjects import Subjects
-from .ack_collector import AckCollector, CommandMessage, OnAck
+from .ack_collector import MARGIN_S, AckCollector, CommandMessage, OnAck
 from .store import DesiredStore
 
 __all__ = ["CommandOutcome", "Controller", "Recording", "Revise", "Watch", "check_command"]
@@ -34,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 HELD: Final = frozenset({"pause", "flush"})
 """Registers that are not set back: a pause that failed holds all the same, until a resume; a flush is over."""
+
+READS: Final = (ReadExperts, ReadRequest)
+"""Commands that change nothing."""
+TELLS_NOTHING: Final = "it is of an earlier release, which does not answer this"
 
 Kind = TypeVar("Kind", bound=Command)
 
@@ -113,6 +125,33 @@ class Controller:
         roster = await self.roster(command)
         return await self.conclude(await self.execute(command, roster, on_ack, revise=revise))
 
+    async def read(self, command: ReadExperts | ReadRequest) -> CommandResult:
+        """Ask workers for what they keep in memory, and return all their answers.
+
+        Workers that do not answer within `timeout_s` are `late` or `missing`, as are those of earlier releases, which
+        know no reads and are not asked.
+
+        Raises:
+            NoWorkers, InvalidRequest, BusBroken: as `send`.
+            ControlError: `not_allowed`, this user may not command.
+        """
+        command = check_command(command)
+        everyone = [worker for workers in (await self.roster(command)).values() for worker in workers]
+        able = [worker for worker in everyone if worker.capabilities and worker.capabilities.telemetry_reads]
+        missing = dict.fromkeys((worker.worker for worker in everyone), TELLS_NOTHING)
+        for worker in able:
+            del missing[worker.worker]
+        if not able:
+            return CommandResult(command=command.command, id=command.id, missing=missing)
+        if missing:
+            command = replace(command, workers=tuple(worker.worker for worker in able))
+        try:
+            outcome = await self.execute(command, workers_that_must_ack(able, command), None)
+        except PermissionDenied as exc:
+            problem = f"{exc}: what became of requests and how experts are used is for admins and frontends"
+            raise ControlError(ControlCode.NOT_ALLOWED, problem) from exc
+        return replace(outcome.result, missing=outcome.result.missing | missing)
+
     async def roster(self, command: AnyCommand) -> Roster:
         """Say who must answer `command`, after asking who is there where somebody seems not to be.
 
@@ -163,7 +202,9 @@ class Controller:
             if command.register is not None:
                 recordings = await self._record(command, roster, revise)
                 messages = [CommandMessage(recording.command, recording.workers) for recording in recordings]
-            await self.collector.collect(tracker, messages, command.timeout_s, on_ack)
+            # What is only read is answered at once.
+            wait_s = command.timeout_s + (0 if isinstance(command, READS) else MARGIN_S)
+            await self.collector.collect(tracker, messages, wait_s, on_ack)
         epochs = {recording.model: recording.epoch for recording in recordings}
         result = tracker.result(time.monotonic(), epochs)
         if isinstance(command, Abort):

@@ -2,8 +2,13 @@
 
 import pytest
 
+from rollbus.bus.protocol.telemetry.timeline import TimelineBook
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.messages import decode_ack, encode_json
+from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
+from rollbus.workers.control.ack_publisher import cut_ack
 from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
 from rollbus.workers.requests.expert_counter import ExpertCounter
 from tests.support.requests import endless
@@ -21,8 +26,10 @@ async def test_a_read_has_one_answer_and_is_not_kept(controlled_worker: StartCon
         answer = await boss.do("read_request", request_id="r")
         await boss.applied("state")
 
-        assert [ack.status for ack in boss.acks(answer.id)] == [AckStatus.UNSUPPORTED]
+        assert [ack.status for ack in boss.acks(answer.id)] == [AckStatus.APPLIED]
         assert answer.command == "read_request"
+        assert answer.timelines is not None
+        assert [timeline.events[-1].event for timeline in answer.timelines] == ["held"]
         assert worker._control._log.find(answer.id) is None
         assert before == "<CommandLog under_way=0 ended=1>"
 
@@ -42,17 +49,31 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
 def test_a_flood_of_reads_is_refused_by_name() -> None:
     """Within a second so many reads are answered; the error of the next says what is allowed; then it goes on."""
     now = 10.0
-    reads = TelemetryReads(ExpertCounter(), lambda: now)
-
-    def code_of(read: ReadExperts | ReadRequest) -> ControlError:
-        with pytest.raises(ControlError) as caught:
-            reads.answer(read)
-        return caught.value
+    reads = TelemetryReads(ExpertCounter(), TimelineBook(), lambda: now)
 
     for _ in range(READS_PER_S):
-        assert code_of(ReadRequest(request_id="r")).code is ControlCode.UNSUPPORTED
-    refused = code_of(ReadRequest(request_id="r"))
-    assert refused.code is ControlCode.NOT_SERVING
-    assert f"allowed: {READS_PER_S} a second" in refused.message
+        assert reads.answer(ReadRequest(request_id="r")) == {"timelines": (), "timelines_left_out": 0}
+    with pytest.raises(ControlError, match=f"allowed: {READS_PER_S} a second") as caught:
+        reads.answer(ReadRequest(request_id="r"))
+    assert caught.value.code is ControlCode.NOT_SERVING
     now += 1.0
-    assert code_of(ReadExperts()).message == "the engine has not started"
+    with pytest.raises(ControlError, match="the engine has not started"):
+        reads.answer(ReadExperts())
+
+
+def test_an_answer_fits_in_a_message() -> None:
+    """Of more timelines than a message of the server takes, the latest are told, and how many were left out."""
+    event = TimelineEvent(at=1.0, event="held", reason="pause")
+    timelines = tuple(RequestTimeline(request_id="r", client="c", child=n, events=(event,) * 64) for n in range(256))
+    ack = Ack(
+        id="x", command="read_request", worker="w", incarnation="w1", model="m", status=AckStatus.APPLIED,
+        timelines=timelines, timelines_left_out=3,
+    )  # fmt: skip
+
+    told = decode_ack(cut_ack(ack, 100_000))
+
+    assert len(encode_json(ack)) > 100_000
+    assert len(encode_json(told)) <= 100_000
+    assert told.timelines
+    assert told.timelines_left_out == 3 + 256 - len(told.timelines)
+    assert told.timelines == timelines[-len(told.timelines) :]

@@ -21,7 +21,7 @@ from ..requests.publisher import OutboundPublisher
 from .command_log import CommandLog, ReceivedCommand
 from .desire import RegisterOutcome
 
-__all__ = ["AckPublisher"]
+__all__ = ["AckPublisher", "cut_ack"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,11 @@ class AckPublisher:
         data = encode_json(ack)
         if len(data) > max_bytes:
             logger.warning("ack.cut id=%s bytes=%s allowed=%s", ack.id, len(data), max_bytes)
-            data = _cut(ack, max_bytes)
+            data = cut_ack(ack, max_bytes)
         self._publisher.enqueue_acks([partial(publish, self._nats, subject, data)])
 
 
-def _cut(ack: Ack, max_bytes: int) -> bytes:
+def cut_ack(ack: Ack, max_bytes: int) -> bytes:
     """Encode an ack that is larger than the server takes, without what matters least of it."""
     # Of thousands of links; the other fields are more important.
     ack = replace(ack, frames=None)
@@ -123,6 +123,11 @@ def _cut(ack: Ack, max_bytes: int) -> bytes:
     while len(data) > max_bytes and ack.experts is not None and len(ack.experts.counts) > 1:
         # The newest version comes first.
         ack = replace(ack, experts=replace(ack.experts, counts=ack.experts.counts[:-1]))
+        data = encode_json(ack)
+    while len(data) > max_bytes and ack.timelines:
+        # The latest come last.
+        num_cut = -(-len(ack.timelines) // 8)
+        ack = replace(ack, timelines=ack.timelines[num_cut:], timelines_left_out=ack.timelines_left_out + num_cut)
         data = encode_json(ack)
     if len(data) > max_bytes and ack.experts is not None:
         problem = f"the answer takes {len(data)} bytes; allowed by the NATS server's max_payload: {max_bytes}"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from ...bus.protocol.telemetry.timeline import TimelineBook
 from ...schemas.control import ReadExperts, ReadRequest
 from ...schemas.errors import ControlCode, ControlError
 from ..requests.expert_counter import ExpertCounter
@@ -21,11 +22,15 @@ class TelemetryReads:
 
     Args:
         experts: counts which experts were chosen.
+        timelines: of the worker's requests.
         clock: in seconds, never going back.
     """
 
-    def __init__(self, experts: ExpertCounter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, experts: ExpertCounter, timelines: TimelineBook, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._experts = experts
+        self._timelines = timelines
         self._clock = clock
         self._second_ends = clock()
         self._num_answered = 0
@@ -40,7 +45,9 @@ class TelemetryReads:
         match command:
             case ReadExperts():
                 return {"experts": self._experts.load(command.since, command.window, self._clock())}
-        raise ControlError(ControlCode.UNSUPPORTED, f"this worker keeps nothing that {command.command} asks for")
+            case ReadRequest():
+                found, num_left_out = self._timelines.find(command.request_id)
+                return {"timelines": tuple(found), "timelines_left_out": num_left_out}
 
     def _check_rate(self) -> None:
         now = self._clock()

@@ -90,7 +90,8 @@ class EngineRunner:
             EngineDead: it could not be started.
         """
         await self.engine.start()
-        self.capabilities = replace(self.engine.capabilities, request_groups=True, group_backlog=True)
+        able = {"request_groups": True, "group_backlog": True, "telemetry_reads": True}
+        self.capabilities = replace(self.engine.capabilities, **able)
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:
         """Hand over what each step of the engine produced, until it dies.

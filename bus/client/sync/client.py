@@ -80,6 +80,7 @@ class BlockingFleet:
     reset = _blocking(Fleet.reset)
     wait_for_workers = _blocking(Fleet.wait_for_workers)
     send = _blocking(Fleet.send)
+    timelines = _blocking(Fleet.timelines)
     pause = _blocking(Fleet.pause)
     resume = _blocking(Fleet.resume)
     drain = _blocking(Fleet.drain)

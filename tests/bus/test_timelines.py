@@ -1,0 +1,282 @@
+"""`rb.fleet.timelines`: what workers tell of a request, whatever happened to it, and to whom they tell it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus import RequestTrace, SamplingParams, WorkerTimeline
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RequestRejected
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.telemetry import TimelineEvent
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.auth.support import FLEET, MODEL, guarded
+from tests.bus.test_group_fleets import fleet_of, group
+from tests.control.support import ask, folders, serving
+from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.hand_control import controlled
+from tests.support.requests import endless, greedy, short, sized
+from tests.support.streams import start_stream
+from tests.support.waits import until, until_true
+from tests.support.worker_process import LASTING, worker_process
+
+pytestmark = pytest.mark.slow
+
+SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
+QUEUE = {"placement": False}
+PLAIN_LIFE = ["published", "offered", "started", "prefilled", "first_token", "ended"]
+
+
+def names(timeline: WorkerTimeline) -> list[str]:
+    """Of its events."""
+    return [event.event for event in timeline.events]
+
+
+def only(trace: RequestTrace) -> WorkerTimeline:
+    """The one timeline that a fleet tells of."""
+    [timeline] = trace.timelines
+    return timeline
+
+
+def find(timeline: WorkerTimeline, name: str) -> TimelineEvent:
+    """The one event of this name."""
+    [event] = [event for event in timeline.events if event.event == name]
+    return event
+
+
+async def test_a_request_from_the_queue(one_worker: StartServed) -> None:
+    """Its worker tells all of it: lane and queue, prompt and cache, tokens and end, in order of time."""
+    async with one_worker(options={"client": "alice", **QUEUE}, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
+        request = sized(64, 5, request_id="r", priority=3, traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
+        await rb.complete(sized(64, 5))
+        result = await rb.complete(request)
+        trace = await rb.fleet.timelines("r")
+
+    told = only(trace)
+    assert (trace.workers_asked, trace.workers_answered, trace.silent, trace.left_out) == (1, 1, {}, 0)
+    assert (told.client, told.attempt, told.child, told.lane) == ("alice", 0, 0, "low")
+    assert (told.prompt_tokens, told.traceparent) == (64, request.traceparent)
+    assert names(told) == PLAIN_LIFE
+    assert [event.at for event in told.events[1:]] == sorted(event.at for event in told.events[1:])
+    assert find(told, "offered").weight_version == 0
+    assert find(told, "prefilled").tokens == 64
+    assert find(told, "prefilled").cached_tokens == result.cached_tokens
+    assert result.cached_tokens
+    assert (find(told, "ended").tokens, find(told, "ended").reason) == (5, "length")
+
+
+async def test_samples_that_wait_for_a_slot_show_it(nats_url: str, fleet: str) -> None:
+    """Eight samples are placed at a worker of four slots: the later ones are offered at once, and started much later.
+
+    On a machine that stands still for long, some go to the queue: these have a timeline of either way.
+    """
+    async with fleet_of(nats_url, fleet, 1) as (rb, _):
+        await rb.complete(group(1, max_tokens=40))
+        trace = await rb.fleet.timelines("g1")
+
+    served = [timeline for timeline in trace.timelines if find(timeline, "ended").reason == "length"]
+    sent_away = [timeline for timeline in trace.timelines if timeline not in served]
+    starts = sorted(find(timeline, "started").at for timeline in served)
+    assert [timeline.child for timeline in served] == list(range(8))
+    assert {find(timeline, "ended").tokens for timeline in served} == {40}
+    assert starts[4] >= min(find(timeline, "ended").at for timeline in served)
+    assert {find(timeline, "ended").reason for timeline in sent_away} <= {"queue_full"}
+
+
+async def test_a_pause_that_keeps_is_told(one_worker: StartServed) -> None:
+    """A request that stands still says since when and after how many tokens; it goes on, and is aborted at last."""
+    async with one_worker(options=QUEUE, config=SyntheticConfig.from_args(SLOW)) as (rb, *_), asyncio.TaskGroup() as go:
+        stream = await start_stream(go, rb, endless("r"))
+        await rb.fleet.pause()
+        paused = only(await rb.fleet.timelines("r"))
+        await rb.fleet.pause(clear_cache=True)
+        await rb.fleet.resume()
+        await rb.fleet.abort(["r"])
+        told = only(await rb.fleet.timelines("r"))
+        await stream.reading
+
+    assert names(paused)[-2:] == ["first_token", "held"]
+    assert names(told)[-3:] == ["held", "resumed", "ended"]
+    held, ended = find(told, "held"), find(told, "ended")
+    assert held.reason == "pause"
+    assert held.tokens is not None
+    assert ended.tokens is not None
+    assert 0 < held.tokens <= ended.tokens
+    assert ended.reason == "abort"
+
+
+async def test_an_update_in_the_middle_is_told(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The request is held for the weights, and the event says after how many tokens those of the new version begin."""
+    one, two = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 1, step_s=0.01) as (rb, _), asyncio.TaskGroup() as tasks:
+        stream = await start_stream(tasks, rb, ask(max_tokens=300, request_id="r"))
+        await rb.fleet.update_weights(two, version=2)
+        await stream.reading
+        told = only(await rb.fleet.timelines("r"))
+
+    weights = find(told, "weights")
+    assert (find(told, "offered").weight_version, weights.weight_version) == (1, 2)
+    assert weights.tokens == stream.versions.index(2)
+    assert find(told, "held").reason == "weights"
+    assert names(told).index("held") < names(told).index("resumed") < names(told).index("weights")
+    assert find(told, "ended").tokens == 300
+
+
+async def test_a_request_without_a_token_is_restarted(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """New weights come before its first token: its prompt is computed anew, and its first token is of them."""
+    one, two = folders(tmp_path)
+    async with (
+        serving(nats_url, fleet, one, 1, step_s=0.02, prefill_step_tokens=1) as (rb, _),
+        asyncio.TaskGroup() as tasks,
+    ):
+        call = tasks.create_task(rb.complete(ask(*range(1, 400), max_tokens=4, request_id="r")))
+
+        async def last_event() -> str | None:
+            trace = await rb.fleet.timelines("r")
+            return names(only(trace))[-1] if trace.timelines else None
+
+        await until(last_event, "started")
+        await rb.fleet.update_weights(two, version=2)
+        result = await call
+        told = only(await rb.fleet.timelines("r"))
+
+    assert set(result.weight_versions) == {2}
+    assert [name for name in names(told) if name not in ("published", "offered")] == [
+        "started", "held", "restarted", "resumed", "prefilled", "weights", "first_token", "ended",
+    ]  # fmt: skip
+    assert find(told, "weights").tokens == 0
+
+
+async def test_what_a_worker_refused_is_told(one_worker: StartServed) -> None:
+    """A request that never reached the engine ends with the code of its error."""
+    async with one_worker(options=QUEUE) as (rb, *_):
+        with pytest.raises(RequestRejected):
+            await rb.complete(short("r", lora="missing"))
+        told = only(await rb.fleet.timelines("r"))
+
+    assert names(told) == ["published", "ended"]
+    assert (told.events[-1].reason, told.events[-1].tokens) == ("unsupported", 0)
+
+
+async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
+    """A request for weights that are to come goes back to the queue again and again: one timeline says so."""
+    async with one_worker(options=QUEUE) as (rb, worker, _), asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(rb.complete(short("r", min_weight_version=5)))
+        await until_true(lambda: worker._intake.stats.too_new > 1)
+        told = only(await rb.fleet.timelines("r"))
+        call.cancel()
+
+    assert names(told) == ["published", "ended"]
+    assert told.events[-1].reason == "returned"
+
+
+async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str) -> None:
+    """Kill -9 in the middle of a stream: the survivor tells of attempt 1, which begins with the tokens before it."""
+    lease = ("--lease-s", "2")
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as doomed,
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(greedy(5, 400, request_id="r"))
+        chunks = [await anext(stream)]
+        first = only(await rb.fleet.timelines("r"))
+        async with worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=SLOW):
+            await rb.fleet.wait_for_workers(2)
+            doomed.kill()
+            chunks += [chunk async for chunk in stream]
+            trace = await rb.fleet.timelines("r")
+
+    told = only(trace)
+    before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
+    assert (first.worker, first.attempt, first.prompt_tokens) == ("a", 0, 3)
+    assert (told.worker, told.attempt, told.lane) == ("b", 1, "resume")
+    assert told.prompt_tokens == 3 + before
+    assert find(told, "ended").tokens == 400 - before
+    assert trace.silent == {}
+
+
+async def test_the_silent_are_named_within_the_time(nats_url: str, fleet: str) -> None:
+    """A worker that does not answer, and one of an earlier release, which is not asked, are in the answer."""
+    async with controlled(nats_url, fleet, "old") as control:
+        with pytest.raises(InvalidRequest, match="request_id is 'a b'"):
+            await control.rb.fleet.timelines("a b")
+        trace = await control.rb.fleet.timelines("r", timeout_s=0.1)
+
+        assert control.count("read_request") == 0
+    assert (trace.timelines, trace.workers_answered) == ((), 0)
+    assert trace.silent == {"old": "it is of an earlier release, which does not answer this"}
+
+
+async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:
+    """What the others tell comes all the same, when the time is up."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        synthetic_worker(nats_url, fleet, worker_id="a"),
+        synthetic_worker(nats_url, fleet, worker_id="b") as (deaf, _),
+    ):
+        await rb.fleet.wait_for_workers(2)
+        deaf._control._receive = lambda *_: None  # type: ignore[method-assign]
+        trace = await rb.fleet.timelines("r", timeout_s=0.2)
+
+    assert list(trace.silent) == ["b"]
+    assert "did not answer within" in trace.silent["b"]
+    assert (trace.workers_asked, trace.workers_answered) == (2, 1)
+
+
+async def test_without_workers_nobody_can_tell(nats_url: str, fleet: str) -> None:
+    """As for every command."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        with pytest.raises(NoWorkers):
+            await rb.fleet.timelines("r")
+
+
+async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
+    """Its credentials give an error that says whose matter this is, and no worker hears of it; an admin is answered."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with (
+            worker as (asked, _),
+            rollbus.connect(guard.login("alice")) as alice,
+            rollbus.connect(guard.login("bob")) as bob,
+            rollbus.connect(guard.login("front")) as front,
+        ):
+            heard: list[str] = []
+            receive = asked._control._receive
+            asked._control._receive = lambda by, *rest: (heard.append(by), receive(by, *rest))  # type: ignore[assignment, func-returns-value, method-assign]
+            await bob.fleet.wait_for_workers()
+            await alice.complete(ask(request_id="secret"))
+            with pytest.raises(ControlError, match="trainer bob of fleet F may not publish on") as caught:
+                await bob.fleet.timelines("secret")
+            told = only(await front.fleet.timelines("secret"))
+
+    assert caught.value.code is ControlCode.NOT_ALLOWED
+    assert "for admins and frontends" in caught.value.message
+    assert heard == ["front"]
+    assert told.client == "alice"
+
+
+async def test_n_samples_are_told_one_by_one(one_worker: StartServed) -> None:
+    """Each child has its own timeline, under the one id."""
+    request = GenerateRequest(
+        prompt_token_ids=[1, 2, 3], sampling=SamplingParams(n=3, max_tokens=4, ignore_eos=True), request_id="r"
+    )
+    async with one_worker() as (rb, *_):
+        await rb.complete(request)
+        trace = await rb.fleet.timelines("r")
+
+    assert [(timeline.child, timeline.attempt) for timeline in trace.timelines] == [(0, 0), (1, 0), (2, 0)]
+    assert {find(timeline, "ended").tokens for timeline in trace.timelines} == {4}
+
+
+async def test_a_thousand_and_one_requests_later_the_first_is_forgotten(one_worker: StartServed) -> None:
+    """The worker keeps the last 1,000; nobody knows the one before them."""
+    async with one_worker(options=QUEUE) as (rb, *_):
+        await rb.complete(short("first"))
+        async for _ in rb.complete_many(short(f"r{number}") for number in range(1000)):
+            pass
+        first, second = await rb.fleet.timelines("first"), await rb.fleet.timelines("r0")
+
+    assert first.timelines == ()
+    assert names(only(second)) == PLAIN_LIFE

@@ -1,0 +1,153 @@
+"""The answers of several workers put together: the order, the silent, the durations, and clocks that differ."""
+
+import msgspec
+import pytest
+
+from rollbus.bus.protocol.fleet.command_result import CommandResult
+from rollbus.bus.protocol.telemetry.request_trace import (
+    Pause,
+    WorkerTimeline,
+    clock_skews,
+    merge_timelines,
+    phases_of,
+)
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
+
+
+def ack(worker: str, *timelines: RequestTimeline, left_out: int = 0, error: str | None = None) -> Ack:
+    """A worker's answer."""
+    return Ack(
+        id="x",
+        command="read_request",
+        worker=worker,
+        incarnation=f"{worker}-1",
+        model="m",
+        status=AckStatus.APPLIED if error is None else AckStatus.FAILED,
+        error=None if error is None else AckError(code=ControlCode.NOT_SERVING, message=error),
+        timelines=timelines,
+        timelines_left_out=left_out,
+    )
+
+
+def timeline(*events: tuple[float, str], attempt: int = 0, child: int = 0, client: str = "alice") -> RequestTimeline:
+    """One of request `r`."""
+    happened = tuple(TimelineEvent(at=at, event=event) for at, event in events)
+    return RequestTimeline(request_id="r", client=client, attempt=attempt, child=child, events=happened)
+
+
+def at(worker: str, told: RequestTimeline) -> WorkerTimeline:
+    """A timeline as it was told by a worker."""
+    return WorkerTimeline(**msgspec.structs.asdict(told), worker=worker, incarnation="1")
+
+
+def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
+    """What became of the command."""
+    by_worker = {each.worker: each for each in acks}
+    return CommandResult(
+        command="read_request",
+        id="x",
+        applied={worker: each for worker, each in by_worker.items() if each.error is None},
+        failed={worker: each for worker, each in by_worker.items() if each.error is not None},
+        missing=missing or {},
+    )
+
+
+def test_timelines_stand_in_the_order_of_attempts() -> None:
+    """Of each client and sample the attempts follow each other, whichever worker answered first."""
+    trace = merge_timelines(
+        "r",
+        result(
+            ack("b", timeline((2, "offered"), attempt=1), timeline((9, "offered"), client="zoe")),
+            ack("a", timeline((1, "offered")), timeline((1, "offered"), child=1), left_out=4),
+        ),
+    )
+
+    assert [(one.client, one.child, one.attempt, one.worker, one.incarnation) for one in trace.timelines] == [
+        ("alice", 0, 0, "a", "a-1"),
+        ("alice", 0, 1, "b", "b-1"),
+        ("alice", 1, 0, "a", "a-1"),
+        ("zoe", 0, 0, "b", "b-1"),
+    ]
+    assert (trace.workers_asked, trace.workers_answered, trace.silent, trace.left_out) == (2, 2, {}, 4)
+
+
+def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() -> None:
+    """Both were published at once; the prefill worker had the request first."""
+    trace = merge_timelines(
+        "r",
+        result(
+            ack("d", timeline((1, "published"), (4, "offered"))), ack("p", timeline((1, "published"), (2, "offered")))
+        ),
+    )
+
+    assert [one.worker for one in trace.timelines] == ["p", "d"]
+
+
+def test_the_silent_are_named() -> None:
+    """A worker that failed to answer says why; one that was lost, or does not know the question, is named too."""
+    trace = merge_timelines("r", result(ack("a"), ack("b", error="too many reads"), missing={"c": "it is gone"}))
+
+    assert (trace.timelines, trace.workers_asked, trace.workers_answered) == ((), 3, 1)
+    assert trace.silent == {"b": "too many reads", "c": "it is gone"}
+
+
+def test_all_fields_of_a_timeline_are_in_its_json() -> None:
+    """Readers need no defaults: an attempt 0 is a 0."""
+    told = msgspec.json.decode(msgspec.json.encode(at("a", timeline((1.5, "offered")))))
+
+    assert told == {
+        "request_id": "r", "client": "alice", "attempt": 0, "child": 0, "lane": None, "prompt_tokens": 0,
+        "traceparent": None, "events": [{"at": 1.5, "event": "offered"}], "worker": "a", "incarnation": "1",
+    }  # fmt: skip
+
+
+def test_where_the_time_went() -> None:
+    """Queue, slot, prefill and decode; the pause is in none of them."""
+    told = timeline(
+        (10, "published"), (12, "offered"), (13, "started"), (17, "prefilled"), (17, "first_token"), (20, "held"),
+        (25, "resumed"), (30, "ended"),
+    )  # fmt: skip
+
+    phases = phases_of(told)
+
+    assert (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s) == (2, 1, 4, 8)
+    assert phases.pauses == (Pause(20, 5, None),)
+
+
+def test_what_has_not_happened_has_no_duration() -> None:
+    """A placed request that stands still for the first time: a pause without an end, and no phase after it."""
+    phases = phases_of(timeline((12, "offered"), (13, "started"), (14, "held")))
+
+    assert (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s) == (None, 1, None, None)
+    assert phases.pauses == (Pause(14, None, None),)
+
+
+def test_a_pause_ends_with_its_request() -> None:
+    """An abort under a pause."""
+    assert phases_of(timeline((14, "held"), (16, "ended"))).pauses == (Pause(14, 2, None),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((1.0, 1.2), (5.0, 5.1), {}),
+        ((1.0, 0.995), (5.0, 5.1), {}),
+        ((1.0, 0.5), (5.0, 5.1), {"a": -0.5}),
+        ((1.0, 6.0), (5.0, 5.1), {"a": 1.0}),
+        ((1.0, 1.1), (5.0, 2.0), {"b": -3.0}),
+        # A message that is handed out again: both attempts were published at once.
+        ((1.0, 1.1), (1.0, 5.0), {}),
+    ],
+)
+def test_clocks_that_differ_are_seen(
+    first: tuple[float, float], second: tuple[float, float], expected: dict[str, float]
+) -> None:
+    """No worker admits a request before it is published, nor after its next attempt is."""
+    timelines = [
+        at("a", timeline((first[0], "published"), (first[1], "offered"))),
+        at("b", timeline((second[0], "published"), (second[1], "offered"), attempt=1)),
+    ]
+
+    assert clock_skews(timelines) == pytest.approx(expected)
