@@ -1,0 +1,21 @@
+"""The exposition that queries are checked against."""
+
+import asyncio
+
+import pytest
+
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.support import http_service
+from tests.observe.exposed import worked_metrics
+
+
+@pytest.fixture(scope="session")
+def exposition(nats_url: str) -> str:
+    """What `/metrics` of a service with a worker has after some requests."""
+
+    async def scraped() -> str:
+        config = SyntheticConfig(prefix_cache=True)
+        async with http_service(nats_url, "observed", worker_id="w", config=config) as http:
+            return await worked_metrics(http)
+
+    return asyncio.run(scraped())

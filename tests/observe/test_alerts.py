@@ -1,0 +1,101 @@
+"""Each alert of deploy/prometheus fires, and does not; `promtool` is asked where it is installed."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollbus.schemas.presence import WorkerState
+from tests.observe.exposed import catalogue
+from tests.observe.promql import read
+from tests.observe.shipped import ALERTS, PROMETHEUS, rules
+from tests.support.patience import HANGS_AFTER_S
+
+UNIT_TESTS = Path(__file__).parent / "alerts_test.yml"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: Debian's package prometheus has it"
+)
+
+
+def promtool(*arguments: str | Path) -> str:
+    """Run promtool, and fail with what it says if it finds something."""
+    command = ["promtool", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)}\n{done.stdout}{done.stderr}", pytrace=False)
+    return done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
+    """Prometheus would start with them; the token's file is that of the container."""
+    (tmp_path / "token").write_text("data")
+    (tmp_path / "prometheus.yml").write_text(PROMETHEUS.read_text().replace("/run/secrets/http-token", "token"))
+    shutil.copy(ALERTS, tmp_path)
+
+    assert f"SUCCESS: {len(rules())} rules found" in promtool("check", "config", tmp_path / "prometheus.yml")
+    assert f"SUCCESS: {len(rules())} rules found" in promtool("check", "rules", "--lint-fatal", ALERTS)
+
+
+@needs_promtool
+def test_promtool_finds_nothing_else_to_say_of_the_metrics(exposition: str) -> None:
+    """Names with a colon are vLLM's own, which programs read; all other names and texts are as Prometheus advises."""
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=exposition, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
+    said = (done.stdout + done.stderr).splitlines()
+
+    assert [line for line in said if not re.fullmatch(r"vllm:\w+ metric names should not contain ':'", line)] == []
+
+
+@needs_promtool
+def test_each_alert_fires_and_stays_silent(tmp_path: Path) -> None:
+    """As alerts_test.yml says: before its wait nothing fires, after it this alert and no other."""
+    shutil.copy(UNIT_TESTS, tmp_path)
+    shutil.copy(ALERTS, tmp_path)
+
+    assert "SUCCESS" in promtool("test", "rules", tmp_path / UNIT_TESTS.name)
+
+
+def test_each_alert_has_a_unit_test() -> None:
+    """A block for each: at one time nothing fires, at another this alert does."""
+    blocks = {block["name"]: block["promql_expr_test"] for block in yaml.safe_load(UNIT_TESTS.read_text())["tests"]}
+
+    assert list(blocks) == NAMES
+    for name, checks in blocks.items():
+        expected = [check["exp_samples"] for check in checks if "ALERTS" in check["expr"]]
+        assert [] in expected, name
+        assert any(f'alertname="{name}"' in sample["labels"] for samples in expected for sample in samples), name
+
+
+def test_each_alert_says_what_to_do() -> None:
+    """Summary, action and page, a severity, and a wait; the table of the page has all alerts with severity and wait."""
+    written = re.findall(r"^\| `(Rollbus\w+)` \| (\w+), (\w+) \|", OPERATIONS.read_text(), re.M)
+    alerts = [rule for rule in rules() if "alert" in rule]
+
+    assert written == [(rule["alert"], rule["labels"]["severity"], rule["for"]) for rule in alerts]
+    for rule in alerts:
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert rule["annotations"].keys() == {"summary", "action", "runbook"}
+        assert rule["annotations"]["runbook"] == "docs/operations.md#alerts"
+    assert len({rule["annotations"]["summary"] for rule in alerts}) == len(alerts)
+    assert len({rule["annotations"]["action"] for rule in alerts}) == len(alerts)
+
+
+def test_rules_ask_for_metrics_that_there_are(exposition: str) -> None:
+    """Every metric and label of a rule is in the exposition; so are the labels of the texts in the alert."""
+    known = dict(catalogue(exposition))
+    states: set[str] = set()
+    for rule in rules():
+        query = read(rule["expr"], known)
+        assert query.labels is not None
+        if "record" in rule:
+            known[rule["record"]] = query.labels
+        texts = " ".join(rule.get("annotations", {}).values())
+        assert set(re.findall(r"\$labels\.(\w+)", texts)) <= query.labels, rule["alert"]
+        states.update(*(asked["state"].split("|") for _, asked in query.selectors if "state" in asked))
+    assert states <= {*WorkerState}

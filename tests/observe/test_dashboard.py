@@ -1,0 +1,139 @@
+"""The dashboard of deploy/grafana is whole, and asks for what there is. Grafana itself does not run here."""
+
+import json
+import re
+from itertools import combinations
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.observe.exposed import catalogue
+from tests.observe.promql import QueryError, read
+from tests.observe.shipped import DASHBOARD, PROMETHEUS, PROVISIONING, dashboard, panels, queries, variables
+
+COMPOSE = yaml.safe_load((PROMETHEUS.parents[2] / "compose.yaml").read_text())
+BUILT_IN = {"__rate_interval", "__interval", "__range"}
+"""Variables that Grafana has itself."""
+UNITS = {
+    "short", "none", "s", "bytes", "Bps", "percentunit", "reqps", "ops",
+}  # fmt: skip
+"""Of Grafana's catalogue; another word would be shown behind the number as it is."""
+
+
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    """Whether two rectangles of the grid have a cell in common."""
+    return (
+        one["x"] < other["x"] + other["w"]
+        and other["x"] < one["x"] + one["w"]
+        and one["y"] < other["y"] + other["h"]
+        and other["y"] < one["y"] + one["h"]
+    )
+
+
+def test_every_query_asks_for_what_there_is(exposition: str) -> None:
+    """Panels, variables, annotations: metrics and labels are in the exposition; legends name labels of the result."""
+    known = catalogue(exposition)
+    for where, text, legend in queries():
+        query = read(text, known)
+        assert query.labels is not None, where
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= query.labels, where
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "rollbus_nothing",
+        'rollbus_bus_up{worker="w"}',
+        "sum by (lane) (rollbus_worker_in_flight)",
+        "rollbus_worker_in_flight / rollbus_worker_state",
+        "rollbus_worker_in_flight > on (lane) rollbus_queue_waiting",
+        "histogram_quantile(0.9, rate(rollbus_worker_generated_tokens_total[1m]))",
+        "rats(rollbus_worker_generated_tokens_total[1m])",
+        "sum(rollbus_bus_up",
+        "rollbus_bus_up[",
+        "rollbus_bus_up 1",
+    ],
+)
+def test_a_wrong_query_is_found(exposition: str, query: str) -> None:
+    """What Prometheus would refuse, or answer with nothing for ever."""
+    with pytest.raises(QueryError):
+        read(query, catalogue(exposition))
+
+
+def test_panels_have_places_and_names_of_their_own() -> None:
+    """Ids are unique, no panel lies on another or beyond 24 columns, and each says what it shows, and in which unit."""
+    found = panels()
+    assert len({panel["id"] for panel in found}) == len(found)
+    titled = [panel for panel in found if panel["type"] != "row"]
+    for one, other in combinations(found, 2):
+        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+    for panel in titled:
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["targets"], panel["title"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        units = [panel["fieldConfig"]["defaults"].get("unit")] if panel["type"] != "table" else []
+        units += [entry["value"] for override in panel["fieldConfig"]["overrides"] for entry in override["properties"]]
+        assert set(units) <= UNITS, panel["title"]
+
+
+def test_every_variable_is_there_and_used() -> None:
+    """`$name` in a query is a variable of the dashboard, or Grafana's own; no variable is in vain."""
+    text = json.dumps([dashboard()["panels"], dashboard()["annotations"], [*variables().values()]])
+    used = set(re.findall(r"\$\{?([a-z_]\w*)\}?", text)) - {"__all"}
+
+    assert used - BUILT_IN == variables().keys()
+
+
+def data_sources(value: Any) -> set[str]:
+    """The uid of each data source below this."""
+    if isinstance(value, list):
+        return set().union(*map(data_sources, value))
+    if not isinstance(value, dict):
+        return set()
+    own = {value["datasource"]["uid"]} if "datasource" in value else set()
+    return own.union(*map(data_sources, value.values()))
+
+
+def test_the_data_source_is_the_readers_choice() -> None:
+    """Nothing names the data source of compose.yaml: the dashboard can be loaded elsewhere."""
+    assert data_sources(dashboard()) == {"${datasource}", "-- Grafana --"}
+    assert (dashboard()["id"], dashboard()["uid"]) == (None, "rollbus-fleet")
+
+
+def test_provisioning_agrees_with_compose() -> None:
+    """Grafana finds Prometheus by its service's name and port, and the dashboard where compose.yaml mounts it."""
+    [source] = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
+    [provider] = yaml.safe_load((PROVISIONING / "dashboards" / "fleet.yml").read_text())["providers"]
+    grafana, scraped = COMPOSE["services"]["grafana"], yaml.safe_load(PROMETHEUS.read_text())
+    mounted = dict(line.removesuffix(":ro").split(":") for line in grafana["volumes"])
+    path = mounted[f"./deploy/grafana/{DASHBOARD.name}"]
+
+    assert source["url"] == "http://prometheus:9090"
+    assert COMPOSE["services"]["prometheus"]["ports"][0].endswith(":9090")
+    assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
+    assert path == f"{provider['options']['path']}/{DASHBOARD.name}"
+    assert path == grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert mounted["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
+
+
+def test_prometheus_scrapes_the_service_of_compose() -> None:
+    """The target is the HTTP service; the token is in a file, a secret made of the service's own setting."""
+    [job] = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+    [secret] = COMPOSE["services"]["prometheus"]["secrets"]
+    token = COMPOSE["services"]["frontend"]["environment"]["ROLLBUS_HTTP_TOKEN"]
+
+    assert [target for config in job["static_configs"] for target in config["targets"]] == ["frontend:8080"]
+    assert job["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
+    assert COMPOSE["secrets"][secret] == {"environment": token.strip("${}").removesuffix(":-")}
+    assert "--allowed-host" in COMPOSE["services"]["frontend"]["command"]
+
+
+def test_grafana_lets_nobody_change_anything() -> None:
+    """Everybody reads, nobody logs in; so there is no password that somebody could leave as it is."""
+    settings = COMPOSE["services"]["grafana"]["environment"]
+
+    assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert settings["GF_AUTH_DISABLE_LOGIN_FORM"] == settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
